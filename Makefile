@@ -1,0 +1,32 @@
+# make train | test | test-fast | lint | bench
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: install train test test-fast lint bench
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	touch $@
+
+train: install
+	$(BIN)/weft train configs/stdlib.toml --ranks 2
+
+test: install lint
+	$(BIN)/python -m pytest
+
+test-fast: install lint
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: install
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/weft bench fsdp2 --ranks 2

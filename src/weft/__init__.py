@@ -1,0 +1,1 @@
+"""weft: sharded training for large PyTorch models."""

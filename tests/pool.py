@@ -1,0 +1,159 @@
+"""Real gloo processes for tests: four workers, started once for the whole run.
+
+    @distributed(2, 4)
+    def test_all_ranks_agree(tmp_path):      # the body runs on every rank, once per world size
+        assert dist.get_world_size() in (2, 4)
+
+Each job gets a fresh process group and loses it at its end, so that no test sees another's state. A rank that
+raises or hangs fails the test with its traceback, and the workers are replaced.
+"""
+
+import functools
+import importlib
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+MAX_RANKS = 4
+TIMEOUT_S = 120
+
+
+class RankFailed(AssertionError):
+    """At least one rank of a job raised, died or did not answer in time."""
+
+
+def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable], Callable]:
+    """Make a test whose body runs on every rank of a process group, once for each number in `ranks`.
+
+    Fixtures and parameters reach the body by keyword and must survive pickling. Rank 0's return value is ignored.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(pool: "Pool", ranks: int, **kwargs: Any) -> None:
+            pool.run(ranks, body, timeout=timeout, **kwargs)
+
+        own = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("pool", "ranks", *inspect.signature(body).parameters)
+        ]
+        test.__signature__ = inspect.Signature(own)
+        test.body = body
+        return pytest.mark.parametrize("ranks", ranks)(test)
+
+    return decorate
+
+
+class Pool:
+    """Workers that run jobs; `run` returns what each rank returned, in rank order."""
+
+    def __init__(self, size: int = MAX_RANKS) -> None:
+        self.size = size
+        self.workers: list[tuple[Any, Any]] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
+        self.jobs = 0
+
+    def run(self, ranks: int, body: Callable, *args: Any, timeout: float = TIMEOUT_S, **kwargs: Any) -> list:
+        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks."""
+        if not self.workers:
+            self._start()
+        self.jobs += 1
+        store = os.path.join(self.folder.name, f"store-{self.jobs}")
+        name = (body.__module__, body.__qualname__)
+        for rank, (_, pipe) in enumerate(self.workers[:ranks]):
+            pipe.send((name, args, kwargs, rank, ranks, store, timeout))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:ranks])}
+        while waiting and time.monotonic() < deadline:
+            # Once one rank failed, the others only have a moment: they may hang in a collective that it left.
+            if any(not good for good, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + 5)
+            for pipe in multiprocessing.connection.wait(list(waiting), timeout=0.5):
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+        for rank in waiting.values():
+            answers[rank] = (False, f"no answer within {timeout} s")
+        if any(not good for good, _ in answers.values()):
+            self.stop()
+            failures = [
+                f"--- rank {rank} of {ranks}: {said}"
+                for rank, (good, said) in sorted(answers.items())
+                if not good
+            ]
+            raise RankFailed("\n".join(failures))
+        return [answers[rank][1] for rank in range(ranks)]
+
+    def stop(self) -> None:
+        """End the workers; the next `run` starts new ones."""
+        for process, pipe in self.workers:
+            process.kill()
+            pipe.close()
+        for process, _ in self.workers:
+            process.join()
+        self.workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name, args, kwargs, rank, ranks, store, timeout = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, _run_job(name, args, kwargs, rank, ranks, store, timeout))
+        except BaseException:  # every failure of a rank, pytest's own exceptions too, belongs in the report
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+def _run_job(
+    name: tuple[str, str], args: tuple, kwargs: dict, rank: int, ranks: int, store: str, timeout: float
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    body: Any = importlib.import_module(name[0])
+    for part in name[1].split("."):
+        body = getattr(body, part)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        result = getattr(body, "body", body)(*args, **kwargs)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
