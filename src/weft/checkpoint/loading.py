@@ -1,0 +1,73 @@
+"""From a checkpoint into live state, with nothing left out in silence."""
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+Stored = TensorStorageMetadata | BytesStorageMetadata
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint does not fit what it should be loaded into: keys, shapes or dtypes differ."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Fills tensors in place and collects everything else in `loaded`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.loaded: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def compare(checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    """Raise CheckpointMismatch unless exactly the keys of `live` are stored, with their shapes and dtypes.
+
+    Distributed Checkpoint itself leaves out keys that are absent on one side, and casts where dtypes differ.
+    """
+    complaints = []
+    if missing := [key for key in live if key not in stored]:
+        complaints.append(f"missing in the checkpoint: {_listed(missing)}")
+    if unexpected := [key for key in stored if key not in live]:
+        complaints.append(f"unexpected in the checkpoint: {_listed(unexpected)}")
+    if different := [
+        f"{key} ({_shape(stored[key])}, here {_shape(value)})"
+        for key, value in live.items()
+        if key in stored and _shape(stored[key]) != _shape(value)
+    ]:
+        complaints.append(f"different: {_listed(different)}")
+    if complaints:
+        raise CheckpointMismatch(
+            f"{checkpoint} does not fit the model and options of this run: {'; '.join(complaints)}; "
+            "load it with the configuration that it was saved with"
+        )
+
+
+def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
+    """The entries whose keys start with `prefix`, without it."""
+    return {
+        key.removeprefix(prefix): value
+        for key, value in metadata.state_dict_metadata.items()
+        if key.startswith(prefix)
+    }
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, TensorStorageMetadata):
+        return f"{str(value.properties.dtype).removeprefix('torch.')} {list(value.size)}"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "no tensor"
+
+
+def _listed(names: Iterable[str], limit: int = 20) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,272 @@
+"""Checkpoints that are either complete or not there."""
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from weft.checkpoint import directory as folder
+from weft.checkpoint.directory import CheckpointError, File, Manifest
+from weft.checkpoint.loading import LoadPlanner, Stored, compare, stored_below
+from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
+from weft.checkpoint.state import Stateful
+
+Result = TypeVar("Result")
+
+# A single process is a way to use this, not a mistake to be warned of at each save.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need that much longer to write its part
+_LOCK_TIMEOUT_S = 30.0
+
+
+class CheckpointManager:
+    """Saves and loads the state of a run in `directory`, which all ranks must see.
+
+    A save is written to a new folder, flushed, and becomes a checkpoint by one rename after every rank has
+    confirmed its part. The newest `keep` checkpoints stay. Every method is called by all ranks of
+    `process_group` (default: all ranks; none needed in a single process), with the same arguments.
+
+    `progress`, if given, is called on the first rank with a line about each save, from a background thread.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        process_group: dist.ProcessGroup | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least one checkpoint must be kept; use keep=1 or more")
+        self.directory = Path(directory)
+        self.keep = keep
+        self._progress = progress
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            # A group of its own: the background thread's collectives must not mix with those of training.
+            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            self._group = dist.new_group(members, backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+        self.rank = dist.get_rank(self._group) if self._group else 0
+        self.ranks = dist.get_world_size(self._group) if self._group else 1
+        self._stager = Stager()
+        self._lock: IO[str] | None = None
+        self._saving: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def save(self, step: int, state: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+        """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
+
+        With `asynchronous` this returns once the state is copied to the host; the copy is written while
+        training goes on. A save that is still being written is waited for first. Errors of a background save
+        are raised by the next `save`, `wait` or `close`. Raises CheckpointError when the step is there
+        already or another run writes to the directory.
+        """
+        self.wait()
+        self._prepare(step)
+        staged = self._stager.stage(self._flat(state))
+        if not asynchronous:
+            self._write(step, staged)
+            return
+        self._saving = threading.Thread(
+            target=self._write_in_background, args=(step, staged), name=f"weft-checkpoint-{step}", daemon=True
+        )
+        self._saving.start()
+
+    @property
+    def saving(self) -> bool:
+        """Whether a background save is under way on this rank."""
+        return self._saving is not None and self._saving.is_alive()
+
+    def wait(self) -> None:
+        """Return when the last save is committed; raises its error if it failed."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(f"the checkpoint could not be saved: {error}") from error
+
+    def close(self) -> None:
+        """Finish the last save and let others write to the directory."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, oldest first."""
+        return self._on_first_rank(lambda: folder.committed_steps(self.directory))
+
+    def latest(self) -> int | None:
+        """Step of the newest committed checkpoint, None without one."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Fill `state` from the checkpoint of `step` (default: the newest) and return that step.
+
+        The number of ranks and the sharding may differ from those that saved. Entries of the checkpoint under
+        other names than those of `state` are left alone. Raises CheckpointError without a checkpoint or when
+        files are missing or cut off, and CheckpointMismatch, before anything is changed, with all missing and
+        unexpected keys and different shapes and dtypes.
+        """
+        self.wait()
+        steps = self.steps()
+        step = step if step is not None else (steps[-1] if steps else None)
+        if step is None or step not in steps:
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step} (there are: {steps})"
+            raise CheckpointError(f"{self.directory} holds {which}")
+        path = folder.path_of(self.directory, step)
+        manifest = self._on_first_rank(lambda: folder.verify(path, content=False))
+        reader = dcp.FileSystemReader(path)
+        metadata = reader.read_metadata()
+
+        resharded = manifest.ranks != self.ranks
+        templates: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        expected: dict[str, Any] = {}
+        stored: dict[str, Stored] = {}
+        for name, value in state.items():
+            prefix = self._prefix(name, value, rank=0 if resharded else self.rank)
+            below = stored_below(metadata, prefix)
+            stored |= {prefix + key: entry for key, entry in below.items()}
+            if hasattr(value, "prepare_load"):
+                value.prepare_load(below)
+            templates[name] = (prefix, _state_dict(value))
+            expected |= flatten(templates[name][1], prefix)
+        compare(str(path), expected, stored)
+
+        planner = LoadPlanner()
+        dcp.load(
+            expected,
+            storage_reader=reader,
+            planner=planner,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        loaded = {**expected, **planner.loaded}
+        for name, value in state.items():
+            prefix, template = templates[name]
+            content = unflatten(template, loaded, prefix)
+            if getattr(value, "per_rank", False) and resharded:
+                value.load_from_other_ranks(content, self.rank, self.ranks)
+            elif isinstance(value, Stateful):
+                value.load_state_dict(content)
+            else:
+                value.update(content)
+        return step
+
+    def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, value in state.items():
+            if "." in name:
+                raise ValueError(f"the name {name!r} of a state contains a dot: choose one without")
+            flat |= flatten(_state_dict(value), self._prefix(name, value, self.rank))
+        return flat
+
+    @staticmethod
+    def _prefix(name: str, value: Any, rank: int) -> str:
+        return f"{name}.rank{rank}." if getattr(value, "per_rank", False) else f"{name}."
+
+    def _prepare(self, step: int) -> None:
+        def prepare() -> None:
+            if self._lock is None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S)
+            folder.discard(folder.debris(self.directory))
+            if step in folder.committed_steps(self.directory):
+                raise CheckpointError(
+                    f"{folder.path_of(self.directory, step)} exists already; it is not overwritten: "
+                    "move it away or choose another directory"
+                )
+
+        self._on_first_rank(prepare)
+
+    def _write_in_background(self, step: int, staged: Staged) -> None:
+        try:
+            self._write(step, staged)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, step: int, staged: Staged) -> None:
+        started = time.monotonic()
+        self._say(f"saving step {step} …")
+        temporary = self._on_first_rank(lambda: folder.begin(self.directory, step))
+        try:
+            if not temporary.is_dir():
+                raise CheckpointError(
+                    f"rank {self.rank} does not see {temporary}: "
+                    "checkpoints need a directory that all ranks share"
+                )
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(temporary),
+                planner=staged,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+            manifest = Manifest(step, self.ranks, self._measure(temporary))
+            self._on_first_rank(lambda: folder.commit(temporary, manifest))
+        except BaseException:
+            if self.rank == 0:
+                folder.discard([temporary])
+            raise
+        if self.rank == 0:
+            old = folder.committed_steps(self.directory)[: -self.keep]
+            folder.discard(folder.path_of(self.directory, each) for each in old)
+        self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({_readable(manifest.bytes)})")
+
+    def _measure(self, temporary: Path) -> dict[str, File]:
+        """Checksums of all files, each taken by the rank that wrote the file."""
+        own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
+        if self.rank == 0:
+            own[".metadata"] = File.measure(temporary / ".metadata")
+        if self._group is None:
+            return own
+        of_all: list[Any] = [None] * self.ranks
+        dist.all_gather_object(of_all, own, group=self._group)
+        return {name: file for part in of_all for name, file in part.items()}
+
+    def _on_first_rank(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on the first rank; all ranks get its result, or its error."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = action()
+            except Exception as error:
+                answer[1] = error
+        if self._group is not None:
+            dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def _say(self, line: str) -> None:
+        if self._progress is not None and self.rank == 0:
+            self._progress(line)
+
+
+def _state_dict(value: Any) -> Mapping[str, Any]:
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _readable(size: int) -> str:
+    power = min(int(math.log(size, 1000)), 4) if size else 0
+    return f"{size / 1000**power:.{1 if power else 0}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,0 +1,138 @@
+"""From live state to bytes that a background thread can write while training changes the live state.
+
+Staging happens where Distributed Checkpoint has cut the state into items already (`WriteItem`: which box of
+which tensor this rank writes), so that it works for every kind of sharded tensor that Distributed Checkpoint
+knows, without knowing any of them.
+"""
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings with string keys as one flat dictionary whose keys are joined by dots.
+
+    Everything else is a leaf. Raises ValueError when two leaves get the same key.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in _leaves(state, prefix):
+        if key in flat:
+            raise ValueError(f"two entries of the state have the key {key!r}: rename one of them")
+        flat[key] = value
+    return flat
+
+
+def unflatten(template: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`template` with each of its leaves replaced by the one in `flat`."""
+    return {
+        key: unflatten(value, flat, f"{prefix}{key}.") if _is_branch(value) else flat[f"{prefix}{key}"]
+        for key, value in template.items()
+    }
+
+
+def _leaves(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if _is_branch(value):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _is_branch(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+class Staged(SavePlanner):
+    """A copy on the host of what this rank writes, which plays the planner of `dcp.save`."""
+
+    def __init__(self, items: list[WriteItem], data: dict[MetadataIndex, Any]) -> None:
+        self.items = items
+        self.data = data
+        self._global = DefaultSavePlanner(flatten_state_dict=False)
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._global.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self.items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self._global.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self.data[write_item.index]
+
+
+class Stager:
+    """Copies state to the host; memory pinned for copies from an accelerator is kept for the next save."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[MetadataIndex, torch.Tensor] = {}
+
+    def stage(self, flat: Mapping[str, Any]) -> Staged:
+        """Copy the leaves of `flat` as they are now; returns when the copy is complete.
+
+        Raises TypeError for a leaf that is neither a tensor nor plain data (numbers, strings, lists, tuples,
+        dictionaries, None): loading it would have to run code from the checkpoint.
+        """
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(flat))
+        items: list[WriteItem] = []
+        data: dict[MetadataIndex, Any] = {}
+        on_accelerator = False
+        for item in planner.create_local_plan().items:
+            if item.type == WriteItemType.BYTE_IO:
+                data[item.index] = _plain_bytes(item.index.fqn, flat[item.index.fqn])
+            else:
+                if _is_empty_part(item):
+                    continue
+                source = planner.resolve_data(item)
+                assert isinstance(source, torch.Tensor)
+                on_accelerator |= source.device.type != "cpu"
+                data[item.index] = self._host_copy(item.index, source.detach())
+            items.append(item)
+        if on_accelerator:
+            torch.accelerator.synchronize()
+        return Staged(items, data)
+
+    def _host_copy(self, index: MetadataIndex, source: torch.Tensor) -> torch.Tensor:
+        if source.device.type == "cpu":
+            return source.clone(memory_format=torch.contiguous_format)
+        target = self._pinned.get(index)
+        if target is None or target.shape != source.shape or target.dtype != source.dtype:
+            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._pinned[index] = target
+        return target.copy_(source, non_blocking=True)
+
+
+def _is_empty_part(item: WriteItem) -> bool:
+    # Distributed Checkpoint tells the boxes of one tensor apart by their offsets alone, so an empty box can
+    # take the place of the real one that starts where it stands.
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) == 0 < math.prod(item.tensor_data.size)
+
+
+def _plain_bytes(key: str, value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    try:
+        torch.load(stream, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"the state {key!r} is a {type(value).__name__}; a checkpoint holds tensors and plain data only"
+        ) from error
+    stream.seek(0)
+    return stream

@@ -1,0 +1,173 @@
+"""What a checkpoint of a training run consists of: model, optimizer, random generators."""
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from weft.checkpoint.loading import CheckpointMismatch, Stored
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with these two methods can be in a checkpoint.
+
+    Tensors that `state_dict` returns are filled in place before `load_state_dict` is called with them. Two
+    optional additions: `prepare_load(stored)`, called before with what the checkpoint holds (key ->
+    metadata), and `per_rank = True` for state that differs between ranks and has no global meaning; that
+    needs `load_from_other_ranks(state, rank, ranks)`, called with rank 0's state where the number of ranks
+    changed.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+class ModelState:
+    """Weights and buffers of a model, sharded or not, under the names of the unsharded model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(dict(state))
+
+
+class OptimizerState:
+    """An optimizer's state by parameter name, so that it can be loaded on other ranks and strategies."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        known = {parameter: _plain_name(name) for name, parameter in model.named_parameters()}
+        try:
+            self.groups = [
+                [known[parameter] for parameter in group["params"]] for group in optimizer.param_groups
+            ]
+        except KeyError:
+            raise ValueError(
+                "the optimizer holds a parameter that the model does not have: build it from "
+                "model.parameters() after sharding"
+            ) from None
+        self.parameters = {
+            known[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
+        }
+        self._targets: dict[str, dict[str, Any]] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._targets
+        if state is None:
+            # A rank without a part of a parameter never steps it: its counters would be stale.
+            state = {
+                name: dict(self.optimizer.state[parameter])
+                for name, parameter in self.parameters.items()
+                if parameter in self.optimizer.state and not _is_empty_here(parameter)
+            }
+        return {"state": state, "groups": [self._options(index) for index in range(len(self.groups))]}
+
+    def prepare_load(self, stored: Mapping[str, Stored]) -> None:
+        """Make room for the stored state; that of parameters unknown here shows up as unexpected."""
+        targets: dict[str, dict[str, Any]] = {}
+        for key, value in stored.items():
+            name, _, field = key.removeprefix("state.").rpartition(".")
+            if key.startswith("state.") and name in self.parameters:
+                targets.setdefault(name, {})[field] = _room_for(field, value, self.parameters[name])
+        self._targets = targets
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._targets = None
+        numbers = {name: number for number, name in enumerate(self.parameters)}
+        groups = []
+        for index, saved in enumerate(state["groups"]):
+            if index >= len(self.groups) or saved["names"] != self.groups[index]:
+                raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
+            options = {key: value for key, value in saved.items() if key != "names"}
+            if set(options) != set(self._options(index)) - {"names"}:
+                raise CheckpointMismatch(
+                    f"the checkpoint was saved with another optimizer: its options are {sorted(options)}, "
+                    f"here {sorted(set(self._options(index)) - {'names'})}"
+                )
+            groups.append({**options, "params": [numbers[name] for name in self.groups[index]]})
+        if len(groups) != len(self.groups):
+            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
+        numbered = {
+            number: dict(state["state"][name]) for name, number in numbers.items() if name in state["state"]
+        }
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    def _options(self, index: int) -> dict[str, Any]:
+        group = self.optimizer.param_groups[index]
+        return {
+            **{key: value for key, value in group.items() if key != "params"},
+            "names": self.groups[index],
+        }
+
+
+class RandomState:
+    """The generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
+
+    On the number of ranks that saved, each rank continues exactly where it was. On another number every rank
+    is seeded anew from rank 0's saved generators, its own rank and the number of ranks: deterministic, and
+    different on each rank.
+    """
+
+    per_rank = True
+
+    def state_dict(self) -> dict[str, Any]:
+        version, internal, gauss = random.getstate()
+        name, keys, *rest = numpy.random.get_state(legacy=True)
+        assert isinstance(keys, numpy.ndarray)
+        return {
+            "generators": (
+                (version, internal, gauss),
+                (name, keys.tolist(), *rest),
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state() if _uses_cuda() else None,
+            )
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        python, numpys, torchs, cudas = state["generators"]
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+        if cudas is not None and _uses_cuda():
+            torch.cuda.set_rng_state(cudas)
+
+    def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
+        origin = state["generators"][2].numpy().tobytes()
+        digest = hashlib.sha256(origin + f"/{rank}/{ranks}".encode()).digest()
+        seed = int.from_bytes(digest[:7], "little")
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _plain_name(name: str) -> str:
+    """The name without what activation checkpointing and compilation put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def _is_empty_here(parameter: torch.Tensor) -> bool:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.numel() == 0
+
+
+def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    if field != "step" and stored.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+    return torch.zeros(stored.size, dtype=stored.properties.dtype)

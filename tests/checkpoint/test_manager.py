@@ -1,0 +1,296 @@
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.pool import distributed
+from weft.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointMismatch,
+    ModelState,
+    OptimizerState,
+    RandomState,
+    verify,
+)
+
+
+def make(width=7, sharded=True):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 3), nn.BatchNorm1d(3))
+    if sharded:
+        model[3] = nn.LayerNorm(3)  # what batch normalisation counts would differ between ranks
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer):
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def full(value):
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+def everything(model, optimizer):
+    """Weights, buffers and optimizer state, unsharded."""
+    names = dict(model.named_parameters())
+    weights = {name: full(value) for name, value in model.state_dict().items()}
+    moments = {
+        f"{name}/{key}": full(value)
+        for name, parameter in names.items()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return weights | moments
+
+
+def state_of(model, optimizer):
+    return {
+        "model": ModelState(model),
+        "optimizer": OptimizerState(model, optimizer),
+        "random": RandomState(),
+    }
+
+
+@distributed(1, 2, 4)
+def test_a_save_brings_everything_back_in_another_model(tmp_path):
+    model, optimizer = make()
+    torch.manual_seed(dist.get_rank())
+    step(model, optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(model, optimizer))
+        saved = everything(model, optimizer)
+        expected = torch.rand(3), numpy.random.rand(3).tolist(), random.random()
+        step(model, optimizer)
+        assert manager.latest() in (None, 1)
+        manager.wait()
+        other, other_optimizer = make()
+        assert manager.load(state_of(other, other_optimizer)) == 1
+        got = torch.rand(3), numpy.random.rand(3).tolist(), random.random()
+    loaded = everything(other, other_optimizer)
+    assert loaded.keys() == saved.keys()
+    for key, value in saved.items():
+        assert torch.equal(loaded[key], value), key
+    assert torch.equal(got[0], expected[0])
+    assert got[1:] == expected[1:]
+
+
+def save_on(directory, asynchronous=True):
+    model, optimizer = make()
+    torch.manual_seed(10 + dist.get_rank())
+    step(model, optimizer)
+    with CheckpointManager(directory) as manager:
+        manager.save(1, state_of(model, optimizer), asynchronous=asynchronous)
+    return {key: value.numpy() for key, value in everything(model, optimizer).items()}
+
+
+def load_on(directory):
+    model, optimizer = make()
+    torch.manual_seed(0)
+    CheckpointManager(directory).load(state_of(model, optimizer))
+    draw = torch.rand(2).tolist()
+    return {key: value.numpy() for key, value in everything(model, optimizer).items()}, draw
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (2, 1), (4, 2), (1, 3)])
+def test_another_number_of_ranks_loads_the_same_values(pool, tmp_path, before, after):
+    saved = pool.run(before, save_on, tmp_path)[0]
+    answers = pool.run(after, load_on, tmp_path)
+    loaded = answers[0][0]
+    assert loaded.keys() == saved.keys()
+    for key, value in saved.items():
+        numpy.testing.assert_array_equal(loaded[key], value, err_msg=key)
+    draws = [tuple(draw) for _, draw in answers]
+    assert len(set(draws)) == after, "each rank has random numbers of its own"
+    assert [tuple(draw) for _, draw in pool.run(after, load_on, tmp_path)] == draws
+
+
+def test_only_the_newest_are_kept_and_each_is_complete(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2)
+    for number in range(1, 6):
+        manager.save(number, {"numbers": {"value": torch.full((4,), number), "note": f"step {number}"}})
+    manager.close()
+    assert manager.steps() == [4, 5]
+    for number in (4, 5):
+        state = {"value": torch.zeros(4, dtype=torch.int64), "note": ""}
+        manager.load({"numbers": state}, step=number)
+        assert state["value"].tolist() == [number] * 4
+        assert state["note"] == f"step {number}"
+        assert verify(tmp_path / f"step-{number:08d}").step == number
+
+
+def test_the_background_save_writes_what_was_there_when_it_began(tmp_path):
+    value = torch.arange(200_000)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"numbers": {"value": value}})
+        value.zero_()
+    loaded = {"value": torch.zeros(200_000, dtype=torch.int64)}
+    manager.load({"numbers": loaded})
+    assert torch.equal(loaded["value"], torch.arange(200_000))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_all_keys_and_changes_nothing(tmp_path):
+    saved, _ = make(sharded=False)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": ModelState(saved)})
+    other = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3, bias=False), nn.Linear(3, 1))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointMismatch) as error:
+        manager.load({"model": ModelState(other)})
+    said = str(error.value)
+    assert "missing in the checkpoint: model.3.bias" not in said
+    assert "unexpected in the checkpoint: model.2.bias, model.3.num_batches_tracked" in said
+    assert "model.0.weight (float32 [7, 5], here float32 [9, 5])" in said
+    assert "\n" not in said
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_weight_that_would_stay_unset_is_an_error(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": ModelState(nn.Linear(3, 3, bias=False))})
+    with pytest.raises(CheckpointMismatch, match=r"missing in the checkpoint: model\.bias"):
+        manager.load({"model": ModelState(nn.Linear(3, 3))})
+
+
+def test_another_dtype_is_an_error(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": ModelState(nn.Linear(3, 3))})
+    with pytest.raises(CheckpointMismatch, match=r"model\.bias \(float32 \[3\], here bfloat16 \[3\]\)"):
+        manager.load({"model": ModelState(nn.Linear(3, 3, dtype=torch.bfloat16))})
+
+
+def test_another_optimizer_is_an_error(tmp_path):
+    model, optimizer = make(sharded=False)
+    step(model, optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
+    with pytest.raises(CheckpointMismatch, match="saved with another optimizer"):
+        manager.load({"optimizer": OptimizerState(model, torch.optim.SGD(model.parameters(), lr=0.1))})
+
+
+def test_debris_is_ignored_and_removed_by_the_next_save(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
+    half = tmp_path / "step-00000002.tmp-0123456789ab"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000000.trash-0123456789ab").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert manager.latest() == 1
+    manager.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
+    manager.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", "notes", "step-00000001", "step-00000002"]
+
+
+def test_a_step_is_never_overwritten(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"numbers": {"value": torch.ones(2)}})
+        with pytest.raises(CheckpointError, match="exists already"):
+            manager.save(1, {"numbers": {"value": torch.zeros(2)}})
+        loaded = {"value": torch.zeros(2)}
+        manager.load({"numbers": loaded})
+    assert loaded["value"].tolist() == [1, 1]
+
+
+def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
+    with CheckpointManager(tmp_path) as first:
+        first.save(1, {"numbers": {"value": torch.ones(2)}})
+        second = CheckpointManager(tmp_path)
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            second.save(2, {"numbers": {"value": torch.ones(2)}})
+    second.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
+    assert second.steps() == [1, 2]
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(TypeError, match=r"'thing\.value' is a Linear"):
+        manager.save(1, {"thing": {"value": nn.Linear(2, 2)}})
+    assert manager.steps() == []
+
+
+def test_the_error_of_a_background_save_surfaces_and_older_checkpoints_stay(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weft.checkpoint.directory.File.measure", full_disk)
+    manager.save(2, {"numbers": {"value": torch.ones(2)}})
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        manager.save(3, {"numbers": {"value": torch.ones(2)}})
+    monkeypatch.undo()
+    assert manager.steps() == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
+    manager.save(3, {"numbers": {"value": torch.ones(2)}})
+    manager.close()
+    assert manager.steps() == [1, 3]
+
+
+def fail_on_rank_1(directory):
+    manager = CheckpointManager(directory)
+    manager.save(1, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
+    if dist.get_rank() == 1:
+        Path.open, kept = no_space, Path.open
+    manager.save(2, {"numbers": {f"rank{dist.get_rank()}": torch.ones(2)}})
+    try:
+        manager.wait()
+    except CheckpointError as error:
+        return str(error), manager.steps()
+    finally:
+        if dist.get_rank() == 1:
+            Path.open = kept
+    return "", manager.steps()
+
+
+def no_space(*_args, **_kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def test_when_one_rank_cannot_write_every_rank_hears_of_it_and_nothing_is_committed(pool, tmp_path):
+    for said, steps in pool.run(2, fail_on_rank_1, tmp_path):
+        assert "No space left on device" in said
+        assert steps == [1]
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_damage_is_found(tmp_path, damage):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"numbers": {"value": torch.ones(200)}})
+    path = tmp_path / "step-00000001" / "__0_0.distcp"
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        path.write_bytes(content[:-1])
+    else:
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"damaged: .*__0_0\.distcp"):
+        verify(tmp_path / "step-00000001")
+    if damage != "changed":
+        with pytest.raises(CheckpointError, match=r"damaged: .*__0_0\.distcp"):
+            manager.load({"numbers": {"value": torch.ones(200)}})
+
+
+def test_without_a_checkpoint_loading_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        CheckpointManager(tmp_path).load({"numbers": {"value": torch.ones(2)}})
+
+
+def test_progress_says_when_a_save_begins_and_ends(tmp_path):
+    said = []
+    with CheckpointManager(tmp_path, progress=said.append) as manager:
+        manager.save(7, {"numbers": {"value": torch.ones(2)}})
+    assert said[0] == "saving step 7 …"
+    assert said[1].startswith("saved step 7 in ")
