@@ -1,0 +1,142 @@
+"""The axes of a run: how the ranks are laid out over pipeline, data, expert and tensor parallelism.
+
+Ranks count along these axes, the last one fastest:
+
+    dense view     pp | dp_replicate | dp_shard           | tp
+    expert view    pp | expert_replicate | expert_shard | ep | tp
+
+Both views cut the same data-parallel ranks; the expert view only groups them differently. Eight ranks with
+`dp_shard=8, ep=4`, each digit a rank:
+
+    meshes.dense of rank 5     0 1 2 3 4 5 6 7
+    meshes.ep of rank 5                4 5 6 7      one copy of every expert is spread over these
+    meshes.expert of rank 5      1       5          these hold the same experts as rank 5
+"""
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """What each kind of parameter is spread over, as seen from this rank.
+
+    `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`.
+    `expert`: the data-parallel ranks that hold the same experts; `dense` itself where `ep` is 1.
+    `ep`, `pp`, `tp`: 1-D, or None where the axis has one rank.
+    """
+
+    dense: DeviceMesh
+    expert: DeviceMesh
+    ep: DeviceMesh | None = None
+    pp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks: into how many parts a global batch is split."""
+        return self.dense.size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of those parts is this rank's, from 0 to `dp_size - 1`; one tp or pp group shares it."""
+        position = 0
+        for axis in range(self.dense.ndim):
+            position = position * self.dense.size(axis) + self.dense.get_local_rank(axis)
+        return position
+
+
+def init_meshes(
+    device_type: str, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, ep: int = 1, tp: int = 1
+) -> Meshes:
+    """Lay all ranks out over the axes; collective, every rank calls it with the same sizes.
+
+    `dp_replicate * dp_shard` counts all data-parallel ranks, `dp_shard=-1` takes what the other axes leave,
+    and `ep` divides that count. With `dp_replicate > 1` the expert mesh is 2-D (outer, shard) as the dense
+    one is, as long as `ep` divides `dp_shard`; otherwise an expert group reaches over replicas and the expert
+    mesh is 1-D.
+
+    Uses the default process group, or joins the one that the launcher's environment variables describe.
+
+    Raises:
+        ValueError: a size below 1, a product that is not the world size, or an `ep` that does not divide the
+            data-parallel ranks.
+        RuntimeError: there is neither a process group nor an environment to start one from.
+    """
+    world = _world_size()
+    dp_shard = _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, ep=ep, tp=tp)
+
+    dense_view = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
+    outer = dp_replicate > 1
+    dense = dense_view["dp_replicate", "dp_shard"] if outer else dense_view["dp_shard"]
+    pp_mesh = dense_view["pp"] if pp > 1 else None
+    tp_mesh = dense_view["tp"] if tp > 1 else None
+    if ep == 1:
+        return Meshes(dense, dense, None, pp_mesh, tp_mesh)
+
+    if outer and dp_shard % ep == 0:
+        cut = {"expert_replicate": dp_replicate, "expert_shard": dp_shard // ep}
+    else:
+        cut = {"expert_shard": dp_replicate * dp_shard // ep}
+    expert_view = _view(device_type, pp=pp, **cut, ep=ep, tp=tp)
+    expert = expert_view[tuple(cut)]
+    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh)
+
+
+def _view(device_type: str, **axes: int) -> DeviceMesh:
+    """A mesh over all ranks without axes of one rank, which only cost process groups; a shard axis stays."""
+    kept = {name: size for name, size in axes.items() if size > 1 or name.endswith("_shard")}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    raise RuntimeError(
+        "init_meshes needs a process group: start the program with torchrun, or call "
+        "torch.distributed.init_process_group first"
+    )
+
+
+def _fit(world: int, **axes: int) -> int:
+    """Check the sizes against the world and return `dp_shard` with -1 resolved."""
+    for name, size in axes.items():
+        takes_rest = name == "dp_shard" and size == -1
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not takes_rest):
+            default = ", or -1 for what the other axes leave" if name == "dp_shard" else ""
+            raise ValueError(
+                f"{name}={size!r}: an axis has at least 1 rank; give a positive integer{default}"
+            )
+
+    factors = {name: axes[name] for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+    others = math.prod(size for name, size in factors.items() if name != "dp_shard")
+    rest, left_over = divmod(world, others)
+    unresolved = factors["dp_shard"] == -1
+    if unresolved and not left_over:
+        factors["dp_shard"] = rest
+    elif unresolved:
+        del factors["dp_shard"]
+    product = math.prod(factors.values())
+    if product != world:
+        shown = " * ".join(f"{name}={size}" for name, size in factors.items())
+        rule = "must divide the world size, so that dp_shard=-1 can take the rest" if unresolved else ""
+        if left_over:
+            fix = f"start a multiple of {others} ranks, or make pp, dp_replicate or tp smaller"
+        else:
+            fix = f"set dp_shard={rest} or -1, or start {product} ranks"
+        raise ValueError(f"{shown} = {product} {rule or 'must be the world size'}, which is {world}; {fix}")
+
+    data_parallel = factors["dp_replicate"] * factors["dp_shard"]
+    if data_parallel % axes["ep"]:
+        fits = [size for size in range(1, data_parallel + 1) if data_parallel % size == 0]
+        raise ValueError(
+            f"ep={axes['ep']} must divide the data-parallel ranks, dp_replicate={factors['dp_replicate']} * "
+            f"dp_shard={factors['dp_shard']} = {data_parallel} (world size {world}); choose ep from {fits}"
+        )
+    return factors["dp_shard"]

@@ -1,0 +1,7 @@
+"""Hybrid models: what is trained."""
+
+from weft.models.config import HybridConfig
+from weft.models.model import HybridModel
+from weft.models.shard import shard
+
+__all__ = ["HybridConfig", "HybridModel", "shard"]

@@ -1,0 +1,164 @@
+"""The pattern language: one string that describes a stack of layers.
+
+    symbol   layer                        key in a checkpoint
+    M        Mamba-2                      mixer
+    G        gated delta net              linear_attention
+    *        self-attention (GQA, RoPE)   self_attention
+    +        multi-head latent attention  self_attention
+    -        dense MLP                    mlp
+    E        mixture of experts           mlp
+
+    [ ]      a group: its symbols form one logical layer
+    |        pipeline segment border, in the main part only
+    /        start of a multi-token-prediction part; each further one is one more depth
+
+`M[*-]|M[*E]/[*E]` is two pipeline segments, each a Mamba layer and an attention layer, and one prediction
+depth. A physical layer is a symbol, counted from 1; a logical layer is a group or a lone symbol, counted from
+0.
+"""
+
+from dataclasses import dataclass
+
+LAYER_NAMES = {
+    "M": "Mamba-2",
+    "G": "gated delta net",
+    "*": "self-attention",
+    "+": "multi-head latent attention",
+    "-": "dense MLP",
+    "E": "mixture of experts",
+}
+LAYER_KEYS = {
+    "M": "mixer",
+    "G": "linear_attention",
+    "*": "self_attention",
+    "+": "self_attention",
+    "-": "mlp",
+    "E": "mlp",
+}
+TERMINAL = "-E"
+BUILT = "*-[]"
+
+
+class PatternError(ValueError):
+    """A pattern that breaks a rule: `pattern[position:]` starts with the offending `part`."""
+
+    def __init__(self, pattern: str, position: int, part: str, rule: str) -> None:
+        super().__init__(f"pattern {pattern!r}, position {position}, {part!r}: {rule}")
+        self.pattern = pattern
+        self.position = position
+        self.part = part
+        self.rule = rule
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.pattern, self.position, self.part, self.rule)
+
+
+@dataclass(frozen=True)
+class LogicalLayer:
+    """A logical layer: its number, its members' symbols, and the number of its first physical layer."""
+
+    index: int
+    symbols: str
+    physical: int
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A parsed pattern: logical layers per pipeline segment, and those of one prediction part."""
+
+    text: str
+    segments: tuple[tuple[LogicalLayer, ...], ...]
+    prediction: tuple[LogicalLayer, ...] = ()
+    depths: int = 0
+
+    @property
+    def layers(self) -> tuple[LogicalLayer, ...]:
+        """The logical layers of the main part, all segments one after another."""
+        return tuple(layer for segment in self.segments for layer in segment)
+
+
+def parse(text: str) -> Pattern:
+    """Parse a pattern, or raise `PatternError` with the position (from 0), the part and the rule."""
+    main: list[list[LogicalLayer]] = [[]]
+    depths: list[list[LogicalLayer]] = []
+    part = main  # where layers go: the segments of the main part, or one list for a prediction part
+    opened: int | None = None
+    attention: str | None = None  # the kind of attention that this part uses
+
+    def add(symbols: str) -> None:
+        before = [layer for segment in part for layer in segment]
+        physical = 1 + sum(len(layer.symbols) for layer in before)
+        part[-1].append(LogicalLayer(len(before), symbols, physical))
+
+    for position, sign in enumerate(text):
+
+        def error(rule: str, at: int = position) -> PatternError:
+            return PatternError(text, at, text[at], rule)
+
+        if sign in "|/" and opened is not None:
+            raise error("a group ends with ']' before the next segment or prediction part starts")
+        if sign == "[":
+            if opened is not None:
+                raise error("groups do not nest; close the group before opening the next")
+            opened = position
+        elif sign == "]":
+            if opened is None:
+                raise error("']' closes a group; put its '[' before it")
+            if position == opened + 1:
+                raise PatternError(text, opened, "[]", "a group has at least one layer")
+            add(text[opened + 1 : position])
+            opened = None
+        elif sign == "|":
+            if part is not main:
+                raise error("pipeline segments are cut in the main part only, before the first '/'")
+            main.append([])
+        elif sign == "/":
+            depths.append([])
+            part = [depths[-1]]
+            attention = None
+        elif sign not in LAYER_KEYS:
+            known = " ".join(LAYER_KEYS)
+            raise error(f"unknown symbol; layers are {known}, and the signs are [ ] | /")
+        else:
+            if sign in "*+":
+                if attention not in (None, sign):
+                    raise error("one part uses either '*' or '+', not both")
+                attention = sign
+            if opened is None:
+                add(sign)
+                continue
+            members = text[opened + 1 : position]
+            if members and members[-1] in TERMINAL:
+                raise error(f"{members[-1]!r} stands last in its group", position - 1)
+            if LAYER_KEYS[sign] in {LAYER_KEYS[member] for member in members}:
+                raise error(f"two members of one group would share the checkpoint key {LAYER_KEYS[sign]!r}")
+    if opened is not None:
+        raise PatternError(text, opened, text[opened:], "'[' opens a group; put its ']' after its last layer")
+    return Pattern(text, tuple(map(tuple, main)), *_prediction(text, depths))
+
+
+def _prediction(text: str, depths: list[list[LogicalLayer]]) -> tuple[tuple[LogicalLayer, ...], int]:
+    if depths and not depths[-1]:  # a trailing "/" means no depth
+        depths = depths[:-1]
+    if not depths:
+        return (), 0
+    position = text.index("/") + 1
+    for layers in depths:
+        written = text[position:].partition("/")[0]
+        if not layers:
+            raise PatternError(text, position - 1, "/", "a prediction part has at least one layer")
+        if layers != depths[0]:
+            raise PatternError(text, position, written, "every prediction part is spelled like the first")
+        position += len(written) + 1
+    return tuple(depths[0]), len(depths)
+
+
+def require_built(pattern: Pattern) -> None:
+    """Raise `PatternError` for the first part of the language that this version cannot build."""
+    for position, sign in enumerate(pattern.text):
+        if sign not in BUILT:
+            signs = {"|": "a pipeline segment border", "/": "a multi-token-prediction part"}
+            what = signs.get(sign) or f"a {LAYER_NAMES[sign]} layer"
+            raise PatternError(
+                pattern.text, position, sign, f"{what} is not available yet; use {' '.join(BUILT)}"
+            )

@@ -1,0 +1,48 @@
+"""Where initial weights come from."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+class _Root:
+    """One number from torch's global generator, drawn when the first weight needs it and kept."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def get(self) -> int:
+        if self.number is None:
+            self.number = int(torch.randint(2**63 - 1, (), device="cpu"))
+        return self.number
+
+
+class WeightSource:
+    """Random numbers that depend on the seed and on a weight's name only.
+
+    A weight filled from `source / "decoder" / "0"` gets the same values in whatever order, on whichever rank
+    and beside whichever other weights it is filled, and again when it is filled again. So a pipeline stage
+    need not draw the layers of the others, a rank only draws the experts it holds, and a model on the meta
+    device can be materialised unit by unit. Kinds of devices differ: a weight filled on an accelerator has
+    other values than one filled on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.root = _Root()
+        self.path = ""
+
+    def __truediv__(self, name: str) -> "WeightSource":
+        child = WeightSource()
+        child.root = self.root
+        child.path = f"{self.path}/{name}"
+        return child
+
+    @torch.no_grad()
+    def normal_(self, tensor: Tensor, std: float) -> None:
+        """Fill `tensor` from a normal distribution with mean 0; nothing happens on the meta device."""
+        if tensor.is_meta:
+            return
+        digest = hashlib.blake2b(f"{self.root.get()}{self.path}".encode(), digest_size=8).digest()
+        generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        tensor.normal_(0.0, std, generator=generator)

@@ -1,0 +1,198 @@
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from weft.mesh import Meshes
+from weft.models import HybridConfig, HybridModel
+
+SMALL = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def small(pattern="[*-][*-]", **options):
+    return HybridConfig(pattern=pattern, **{**SMALL, **options})
+
+
+def seeded(cfg, seed=0):
+    torch.manual_seed(seed)
+    return HybridModel(cfg)
+
+
+def batch(cfg, shape=(2, 9)):
+    generator = torch.Generator().manual_seed(11)
+    return (torch.randint(cfg.vocab_size, shape, generator=generator) for _ in range(2))
+
+
+def assert_same_weights(model, expected):
+    got, wanted = model.state_dict(), expected.state_dict()
+    assert list(got) == list(wanted)
+    for name in wanted:
+        assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("grouped, lone", [("[*-][*-]", "*-*-"), ("[*-]*", "*-*"), ("[*]-[-]", "*--")])
+def test_grouped_and_ungrouped_spellings_give_identical_outputs_and_gradients(grouped, lone):
+    one, other = seeded(small(grouped)), seeded(small(lone))
+    tokens, labels = batch(one.cfg)
+    assert torch.equal(one(tokens), other(tokens))
+    one(tokens, labels=labels).backward()
+    other(tokens, labels=labels).backward()
+    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_members_of_a_group_share_the_prefix_of_their_logical_layer():
+    model = HybridModel(small("*[*-]-"))
+    weights = {"norm", "q_proj", "k_proj", "v_proj", "o_proj"}, {"norm", "gate_proj", "up_proj", "down_proj"}
+    attention, mlp = (
+        {f"{key}.{part}.weight" for part in parts} for key, parts in zip(("self_attention", "mlp"), weights)
+    )
+    expected = {"embedding.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+    for number, keys in enumerate((attention, attention | mlp, mlp)):
+        expected |= {f"decoder.layers.{number}.{key}" for key in keys}
+    assert set(model.state_dict()) == expected
+
+
+def test_the_loss_is_the_mean_cross_entropy_over_labels_that_are_not_ignored():
+    model = seeded(small())
+    tokens, labels = batch(model.cfg)
+    labels[0, 3:] = -100
+    kept = labels != -100
+    reference = torch.nn.functional.cross_entropy(model(tokens)[kept], labels[kept])
+    assert_close(model(tokens, labels=labels), reference)
+
+
+def test_ignored_labels_leave_no_gradient():
+    model = seeded(small("-"))
+    tokens = torch.tensor([[1, 2]])
+    model(tokens, labels=torch.tensor([[3, -100]])).backward()
+    assert model.embedding.weight.grad[1].abs().sum() > 0
+    assert model.embedding.weight.grad[2].abs().sum() == 0
+
+
+def test_labels_of_another_shape_are_refused():
+    model = HybridModel(small())
+    tokens, labels = batch(model.cfg)
+    with pytest.raises(ValueError, match=r"\(2, 8\).*\(2, 9\).*-100"):
+        model(tokens, labels=labels[:, 1:])
+
+
+def test_a_position_sees_only_itself_and_what_stands_before():
+    model = seeded(small())
+    tokens, _ = batch(model.cfg)
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % model.cfg.vocab_size
+    before, after = model(tokens), model(changed)
+    assert_close(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(dim=-1).all()
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+    cfg = small()
+    assert_same_weights(seeded(cfg), seeded(cfg))
+    assert not torch.equal(seeded(cfg).embedding.weight, seeded(cfg, seed=1).embedding.weight)
+
+
+def test_two_models_in_a_row_differ_under_one_seed():
+    torch.manual_seed(0)
+    cfg = small()
+    assert not torch.equal(HybridModel(cfg).embedding.weight, HybridModel(cfg).embedding.weight)
+
+
+def test_no_two_weight_matrices_start_alike():
+    model = seeded(small())
+    starts = [tuple(weight.flatten()[:4].tolist()) for weight in model.parameters() if weight.ndim > 1]
+    assert len(set(starts)) == len(starts)
+
+
+def test_shallow_layers_start_the_same_whatever_follows_them():
+    shallow, deep = seeded(small("[*-]")), seeded(small("[*-][*-]-"))
+    assert_same_weights(shallow.decoder.layers[0], deep.decoder.layers[0])
+    assert_same_weights(shallow.embedding, deep.embedding)
+
+
+@pytest.mark.parametrize("when", ["before construction", "before materialisation"])
+@pytest.mark.parametrize(
+    "order", [list, lambda modules: list(reversed(modules))], ids=["forward", "backward"]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_materialised_module_by_module_equals_one_built_directly(when, order, tied):
+    cfg = small(tie_word_embeddings=tied)
+    expected = seeded(cfg)
+    if when == "before construction":
+        torch.manual_seed(0)
+    with torch.device("meta"):
+        model = HybridModel(cfg)
+    if when == "before materialisation":
+        torch.manual_seed(0)
+    owners = [
+        module
+        for module in model.modules()
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    ]
+    for module in order(owners):
+        module.to_empty(device="cpu", recurse=False)
+        for own in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            torch.nn.init.constant_(own, float("nan"))
+        module.reset_parameters()
+    assert_same_weights(model, expected)
+    tokens, _ = batch(cfg)
+    assert torch.equal(model(tokens), expected(tokens))
+
+
+def test_resetting_a_module_brings_its_initial_weights_back():
+    model = seeded(small())
+    start = copy.deepcopy(model)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            for weight in module.parameters(recurse=False):
+                torch.nn.init.zeros_(weight)
+            module.reset_parameters()
+    assert_same_weights(model, start)
+
+
+def test_tied_embeddings_are_one_parameter_that_collects_both_gradients():
+    tied, free = seeded(small(tie_word_embeddings=True)), seeded(small())
+    assert set(free.state_dict()) - set(tied.state_dict()) == {"output_layer.weight"}
+    with torch.no_grad():
+        free.output_layer.weight.copy_(free.embedding.weight)
+    tokens, labels = batch(tied.cfg)
+    assert torch.equal(tied(tokens), free(tokens))
+    tied(tokens, labels=labels).backward()
+    free(tokens, labels=labels).backward()
+    assert_close(tied.embedding.weight.grad, free.embedding.weight.grad + free.output_layer.weight.grad)
+
+
+def test_a_training_step_works_after_a_longer_sequence_in_inference_mode():
+    model = seeded(small())
+    first = model.decoder.layers[0].self_attention.rotary.cos.shape[0]
+    with torch.inference_mode():
+        model(torch.zeros(1, first + 1, dtype=torch.int64))
+    tokens, labels = batch(model.cfg)
+    model(tokens, labels=labels).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_a_pattern_without_layers_is_an_embedding_a_norm_and_a_head():
+    model = seeded(small(""))
+    tokens, _ = batch(model.cfg)
+    expected = model.output_layer(model.decoder.final_layernorm(model.embedding(tokens)))
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
+def test_an_axis_that_the_model_cannot_use_is_refused(axis):
+    class TwoRanks:
+        def size(self):
+            return 2
+
+    meshes = Meshes(dense=None, expert=None, **{axis: TwoRanks()})
+    with pytest.raises(ValueError, match=rf"{axis}=2.*use {axis}=1"):
+        HybridModel(small(), meshes=meshes)
