@@ -1,0 +1,63 @@
+import dataclasses
+
+import pytest
+
+from weft.models import HybridConfig
+
+WRONG = [  # options, what the message shows
+    ({"vocab_size": 0}, ["vocab_size=0", "positive integer"]),
+    ({"hidden_size": 64.0}, ["hidden_size=64.0", "positive integer"]),
+    ({"intermediate_size": True}, ["intermediate_size=True", "positive integer"]),
+    ({"num_attention_heads": -1}, ["num_attention_heads=-1", "positive integer"]),
+    ({"num_key_value_heads": None}, ["num_key_value_heads=None", "positive integer"]),
+    (
+        {"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8},
+        ["=4 must divide", "=6", "[1, 2, 3, 6]"],
+    ),
+    (
+        {"hidden_size": 100, "num_attention_heads": 8},
+        ["hidden_size=100", "num_attention_heads=8", "set head_dim"],
+    ),
+    ({"head_dim": 0}, ["head_dim=0", "or None"]),
+    ({"head_dim": 7}, ["head_dim=7", "even"]),
+    ({"hidden_size": 12, "num_attention_heads": 4}, ["3 wide", "hidden_size=12", "even"]),
+    ({"rope_theta": 0}, ["rope_theta=0", "positive number"]),
+    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "positive number"]),
+    ({"rope_theta": float("inf")}, ["rope_theta=inf", "positive number"]),
+    ({"num_experts": 0}, ["num_experts=0", "positive integer"]),
+    ({"shared_expert_intermediate_size": -8}, ["shared_expert_intermediate_size=-8", "0 for no"]),
+    ({"router_score": "relu"}, ["router_score='relu'", "'softmax' or 'sigmoid'"]),
+    ({"aux_loss_coef": -0.1}, ["aux_loss_coef=-0.1", "0 for none"]),
+    ({"capacity_factor": 0}, ["capacity_factor=0", "or None"]),
+    ({"norm_topk_prob": 1}, ["norm_topk_prob=1", "True or False"]),
+    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "True or False"]),
+    ({"mtp_loss_coef": "0.3"}, ["mtp_loss_coef='0.3'", "number"]),
+    ({"pattern": None}, ["pattern=None", "string"]),
+]
+
+
+@pytest.mark.parametrize("options, shown", WRONG, ids=[str(case[0]) for case in WRONG])
+def test_a_wrong_value_is_refused_with_the_value_the_rule_and_the_fix(options, shown):
+    with pytest.raises(ValueError) as error:
+        HybridConfig(**{"pattern": "[*-]", **options})
+    assert all(part in str(error.value) for part in shown), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_attention_fields_do_not_matter_to_a_pattern_without_attention():
+    HybridConfig(pattern="-", hidden_size=10, num_attention_heads=4)
+
+
+def test_a_configuration_cannot_change_but_can_be_replaced():
+    cfg = HybridConfig(pattern="[*-]")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.hidden_size = 64
+    wider = dataclasses.replace(cfg, pattern="*", hidden_size=2 * cfg.hidden_size)
+    assert [layer.symbols for layer in wider.parsed.layers] == ["*"]
+    assert HybridConfig(**dataclasses.asdict(wider)) == wider
+
+
+def test_the_width_of_a_head_follows_from_the_hidden_size_unless_given():
+    free = HybridConfig(pattern="*", hidden_size=96, num_attention_heads=4)
+    assert free.attention_head_dim * free.num_attention_heads == free.hidden_size
+    assert dataclasses.replace(free, head_dim=10).attention_head_dim == 10

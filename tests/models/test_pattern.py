@@ -1,0 +1,99 @@
+import pickle
+
+import pytest
+
+from weft.models import HybridConfig
+from weft.models.pattern import BUILT, LAYER_KEYS, PatternError, parse
+
+STRUCTURE = [  # pattern, position, offending part, a word of the rule
+    ("[*-]x", 4, "x", "unknown symbol"),
+    ("* -", 1, " ", "unknown symbol"),
+    ("[*-", 0, "[*-", "put its ']'"),
+    ("*-[*-][-", 6, "[-", "put its ']'"),
+    ("*]-", 1, "]", "put its '['"),
+    ("*[]-", 1, "[]", "at least one layer"),
+    ("[*[-]]", 2, "[", "do not nest"),
+    ("[-*]", 1, "-", "stands last"),
+    ("[ME*]", 2, "E", "stands last"),
+    ("[*-E]", 2, "-", "stands last"),
+    ("[MM-]", 2, "M", "checkpoint key 'mixer'"),
+    ("[**-]", 2, "*", "checkpoint key 'self_attention'"),
+    ("M[*|-]", 3, "|", "before the next segment"),
+    ("M[*/-]", 3, "/", "before the next segment or prediction part"),
+    ("*/*|*", 3, "|", "main part only"),
+    ("*-/[*-]/*-", 8, "*-", "spelled like the first"),
+    ("*-//*-", 2, "/", "at least one layer"),
+    ("*-M+", 3, "+", "not both"),
+    ("M+|*", 3, "*", "not both"),
+    ("+/*+", 3, "+", "not both"),
+]
+
+UNAVAILABLE = {"M": 0, "G[*-]": 0, "[+-]": 1, "*E": 1, "*-|*-": 2, "*-/*-": 2, "[*-]/": 4}
+
+
+@pytest.mark.parametrize("text, position, part, rule", STRUCTURE, ids=[case[0] for case in STRUCTURE])
+def test_a_broken_rule_is_an_error_with_position_part_and_rule(text, position, part, rule):
+    with pytest.raises(PatternError) as error:
+        parse(text)
+    assert (error.value.position, error.value.part) == (position, part)
+    assert rule in error.value.rule
+    for shown in (text, str(position), part, error.value.rule):
+        assert shown in str(error.value)
+
+
+@pytest.mark.parametrize("text, position, part, rule", STRUCTURE, ids=[case[0] for case in STRUCTURE])
+def test_a_configuration_with_a_broken_pattern_cannot_be_made(text, position, part, rule):
+    with pytest.raises(PatternError) as error:
+        HybridConfig(pattern=text)
+    assert error.value.position == position
+
+
+@pytest.mark.parametrize("text", UNAVAILABLE)
+def test_parts_of_the_language_that_are_not_built_yet_are_refused_as_such(text):
+    parse(text)
+    with pytest.raises(PatternError, match="not available yet") as error:
+        HybridConfig(pattern=text)
+    assert error.value.position == UNAVAILABLE[text]
+    assert error.value.part not in BUILT
+
+
+def test_a_pattern_error_survives_the_way_between_processes():
+    with pytest.raises(PatternError) as error:
+        parse("[*")
+    again = pickle.loads(pickle.dumps(error.value))
+    assert str(again) == str(error.value)
+
+
+def test_groups_and_lone_symbols_are_logical_layers_and_symbols_are_physical_ones():
+    layers = parse("M[*-]-").layers
+    assert [layer.symbols for layer in layers] == ["M", "*-", "-"]
+    assert [layer.index for layer in layers] == [0, 1, 2]
+    assert [layer.physical for layer in layers] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("text", ["M[*-]|M[*E]|G", "|[*-]", "[*-]|", "*||*"])
+def test_numbers_run_on_over_segments(text):
+    cut, whole = parse(text), parse(text.replace("|", ""))
+    assert cut.layers == whole.layers
+    assert len(cut.segments) == len(text.split("|"))
+
+
+def test_prediction_parts_are_counted_and_numbered_on_their_own():
+    pattern = parse("M[*-]/[*E]/[*E]")
+    assert pattern.depths == 2
+    assert pattern.prediction == parse("[*E]").layers
+    assert pattern.layers == parse("M[*-]").layers
+
+
+@pytest.mark.parametrize("text", ["[*-]/", "[*-]"])
+def test_a_trailing_slash_adds_no_prediction_depth(text):
+    assert parse(text).depths == 0
+
+
+def test_a_prediction_part_may_use_the_other_kind_of_attention():
+    assert parse("*-/[+-]").depths == 1
+
+
+@pytest.mark.parametrize("symbol", LAYER_KEYS)
+def test_a_group_of_one_is_the_same_logical_layer_as_its_lone_symbol(symbol):
+    assert parse(f"[{symbol}]").layers == parse(symbol).layers
