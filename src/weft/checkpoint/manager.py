@@ -231,7 +231,9 @@ class CheckpointManager:
         if self.rank == 0:
             old = folder.committed_steps(self.directory)[: -self.keep]
             folder.discard(folder.path_of(self.directory, each) for each in old)
-        self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({_readable(manifest.bytes)})")
+        self._say(
+            f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})"
+        )
 
     def _measure(self, temporary: Path) -> dict[str, File]:
         """Checksums of all files, each taken by the rank that wrote the file."""
@@ -267,6 +269,7 @@ def _state_dict(value: Any) -> Mapping[str, Any]:
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
-def _readable(size: int) -> str:
+def readable_size(size: int) -> str:
+    """Bytes in decimal units, as disks are sold: 34.1 MB."""
     power = min(int(math.log(size, 1000)), 4) if size else 0
     return f"{size / 1000**power:.{1 if power else 0}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,0 +1,73 @@
+"""What a checkpoint or a run directory holds, as tables for a person."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from weft.checkpoint.directory import MANIFEST, Manifest, committed_steps, debris, path_of, verify
+from weft.checkpoint.manager import readable_size
+
+
+def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
+    """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
+
+    With `verify_content` every file of every checkpoint is read and compared with its checksum. Raises
+    ValueError for a path that is none of these, CheckpointError for a damaged checkpoint.
+    """
+    console = console or Console()
+    if (path / MANIFEST).is_file():
+        _show_checkpoint(path, verify_content, console)
+        return
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps, rest = committed_steps(folder), debris(folder)
+    if not steps and not rest:
+        raise ValueError(
+            f"{path}: holds no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run"
+        )
+    overview = Table("checkpoint", "step", "ranks", "size", "state", title=str(folder), title_justify="left")
+    for step in steps:
+        manifest = verify(path_of(folder, step), content=verify_content)
+        state = "committed, checksums equal" if verify_content else "committed"
+        size = readable_size(manifest.bytes)
+        overview.add_row(path_of(folder, step).name, f"{step:,}", str(manifest.ranks), size, state)
+    for left in rest:
+        overview.add_row(left.name, "", "", "", "not complete: ignored, removed by the next save")
+    console.print(overview)
+    if steps:
+        _show_checkpoint(path_of(folder, steps[-1]), False, console)
+
+
+def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None:
+    manifest: Manifest = verify(path, content=verify_content)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    tensors = Table("key", "dtype", "shape", "parts", "bytes", title="tensors", title_justify="left")
+    for column in (2, 3, 4):
+        tensors.columns[column].justify = "right"
+    others = []
+    totals: dict[str, int] = defaultdict(int)
+    for key, entry in sorted(metadata.state_dict_metadata.items()):
+        if not isinstance(entry, TensorStorageMetadata):
+            others.append(key)
+            continue
+        dtype = entry.properties.dtype
+        size = math.prod(entry.size) * dtype.itemsize
+        totals[key.partition(".")[0]] += size
+        shape = " x ".join(map(str, entry.size)) or "scalar"
+        tensors.add_row(
+            key, str(dtype).removeprefix("torch."), shape, str(len(entry.chunks)), readable_size(size)
+        )
+    checked = ", checksums equal" if verify_content else ""
+    console.print(
+        f"{path}: step {manifest.step:,}, written by {manifest.ranks} rank{'s' * (manifest.ranks > 1)}, "
+        f"{len(manifest.files)} files, {readable_size(manifest.bytes)}, committed{checked}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(tensors)
+    console.print("plain data: " + ", ".join(others), highlight=False)
+    console.print("in total: " + ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items()))

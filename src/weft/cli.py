@@ -1,0 +1,155 @@
+"""The command line: weft train | inspect | bench."""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_CODES = """exit code: 0 success (also when interrupted and saved), 1 failure at run time, \
+2 wrong call or configuration"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options, arguments)
+    except ValueError as error:
+        print(f"weft {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.NAME=VALUE",
+        help="change one setting; can be given several times",
+    )
+    train.add_argument(
+        "--ranks",
+        type=int,
+        help="local processes to start (default: one for each GPU, or one); not under torchrun or SLURM",
+    )
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="RUN_DIRECTORY",
+        help="go on from the newest checkpoint of that run, or of the newest run of the configured name",
+    )
+    train.set_defaults(run=_train)
+
+    inspect = commands.add_parser("inspect", help="show what a checkpoint or a run directory holds")
+    inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    inspect.set_defaults(run=_inspect)
+
+    bench = commands.add_parser("bench", help="run a benchmark of this repository")
+    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
+    bench.add_argument("rest", nargs="*", metavar="-- OPTIONS", help="options of the benchmark itself")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.train.config import ConfigError, load_config
+    from weft.train.launch import launch
+    from weft.train.runs import open_run, remove_if_unused
+    from weft.train.world import place_from
+
+    if options.config is None and isinstance(options.resume, str):
+        # `--resume CONFIG.toml`: the only path there is names the configuration.
+        options.config, options.resume = options.resume, True
+    if options.config is None:
+        raise ConfigError("no configuration is named: weft train CONFIG.toml")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
+    place = place_from(os.environ)
+    if place is not None and options.ranks not in (None, place.ranks):
+        raise ConfigError(
+            f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; "
+            "leave --ranks out"
+        )
+    command = _command(options, with_ranks=place is None or place.launcher == "weft")
+    if place is not None:
+        from weft.train.worker import work
+
+        return work(place, options.config, options.overrides, options.resume, command)
+
+    import torch
+
+    ranks = options.ranks or torch.cuda.device_count() or 1
+    config = load_config(options.config, options.overrides)
+    config.validate(ranks)
+    run = open_run(config.run, options.resume or config.run.resume, command)
+    code = launch(arguments, ranks, run, f"{command} --resume {shlex.quote(str(run.directory))}")
+    if code == 2:
+        remove_if_unused(run)
+    return code
+
+
+def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
+    """What a person types to start the same again, without --resume."""
+    words = ["weft", "train", options.config]
+    for override in options.overrides:
+        words += ["--set", override]
+    if with_ranks and options.ranks:
+        words += ["--ranks", str(options.ranks)]
+    return shlex.join(words)
+
+
+def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.checkpoint.directory import CheckpointError
+    from weft.checkpoint.inspect import show
+
+    try:
+        show(Path(options.path), verify_content=options.verify)
+    except CheckpointError as error:
+        print(f"weft inspect: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    if options.ranks < 1:
+        raise ValueError(f"--ranks {options.ranks}: must be at least 1")
+    folders = [Path(__file__).resolve().parents[2] / "benchmarks", Path.cwd() / "benchmarks"]
+    found = {
+        path.stem: path
+        for folder in reversed(folders)
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.py"))
+        if not path.name.startswith("_")
+    }
+    if options.name not in found:
+        known = ", ".join(found) or "none here; run this in a checkout of the repository"
+        raise ValueError(f"{options.name!r} is no benchmark; there are: {known}")
+    return subprocess.call(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(options.ranks), str(found[options.name]), *options.rest),
+        ],
+        env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ},
+    )

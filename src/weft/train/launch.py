@@ -1,0 +1,221 @@
+"""Local ranks: one process each, watched by the process that a person started.
+
+weft train ── starts ──> rank 0   writes to the terminal
+    │ │                  rank 1   writes to logs/rank-1.log
+    │ └ a pipe to each:  one byte asks it to stop, its end (this process died) ends it
+    └ waits for all:     one that dies takes the others with it
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from weft.checkpoint.directory import committed_steps
+from weft.train.runs import LOGS, Run
+from weft.train.world import STORE
+
+RUN = "WEFT_RUN"
+"""Environment variable of a started rank: its run as JSON."""
+CONTROL = "WEFT_CONTROL"
+"""The file descriptor of its control pipe."""
+
+_POLL_S = 0.05
+_GRACE_S = 3.0
+"""How long ranks may take to say why they failed after the first one did."""
+
+
+def launch(arguments: Sequence[str], ranks: int, run: Run, resume_command: str) -> int:
+    """Run `python -m weft *arguments` as `ranks` local processes; returns the exit code for a person.
+
+    0: all ranks ended well. 2: one of them found the configuration wrong. 1: anything else; stderr then names
+    the rank that failed or died first, and `resume_command` if there is a checkpoint to go on from.
+    """
+    return _Supervisor(arguments, ranks, run, resume_command).run_all()
+
+
+def report_failure(
+    directory: Path, rank: int, kind: Literal["configuration", "failure"], error: Exception
+) -> None:
+    """Leave the reason why this rank ends, for the process that started it."""
+    logs = directory / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    content = {
+        "time": time.time(),
+        "kind": kind,
+        "message": " ".join(str(error).split()),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    temporary = logs / f".rank-{rank}.error"
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, logs / f"rank-{rank}.error")
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen
+    control: int
+    """Writing end of its control pipe."""
+    stopped_by_us: bool = False
+    reported: bool = False
+
+
+class _Supervisor:
+    def __init__(self, arguments: Sequence[str], ranks: int, run: Run, resume_command: str) -> None:
+        self.arguments, self.count, self.run, self.resume_command = arguments, ranks, run, resume_command
+        self.logs = run.directory / LOGS
+        self.ranks: list[_Rank] = []
+        self.interrupts = 0
+        self.died: list[_Rank] = []
+        """Ranks that ended with an error of their own, in the order in which that was seen."""
+
+    def run_all(self) -> int:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for old in self.logs.glob("*.error"):
+            old.unlink()
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-"))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            stack.callback(self._kill_rest)
+            for rank in range(self.count):
+                self.ranks.append(self._start(rank, os.path.join(folder, "store")))
+            if self.interrupts:
+                self._ask_to_stop(self.ranks[-1])  # the signal may have come before there was any rank to ask
+            self._wait()
+        if self.interrupts > 1:
+            self._say("ended at once", self._how_to_go_on())
+            return 1
+        return self._explain() if self.died else 0
+
+    def _start(self, rank: int, store: str) -> _Rank:
+        reading, writing = os.pipe()
+        threads = max(1, len(os.sched_getaffinity(0)) // self.count)
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.count),
+            STORE: store,
+            RUN: json.dumps(
+                {"directory": str(self.run.directory), "step": self.run.step, "note": self.run.note}
+            ),
+            CONTROL: str(reading),
+        }
+        with ExitStack() as stack:
+            stack.callback(os.close, reading)
+            output = None
+            if rank:
+                output = stack.enter_context((self.logs / f"rank-{rank}.log").open("ab"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "weft", *self.arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(reading,),
+                # Ctrl-C of a terminal goes to this process alone, which passes it on in its own way.
+                process_group=0,
+            )
+        return _Rank(rank, process, writing)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        for rank in self.ranks:
+            if self.interrupts > 1:
+                self._kill(rank)
+            else:
+                self._ask_to_stop(rank)
+
+    def _ask_to_stop(self, rank: _Rank) -> None:
+        with suppress(BrokenPipeError):  # it may have ended already
+            os.write(rank.control, b"s")
+
+    def _wait(self) -> None:
+        deadline = float("inf")
+        while any(rank.process.poll() is None for rank in self.ranks):
+            self._note_deaths()
+            if self.died and deadline == float("inf"):
+                deadline = time.monotonic() + _GRACE_S
+            if time.monotonic() > deadline:
+                self._kill_rest()
+            time.sleep(_POLL_S)
+        self._note_deaths()
+
+    def _note_deaths(self) -> None:
+        new = [
+            rank
+            for rank in self.ranks
+            if not rank.reported and not rank.stopped_by_us and rank.process.poll() not in (None, 0)
+        ]
+        for rank in new:
+            rank.reported = True
+        self.died += new
+
+    def _kill_rest(self) -> None:
+        for rank in self.ranks:
+            self._kill(rank)
+        for rank in self.ranks:
+            rank.process.wait()
+
+    def _kill(self, rank: _Rank) -> None:
+        if rank.process.poll() is None:
+            rank.stopped_by_us = True
+            rank.process.kill()
+
+    def _explain(self) -> int:
+        """Say what the first cause was: what the other ranks report then is that they lost it."""
+        killed = [rank for rank in self.died if rank.process.returncode < 0]
+        reasons = sorted(self._reasons(), key=lambda reason: reason["time"])
+        wrong = [reason for reason in reasons if reason["kind"] == "configuration"]
+        if killed:
+            for rank in killed:
+                name = signal.Signals(-rank.process.returncode).name
+                self._say(f"rank {rank.number} (process {rank.process.pid}) was killed by {name}")
+            self._say(
+                "the other ranks were stopped" if self.count > len(killed) else "", self._how_to_go_on()
+            )
+            return 1
+        if wrong:
+            self._say(wrong[0]["message"])
+            return 2
+        if reasons:
+            self._say(f"rank {reasons[0]['rank']} failed:")
+            print(reasons[0]["traceback"], file=sys.stderr)
+        else:
+            rank = self.died[0]
+            self._say(f"rank {rank.number} ended with exit code {rank.process.returncode}")
+            log = self.logs / f"rank-{rank.number}.log"
+            if log.exists():
+                print(*log.read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
+        self._say(f"output of the other ranks: {self.logs}" if self.count > 1 else "", self._how_to_go_on())
+        return 1
+
+    def _reasons(self) -> list[dict[str, Any]]:
+        paths = [(rank.number, self.logs / f"rank-{rank.number}.error") for rank in self.ranks]
+        return [{"rank": rank, **json.loads(path.read_text())} for rank, path in paths if path.exists()]
+
+    def _how_to_go_on(self) -> str:
+        steps = committed_steps(self.run.checkpoints)
+        if not steps:
+            return "nothing was saved yet"
+        return f"the checkpoint of step {steps[-1]} is complete; go on with: {self.resume_command}"
+
+    @staticmethod
+    def _say(*lines: str) -> None:
+        for line in lines:
+            if line:
+                print(f"weft train: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,324 @@
+"""The training loop: from a configuration to a trained model."""
+
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
+from weft.models import HybridModel, shard
+from weft.train.bigram import Bigram
+from weft.train.config import OptimizerConfig, TrainConfig, to_toml
+from weft.train.data import Batches, Validation, load_corpus
+from weft.train.errors import ConfigError
+from weft.train.metrics import Metrics
+from weft.train.progress import Progress
+from weft.train.runs import Run, open_run
+from weft.train.schedule import Schedule
+from weft.train.state import Position
+from weft.train.stop import StopRequest
+
+
+class Trainer:
+    """One rank's part of a run; needs the default process group.
+
+    Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
+    goes on, loads its checkpoint. `run` then trains.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: Run,
+        *,
+        device: torch.device | None = None,
+        stop: StopRequest | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config, self.run_place = config, run
+        self.device = device or torch.device("cpu")
+        self.stop = stop or StopRequest()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.say = say if say is not None else _print_on(self.rank)
+        config.validate(self.ranks)
+
+        meshes = weft.init_meshes(self.device.type, dp_shard=config.sharding.dp_shard)
+        self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
+        batches: dict[str, Any] = {
+            "sequence_length": config.data.sequence_length,
+            "microbatch_size": config.train.microbatch_size,
+            "global_batch_size": config.train.global_batch_size,
+            "dp_rank": meshes.dp_rank,
+            "dp_size": meshes.dp_size,
+        }
+        self.batches = Batches(self.corpus.train, seed=config.data.seed, **batches)
+        self.validation = Validation(
+            self.corpus.validation, batches=config.train.validation_batches, **batches
+        )
+
+        torch.manual_seed(config.train.seed)
+        with self.device:
+            model = HybridModel(config.model, meshes=meshes)
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        if config.train.activation_checkpointing:
+            _recompute_layers(model)
+        precision = weft.MixedPrecisionPolicy()
+        if config.train.precision == "bf16":
+            precision = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.model: Any = shard(model, meshes, strategy=config.sharding.strategy, mp_policy=precision)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
+        self.position = Position()
+        # Whatever is random from here on differs between ranks; the initial weights must not.
+        _seed_all(config.train.seed, self.rank)
+
+        self.checkpoints = CheckpointManager(
+            run.checkpoints, keep=config.checkpoint.keep, progress=lambda line: self.progress.note(line)
+        )
+        self.saved_step = 0
+        if run.step is not None:
+            self.saved_step = self.checkpoints.load(self.state(), run.step)
+        self.progress = Progress(
+            config.train.steps,
+            first_step=self.position.step,
+            log_every=config.train.log_every,
+            enabled=self.rank == 0,
+            title=run.directory.name,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds."""
+        return {
+            "model": ModelState(self.model),
+            "optimizer": OptimizerState(self.model, self.optimizer),
+            "schedule": self.schedule,
+            "data": self.batches,
+            "position": self.position,
+            "random": RandomState(),
+        }
+
+    def run(self) -> bool:
+        """Train up to the last step, or to the step after which all ranks agreed to stop.
+
+        Returns whether the run is complete. Either way the last step is in a committed checkpoint. Raises
+        RuntimeError when the loss is no longer finite.
+        """
+        config, position = self.config, self.position
+        self._describe()
+        if position.step >= config.train.steps:
+            self.say(
+                f"nothing to do: the run is at step {position.step} of {config.train.steps}; "
+                "raise train.steps to train longer"
+            )
+            return True
+        stopping = False
+        with (
+            self.checkpoints,
+            Metrics(self.run_place.directory, self.rank == 0, resumed_step=position.step) as metrics,
+            self.progress,
+        ):
+            self.stop.notify = self.progress.note
+            if metrics.note:
+                self.progress.note(metrics.note)
+            while position.step < config.train.steps and not stopping:
+                values, stopping = self._step()
+                metrics.log(position.step, "train", **values)
+                self.progress.update(position.step, **values)
+                last = position.step == config.train.steps
+                if last or _due(config.train.validate_every, position.step):
+                    self._validate(metrics)
+                if last or stopping or _due(config.checkpoint.every, position.step):
+                    self._save()
+            self.checkpoints.wait()
+        complete = position.step == config.train.steps
+        if complete and self.rank == 0:
+            self._report()
+        return complete
+
+    def _step(self) -> tuple[dict[str, float], bool]:
+        """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
+        started = time.perf_counter()
+        learning_rate = self.schedule.advance()
+        microbatches = self.batches.next_step()
+        loss_sum = torch.zeros((), device=self.device)
+        for number, (tokens, labels) in enumerate(microbatches, start=1):
+            self.model.set_is_last_backward(number == len(microbatches))
+            loss = self.model(tokens.to(self.device), labels=labels.to(self.device)) / len(microbatches)
+            loss.backward()
+            loss_sum += loss.detach()
+        norm = clip_gradients(self.model, self.config.train.gradient_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+        # One small all-reduce a step carries everything that ranks have to agree on.
+        shared = torch.stack(
+            [loss_sum.double() / self.ranks, loss_sum.new_tensor(self.stop.requested).double()]
+        )
+        dist.all_reduce(shared)
+        loss_value, stops = shared.tolist()
+        position = self.position
+        position.step += 1
+        tokens_done = self.config.train.global_batch_size * self.config.data.sequence_length
+        position.tokens += tokens_done
+        if not (loss_value - loss_value == 0):
+            raise RuntimeError(
+                f"the loss of step {position.step} is {loss_value}; nothing was saved since step "
+                f"{self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
+            )
+        seconds = time.perf_counter() - started
+        position.seconds += seconds
+        values = {
+            "loss": loss_value,
+            "lr": learning_rate,
+            "gradient_norm": float(norm),
+            "tokens_per_second": tokens_done / seconds,
+            "memory_bytes": _memory_in_use(self.device),
+        }
+        return values, stops > 0
+
+    @torch.no_grad()
+    def _validate(self, metrics: Metrics) -> None:
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for tokens, labels in self.validation:
+            total += self.model(tokens.to(self.device), labels=labels.to(self.device)).double()
+        self.model.train()
+        dist.all_reduce(total)
+        per_token = float(total) / (len(self.validation) * self.ranks)
+        position = self.position
+        position.validation_loss = per_token / self.corpus.bytes_per_token
+        position.validated_step = position.step
+        metrics.log(
+            position.step,
+            "validation",
+            loss=per_token,
+            nats_per_byte=position.validation_loss,
+            tokens=position.tokens,
+        )
+        self.progress.update(position.step, validation_loss=position.validation_loss)
+
+    def _save(self) -> None:
+        if self.saved_step == self.position.step:
+            return
+        self.checkpoints.save(
+            self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous
+        )
+        self.saved_step = self.position.step
+
+    def _describe(self) -> None:
+        if self.rank == 0:
+            (self.run_place.directory / "config.toml").write_text(to_toml(self.config))
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        self.say(
+            f"{self.parameter_count / 1e6:.2f} M parameters on {ranks} ({self.device.type}), "
+            f"{self.config.sharding.strategy}, {self.config.train.precision}"
+        )
+        self.say(self.corpus.description)
+
+    def _report(self) -> None:
+        from weft.train.report import write_report  # draws with matplotlib, which takes seconds to import
+
+        baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(
+            *self.validation.pairs()
+        )
+        baseline /= self.corpus.bytes_per_token
+        self.say(
+            f"validation loss {self.position.validation_loss:.4f} nats per byte, "
+            f"bigram table of the same text {baseline:.4f}"
+        )
+        path = write_report(
+            self.run_place.directory,
+            description=weft.describe(self.model),
+            memory=weft.memory_report(self.model),
+            baseline=baseline,
+        )
+        self.say(f"report: {path}")
+
+
+def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
+    """Train in the default process group, or alone where there is none; every rank calls this.
+
+    resume: as in `open_run`. Returns the trainer, whose `model` is trained.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = Trainer(config, open_run_together(config, resume, "weft train"))
+    trainer.run()
+    return trainer
+
+
+def open_run_together(config: TrainConfig, resume: str | bool, command: str) -> Run:
+    """`open_run` on the first rank; all ranks get its run, or its ConfigError."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = open_run(config.run, resume, command)
+        except ConfigError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over `model`'s parameters; only matrices decay, not norms and biases."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
+    """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before."""
+    if largest:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
+    else:
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _recompute_layers(model: HybridModel) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for number, layer in enumerate(model.decoder.layers):
+        model.decoder.layers[number] = checkpoint_wrapper(layer)
+
+
+def _seed_all(seed: int, rank: int) -> None:
+    own = (seed + 1) * 1_000_003 + rank
+    random.seed(own)
+    numpy.random.seed(own % 2**32)
+    torch.manual_seed(own)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _memory_in_use(device: torch.device) -> float:
+    """Peak bytes of this rank: of the accelerator's allocator, or of the process on the CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _print_on(rank: int) -> Callable[[str], None]:
+    return (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)

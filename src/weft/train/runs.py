@@ -1,0 +1,104 @@
+"""Run directories: a new run never takes the place of an old one, and an old one goes on only when asked to.
+
+runs/stdlib/          the first run named "stdlib"
+runs/stdlib-2/        the second one
+    config.toml       the whole configuration
+    metrics.jsonl
+    checkpoints/
+    logs/             output of the ranks that do not write to the terminal
+"""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.checkpoint.directory import committed_steps
+from weft.train.config import RunConfig
+from weft.train.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's directory and where training in it starts."""
+
+    directory: Path
+    step: int | None = None
+    """The committed checkpoint from which the run goes on; None starts from the beginning."""
+    note: str = ""
+    """What a person should know about the choice of directory."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+
+def open_run(config: RunConfig, resume: str | bool, command: str) -> Run:
+    """The directory of this run, created if it is new.
+
+    resume: False for a new run; True for the newest run of that name that has a committed checkpoint; or the
+    directory of a run. command: what a person typed, without `--resume`, for the notes. Raises ConfigError
+    where there is nothing to resume.
+    """
+    if resume is False:
+        return _new_run(config, command)
+    candidates = [Path(resume)] if isinstance(resume, str) else _runs_of_name(config)[::-1]
+    for directory in candidates:
+        if steps := committed_steps(directory / CHECKPOINTS):
+            return Run(directory, steps[-1], f"going on with {directory} from step {steps[-1]}")
+    where = (
+        f"{resume} holds no"
+        if isinstance(resume, str)
+        else f"no run {config.name!r} in {config.directory} has a"
+    )
+    raise ConfigError(
+        f"{where} committed checkpoint to resume; name another run directory after --resume, or leave it out "
+        "to start a new run"
+    )
+
+
+def remove_if_unused(run: Run) -> None:
+    """Delete the directory of a new run that did not get as far as saving or logging anything."""
+    left = {path.name for path in run.directory.iterdir()} if run.directory.is_dir() else {"gone"}
+    if run.step is None and left <= {"config.toml", LOGS}:
+        shutil.rmtree(run.directory)
+
+
+def _new_run(config: RunConfig, command: str) -> Run:
+    earlier = _runs_of_name(config)
+    number = _number(earlier[-1], config.name) + 1 if earlier else 1
+    while True:
+        directory = config.path if number == 1 else config.path.with_name(f"{config.name}-{number}")
+        try:
+            directory.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"run.directory = {config.directory!r}: {directory} cannot be made ({error.strerror}); "
+                "name a folder that can be written to"
+            ) from error
+    if not earlier:
+        return Run(directory, None, f"a new run in {directory}")
+    steps = committed_steps(earlier[-1] / CHECKPOINTS)
+    go_on = f"; it goes on from step {steps[-1]} with: {command} --resume {earlier[-1]}" if steps else ""
+    return Run(directory, None, f"a new run in {directory}; {earlier[-1]} is left as it is{go_on}")
+
+
+def _runs_of_name(config: RunConfig) -> list[Path]:
+    """Existing runs of that name, oldest first."""
+    folder = Path(config.directory)
+    if not folder.is_dir():
+        return []
+    own = [path for path in folder.iterdir() if path.is_dir() and _number(path, config.name)]
+    return sorted(own, key=lambda path: _number(path, config.name))
+
+
+def _number(path: Path, name: str) -> int:
+    """Which run of that name `path` is, from 1; 0 when it is none."""
+    match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
+    return int(match[1] or 1) if match else 0

@@ -1,0 +1,47 @@
+"""A request to stop, which training honours between two steps."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+
+class StopRequest:
+    """Set by SIGINT or SIGTERM, or through the control pipe of the process that started this one.
+
+    One byte in the pipe asks to stop. Its end means that the starter is gone: nobody would see what this
+    process does or stop it, so it ends at once. A second signal ends the process at once too.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+        """Called with one line when the request comes."""
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    def listen(self, pipe: int | None) -> None:
+        """Begin to listen to signals and, if given, to the reading end of the control pipe."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        if pipe is not None:
+            threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            os._exit(1)
+        self._request()
+
+    def _watch(self, pipe: int) -> None:
+        while os.read(pipe, 1):
+            self._request()
+        os._exit(1)
+
+    def _request(self) -> None:
+        if not self.requested:
+            self._event.set()
+            self.notify("stopping after this step and saving a checkpoint; Ctrl-C again ends at once")

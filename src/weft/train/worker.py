@@ -1,0 +1,62 @@
+"""One rank of `weft train`, whoever started it."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from weft.train.config import load_config
+from weft.train.launch import CONTROL, RUN, report_failure
+from weft.train.loop import Trainer, open_run_together
+from weft.train.runs import Run
+from weft.train.stop import StopRequest
+from weft.train.world import Place
+
+
+def work(place: Place, path: str, overrides: list[str], resume: str | bool, command: str) -> int:
+    """Train as the rank at `place`; returns the exit code.
+
+    command: what a person types to start the same run again, without `--resume`.
+    """
+    stop = StopRequest()
+    stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
+    supervised = RUN in os.environ
+    run = _given_run() if supervised else None
+    constructed = False
+    try:
+        config = load_config(path, overrides)
+        device = place.device()
+        place.join(device)
+        if run is None:
+            run = open_run_together(config, resume or config.run.resume, command)
+        trainer = Trainer(config, run, device=device, stop=stop)
+        constructed = True
+        trainer.say(run.note)
+        complete = trainer.run()
+        if not complete:
+            trainer.say(
+                f"stopped at step {trainer.position.step} of {config.train.steps}, which is saved; "
+                f"go on with: {command} --resume {run.directory}"
+            )
+        dist.destroy_process_group()
+        return 0
+    except Exception as error:
+        wrong = isinstance(error, ValueError) and not constructed
+        if supervised and run is not None:
+            report_failure(run.directory, place.rank, "configuration" if wrong else "failure", error)
+        elif wrong:
+            print(f"weft train: rank {place.rank}: {' '.join(str(error).split())}", file=sys.stderr)
+        else:
+            print(f"weft train: rank {place.rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The ordinary way out would wait for communication with ranks that this one has just let down.
+        os._exit(2 if wrong else 1)
+
+
+def _given_run() -> Run:
+    fields = json.loads(os.environ[RUN])
+    return Run(Path(fields["directory"]), fields["step"], fields["note"])
