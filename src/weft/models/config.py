@@ -1,7 +1,6 @@
 """The configuration of a hybrid model."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from weft.models.pattern import Pattern, parse, require_built
@@ -98,7 +97,7 @@ class HybridConfig:
                 f"at most num_experts={self.num_experts}",
             )
 
-    @cached_property
+    @property
     def parsed(self) -> Pattern:
         """The pattern, parsed."""
         return parse(self.pattern)

@@ -6,10 +6,9 @@ from torch import Tensor, nn
 from weft.mesh import Meshes
 from weft.models.blocks import Embedding, Linear
 from weft.models.config import HybridConfig
+from weft.models.loss import cross_entropy
 from weft.models.source import WeightSource
 from weft.models.stack import Stack
-
-IGNORED_LABEL = -100
 
 
 class HybridModel(nn.Module):
@@ -48,17 +47,12 @@ class HybridModel(nn.Module):
 
         tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
         s]` (already shifted), -100 where no loss is wanted. Returns [batch, seq, vocabulary], or the mean
-        cross-entropy over the labels that are not -100, a float32 scalar (NaN where there is none).
+        cross-entropy over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`).
         """
-        if labels is not None and labels.shape != tokens.shape:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)} and tokens {tuple(tokens.shape)}: one label per "
-                f"token; mark positions without one with {IGNORED_LABEL}"
-            )
         logits = self.head(self.decoder(self.embedding(tokens)))
         if labels is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL)
+        return cross_entropy(logits, labels)
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:

@@ -1,0 +1,80 @@
+"""The next-token loss."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+# Elements that are worked on at a time: what a core's cache holds, or enough to keep an accelerator busy.
+CHUNK = {"cpu": 1 << 16}
+DEFAULT_CHUNK = 1 << 26
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the labels that are not -100.
+
+    logits: [..., vocabulary]; labels: [...] int64. Returns a scalar, NaN where every label is -100; computed
+    in float32, or in float64 for such logits.
+    The gradient is computed together with the loss, in the dtype of `logits` and a few rows at a time: it is
+    the only other tensor of the logits' size, and evaluation has none. Because backward turns it into its
+    result in place, one loss can be backpropagated once, `retain_graph` or not; a second time is a
+    `RuntimeError`.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)} and logits {tuple(logits.shape)}: one label "
+            f"per position; mark positions without one with {IGNORED_LABEL}"
+        )
+    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        precision = torch.promote_types(logits_NV.dtype, torch.float32)
+        kept_N1 = (labels_N != IGNORED_LABEL)[:, None]
+        targets_N1 = labels_N[:, None].where(kept_N1, 0)
+        ones_N1 = kept_N1.to(precision)
+        gradient = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
+
+        losses_N1 = torch.empty_like(ones_N1)
+        for part in _parts(logits_NV):
+            scores = logits_NV[part].to(precision)
+            scores = scores - scores.amax(-1, keepdim=True)
+            picked = scores.gather(-1, targets_N1[part])
+            total = scores.exp_().sum(-1, keepdim=True)
+            losses_N1[part] = total.log() - picked
+            if gradient is not None:
+                scores.mul_(ones_N1[part] / total)
+                scores.scatter_add_(-1, targets_N1[part], -ones_N1[part])
+                gradient[part] = scores
+        count = kept_N1.sum()
+        if gradient is not None:
+            ctx.save_for_backward(gradient, count)
+            ctx.spent = False
+        return losses_N1.where(kept_N1, 0.0).sum() / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.spent:
+            raise RuntimeError(
+                "a cross-entropy loss can be backpropagated once; compute it again for a second time"
+            )
+        ctx.spent = True
+        gradient, count = ctx.saved_tensors
+        # The mean and what scales the loss come in here and in full precision: rounded to a half precision
+        # first, they would bend every gradient alike, and in float16 small ones would vanish.
+        scale = loss_gradient / count.clamp(min=1)
+        for part in _parts(gradient):
+            gradient[part] = gradient[part].to(scale.dtype).mul_(scale)
+        return gradient, None
+
+
+def _parts(x_NV: Tensor) -> Iterator[slice]:
+    """Slices of rows that are small enough to be worked on at a time."""
+    rows = max(1, CHUNK.get(x_NV.device.type, DEFAULT_CHUNK) // x_NV.shape[-1])
+    return (slice(start, start + rows) for start in range(0, len(x_NV), rows))
