@@ -1,1 +1,32 @@
-"""weft: sharded training for large PyTorch models."""
+"""weft: sharded training for large PyTorch models, with its communication woven into the computation."""
+
+from weft import models
+from weft.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Placements,
+    RuntimeOptions,
+    describe,
+    fully_shard,
+    memory_report,
+    padding_of,
+    register_fsdp_forward_method,
+)
+from weft.mesh import Meshes, init_meshes
+
+__all__ = [
+    "FSDPModule",
+    "Meshes",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Placements",
+    "RuntimeOptions",
+    "describe",
+    "fully_shard",
+    "init_meshes",
+    "memory_report",
+    "models",
+    "padding_of",
+    "register_fsdp_forward_method",
+]

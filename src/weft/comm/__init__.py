@@ -1,0 +1,1 @@
+"""How bytes move: lanes, collectives and groups. Nothing above this room calls a c10d collective."""

@@ -1,0 +1,34 @@
+"""Process groups of mesh axes."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """The process group of one mesh axis that this rank is in."""
+    return mesh.get_group(axis)
+
+
+def twin_group(group: dist.ProcessGroup) -> Any:
+    """A second communicator over exactly the ranks of `group`. Every rank of the world calls this in the same order.
+
+    One communicator runs its collectives one after another; on a twin they run beside those of the first.
+    """
+    mine = dist.get_process_group_ranks(group)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    twin = None
+    for ranks in sorted({tuple(ranks) for ranks in everyone}):
+        made = dist.new_group(list(ranks))
+        if list(ranks) == mine:
+            twin = made
+    return twin
+
+
+def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's `value`, in rank order. For errors and construction, not for steady steps."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone

@@ -1,0 +1,54 @@
+"""Lanes: ordered queues of communication beside the computation.
+
+    ticket = lane.run(all_gather, full, shard, group)      # starts, the host goes on
+    ...                                                    # computation
+    ticket.wait()                                          # what is computed from here on sees the result
+
+On CUDA a lane is a stream and a ticket an event: nobody waits but the compute stream. On CPU a lane starts asynchronous
+work, and the wait is where the host collects it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import Pending
+
+
+class Ticket:
+    """Communication under way; `wait` orders the computation that follows behind it. Waiting again is free."""
+
+    def __init__(self, pending: Pending | None, event: Any = None) -> None:
+        self._pending = pending
+        self._event = event
+
+    def wait(self) -> None:
+        """Make the computation that follows see the result."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._event = None
+        elif self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.complete()
+
+
+class Lane:
+    """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
+
+    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104}
+    """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.tag = self.TAGS[name]
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, collective: Callable[..., Pending], *args: Any, **kwargs: Any) -> Ticket:
+        """Start `collective(*args, tag, **kwargs)` behind what was computed so far."""
+        if self.stream is None:
+            return Ticket(collective(*args, self.tag, **kwargs))
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            collective(*args, self.tag, **kwargs).complete()
+            return Ticket(None, self.stream.record_event())

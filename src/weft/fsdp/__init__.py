@@ -1,0 +1,24 @@
+"""Sharding: where the bytes are, and when."""
+
+from weft.fsdp.diagnostics import describe, memory_report
+from weft.fsdp.dtensor import UnevenDTensor
+from weft.fsdp.fully_shard import fully_shard
+from weft.fsdp.layout import padding_of
+from weft.fsdp.module import FSDPModule, register_fsdp_forward_method
+from weft.fsdp.placement import Placements
+from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
+from weft.fsdp.runtime import RuntimeOptions
+
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Placements",
+    "RuntimeOptions",
+    "UnevenDTensor",
+    "describe",
+    "fully_shard",
+    "memory_report",
+    "padding_of",
+    "register_fsdp_forward_method",
+]

@@ -1,0 +1,75 @@
+"""What a person can ask a sharded model: its units and layout, and where its memory goes."""
+
+from typing import Any
+
+from torch import nn
+
+from weft.fsdp.module import units_under
+from weft.fsdp.parameter_group import ParameterGroup
+from weft.fsdp.unit import Unit
+
+
+def describe(model: nn.Module) -> str:
+    """A table of the model's units: parameters, strategy, dtypes, shards, bytes on this rank, padding.
+
+    Raises TypeError for a model without sharded modules.
+    """
+    rows = [("unit", "module", "tensors", "parameters", "shards", "main", "compute", "MiB/rank", "padding")]
+    for unit in _units(model):
+        for group in unit.groups:
+            rows.append(_row(unit, group))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def memory_report(model: nn.Module) -> dict[str, Any]:
+    """Bytes on this rank by storage accounting.
+
+    `persistent`: by role, what stays at rest. `transient_live`, `transient_peak`: by role, what forward and backward take
+    now, and took at most. `allocations`: how many transient buffers were made so far.
+    """
+    units = _units(model)
+    persistent = {"weights": 0, "gradients": 0}
+    for unit in units:
+        for group in unit.groups:
+            persistent["weights"] += sum(nbytes for _, nbytes in group.persistent_weights())
+            if group.main_grad is not None:
+                persistent["gradients"] += group.main_grad.local.nbytes
+    pools = list({id(unit.runtime): unit.runtime.pool for unit in units}.values())
+    roles = {role for pool in pools for role in pool.peak}
+    return {
+        "persistent": persistent,
+        "transient_live": {role: sum(pool.live[role] for pool in pools) for role in sorted(roles)},
+        "transient_peak": {role: sum(pool.peak[role] for pool in pools) for role in sorted(roles)},
+        "allocations": sum(pool.allocations for pool in pools),
+    }
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    units = units_under(model)
+    if not units:
+        raise TypeError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
+    return units
+
+
+def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:
+    nbytes = sum(size for _, size in group.persistent_weights())
+    return (
+        unit.name or "(root)",
+        unit.kind if group.trainable else f"{unit.kind}, frozen",
+        str(len(group.slots)),
+        f"{group.layout.data_numel:,}",
+        str(group.layout.shards),
+        str(group.recipe.main).removeprefix("torch."),
+        str(group.recipe.compute).removeprefix("torch."),
+        f"{nbytes / 2**20:,.2f}",
+        f"{group.layout.padding:.2%}",
+    )

@@ -1,0 +1,227 @@
+"""`fully_shard`: make a module, or a list of modules, one sharded unit."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from weft.fsdp.dtensor import UnevenDTensor
+from weft.fsdp.hooks import HookDriver
+from weft.fsdp.module import FSDPModule, attach, kind_of, units_under
+from weft.fsdp.parameter_group import ParameterGroup, Slot
+from weft.fsdp.placement import Placements, placements_of
+from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, check_offload, precision_of
+from weft.fsdp.runtime import Runtime, RuntimeOptions
+from weft.fsdp.unit import Unit
+
+_sharded_elsewhere: "weakref.WeakKeyDictionary[nn.Parameter, tuple[weakref.ref[Unit], ParameterGroup, Slot]]"
+_sharded_elsewhere = weakref.WeakKeyDictionary()
+"""Where each original parameter went: a tied parameter that a later unit meets again stays tied."""
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: str | Placements = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    gradient_divide_factor: float | None = None,
+    runtime: RuntimeOptions | None = None,
+) -> Any:
+    """Shard the parameters of `module` that no unit below has, as one unit. Call it bottom-up, the root last.
+
+    The module is changed in place and returned: its class becomes a subclass of its own and `FSDPModule`, and its
+    parameters become sharded `DTensor`s that any `torch.optim` optimizer takes.
+
+    Args:
+        module: a module, or a list of modules that are gathered and reduced together.
+        mesh: a 1-D DeviceMesh over the ranks that share the work. Default: all ranks.
+        strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
+        outer_strategy: for 2-D meshes.
+        reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
+            for the root, whose backward follows at once.
+        shard_placement_fn: for other cuts than those of dim 0.
+        mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
+        offload_policy: `weft.OffloadPolicy`, or torch's.
+        ignored_params: parameters to leave alone.
+        gradient_divide_factor: divide averaged gradients by this as well.
+        runtime: `weft.RuntimeOptions`; the root's count.
+
+    Raises:
+        ValueError: a value that does not fit, a module that is sharded already, a parameter that cannot be sharded; the
+            message names the value, the rule and the fix.
+        TypeError: a module or policy of the wrong type.
+    """
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
+        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
+            raise ValueError(
+                f"{type(one).__name__} has no forward that could gather it: shard its members instead"
+            )
+        if isinstance(one, FSDPModule):
+            raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
+    if not modules:
+        raise ValueError("fully_shard got an empty list: pass at least one module")
+    _refuse_unavailable(outer_strategy, reshard_after_forward, shard_placement_fn)
+    if gradient_divide_factor is not None and gradient_divide_factor <= 0:
+        raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
+    placements = placements_of(strategy)
+    policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
+    check_offload(offload_policy if offload_policy is not None else OffloadPolicy())
+    mesh = _checked_mesh(mesh, modules)
+    device = _device_of(mesh)
+
+    ignored = {id(parameter) for parameter in ignored_params or ()}
+    found = {key: value for key, value in _owned_parameters(modules).items() if id(key) not in ignored}
+    tied = {key: _sharded_elsewhere[key] for key in found if key in _sharded_elsewhere}
+    own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
+    for parameter, slot in own.items():
+        _check_parameter(parameter, slot, device, kind_of(modules[0]))
+
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in own:
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    groups = [
+        ParameterGroup([own[p] for p in members], members, mesh, placements, policy.resolve(dtype))
+        for (dtype, _), members in kinds.items()
+    ]
+    unit = Unit(
+        modules,
+        groups,
+        policy,
+        Runtime(device, runtime or RuntimeOptions()),
+        reshard_after_forward=cast(bool | None, reshard_after_forward),
+        divide_factor=gradient_divide_factor,
+    )
+    for group, members in zip(groups, kinds.values()):
+        for parameter, slot in zip(members, group.slots):
+            _sharded_elsewhere[parameter] = (weakref.ref(unit), group, slot)
+        group.register(full=False)
+    for parameter, (ref, group, slot) in tied.items():
+        slot.owners.extend(found[parameter].owners)
+        group.register(full=False)
+        if (other := ref()) is not None and other not in unit.tied:
+            unit.tied.append(other)
+    below = list(dict.fromkeys(inner for one in modules for inner in units_under(one)))
+    driver = HookDriver(unit, modules)
+    for one in modules:
+        attach(one, unit, driver)
+    _name_units(modules)
+    unit.runtime.adopt([unit, *below])
+    return module
+
+
+def _refuse_unavailable(outer_strategy: str, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
+    if outer_strategy != "no_shard":
+        raise ValueError(
+            f"outer_strategy={outer_strategy!r}: meshes are 1-D so far, which have no outer axis"
+        )
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not available yet; "
+            "choose True, False or None"
+        )
+    if shard_placement_fn is not None:
+        raise ValueError("shard_placement_fn: parameters are cut along dim 0 so far; leave it out")
+
+
+def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMesh:
+    if mesh is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
+            )
+        first = next((parameter for module in modules for parameter in module.parameters()), None)
+        device_type = first.device.type if first is not None else "cpu"
+        return _whole_world("cpu" if device_type == "meta" else device_type)
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D mesh of the ranks that shard"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh {mesh.mesh.tolist()} does not contain this rank ({dist.get_rank()}): "
+            "call fully_shard only on the ranks of its mesh"
+        )
+    return mesh
+
+
+_worlds: dict[tuple[str, dist.ProcessGroup], DeviceMesh] = {}
+
+
+def _whole_world(device_type: str) -> DeviceMesh:
+    """One mesh over all ranks for all units: a mesh of its own for each would cost each a communicator."""
+    key = (device_type, dist.group.WORLD)
+    if key not in _worlds:
+        _worlds.clear()
+        _worlds[key] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return _worlds[key]
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _owned_parameters(modules: list[nn.Module]) -> dict[nn.Parameter, Slot]:
+    """The parameters in `modules` that no unit below has, each with every place that shares it."""
+    slots: dict[nn.Parameter, Slot] = {}
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        if isinstance(module, FSDPModule) or module in seen:
+            return
+        seen.add(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slot = slots.setdefault(parameter, Slot(prefix + name))
+                slot.owners.append((weakref.ref(module), name))
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{prefix}{name}.")
+
+    for module in modules:
+        walk(module, "")
+    return slots
+
+
+def _check_parameter(parameter: nn.Parameter, slot: Slot, device: torch.device, kind: str) -> None:
+    where = f"parameter {slot.name!r} of {kind}"
+    if isinstance(parameter, UnevenDTensor):
+        raise ValueError(
+            f"{where} is sharded already, by a module around it: call fully_shard bottom-up, children first"
+        )
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{where} is a DTensor already: composing with tensor parallelism is not available yet"
+        )
+    if parameter.device.type == "meta":
+        raise ValueError(
+            f"{where} is on the meta device: give it memory first with to_empty() and initialise it"
+        )
+    if parameter.device.type != device.type:
+        raise ValueError(
+            f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} "
+            "before fully_shard"
+        )
+
+
+def _name_units(modules: list[nn.Module]) -> None:
+    """Name each unit below after its place in this root."""
+    for root in modules:
+        for name, module in root.named_modules():
+            if isinstance(module, FSDPModule):
+                module._weft_unit.name = name

@@ -1,0 +1,212 @@
+"""Where every element of a unit lies: one flat buffer, cut into equal shards.
+
+    tensors       A [3, 4]              B [5]        C [2, 3]
+    flat buffer   aaaa aaaa|aaaa .... bb bbb|cccccc ........|
+                  shard 0   shard 1         shard 2          .  padding,  |  shard border
+
+A layout is plain arithmetic over shapes: it knows nothing of processes or memory. Borders fall where they harm
+least. A tensor prefers to be cut between whole dim-0 rows, then between rows of its trailing dimensions, then between
+single elements: the coarsest cuts whose padding stays within `PREFERENCE` of the data are taken, and cuts between
+single elements always fit within one alignment unit per shard.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGNMENT_BYTES = 128
+"""Every shard starts and ends on a multiple of this many bytes."""
+
+KERNEL_ALIGNMENT_BYTES = 16
+"""Tensors start on a multiple of this many bytes where that costs no larger shard: kernels read whole vectors."""
+
+PREFERENCE = 1 / 256
+"""The padding, as a fraction of the data, that a coarser cut may cost."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One tensor's place: `offset` in the flat buffer, in elements, and the `granularity` of cuts inside it."""
+
+    shape: tuple[int, ...]
+    offset: int
+    granularity: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last element."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of a unit's tensors in a flat buffer of `shards * shard_numel` elements."""
+
+    extents: tuple[Extent, ...]
+    shards: int
+    shard_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shards * self.shard_numel
+
+    @cached_property
+    def data_numel(self) -> int:
+        """Elements that belong to a tensor."""
+        return sum(extent.numel for extent in self.extents)
+
+    @property
+    def padding(self) -> float:
+        """Padding as a fraction of the data."""
+        return (self.numel - self.data_numel) / max(self.data_numel, 1)
+
+    def shard(self, index: int) -> slice:
+        """Where shard `index` lies in the flat buffer."""
+        return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
+
+    def cuts(self, tensor: int) -> tuple[int, ...]:
+        """Borders of the shards inside one tensor, in its own elements: shard r holds `[cuts[r], cuts[r + 1])`."""
+        extent = self.extents[tensor]
+        return tuple(
+            min(max(border * self.shard_numel - extent.offset, 0), extent.numel)
+            for border in range(self.shards + 1)
+        )
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding, as `(start, stop)` ranges of the flat buffer."""
+        ends = [0, *(extent.end for extent in self.extents)]
+        starts = [*(extent.offset for extent in self.extents), self.numel]
+        return tuple((end, start) for end, start in zip(ends, starts) if start > end)
+
+
+def plan_layout(
+    shapes: Sequence[Sequence[int]],
+    shards: int,
+    *,
+    itemsize: int = 4,
+    granularities: Sequence[int] | None = None,
+) -> Layout:
+    """Lay tensors of these shapes, in this order, into `shards` equal shards.
+
+    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the
+    number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut).
+
+    The shard size is the smallest that fits for the coarsest preferred cuts whose padding is at most `PREFERENCE` of
+    the data or one alignment unit per shard; only granularities demanded by the caller may cost more.
+
+    Raises ValueError for no shards or for a granularity that does not divide its tensor.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    demanded = list(granularities) if granularities is not None else [1] * len(sizes)
+    if shards < 1:
+        raise ValueError(f"shards={shards}: a layout needs at least one shard")
+    for size, step in zip(sizes, demanded, strict=True):
+        if step < 1 or size % step:
+            raise ValueError(
+                f"granularity {step} does not divide a tensor of {size} elements: choose a divisor"
+            )
+
+    align = max(ALIGNMENT_BYTES // itemsize, 1)
+    kernel = max(KERNEL_ALIGNMENT_BYTES // itemsize, 1)
+    total = sum(sizes)
+    tight = _round_up(-(-total // shards), align)
+    budget = max(total * (1 + PREFERENCE), total + shards * align)
+    chains = [_preferred_steps(shape, size, step) for shape, size, step in zip(shapes, sizes, demanded)]
+
+    for start in (align, kernel):
+        for step in _shard_steps(chains, align):
+            shard_numel = _round_up(tight, step)
+            if shard_numel * shards > budget:
+                continue
+            offsets = _place(sizes, chains, shard_numel, shards, start)
+            if offsets is not None:
+                return _layout(shapes, offsets, shards, shard_numel)
+
+    # Nothing fits within the budget: what remains is the demanded granularity, with shards as large as it takes.
+    loose = [[step] for step in demanded]
+    shard_numel = tight
+    while (offsets := _place(sizes, loose, shard_numel, shards, 1)) is None:
+        shard_numel = _round_up(max(shard_numel + align, shard_numel * 1025 // 1024), align)
+    return _layout(shapes, offsets, shards, shard_numel)
+
+
+def padding_of(
+    shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32
+) -> float:
+    """The padding that one unit with these tensor shapes takes over `shard_size` ranks, as a fraction of its data."""
+    return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _preferred_steps(shape: Sequence[int], size: int, demanded: int) -> list[int]:
+    """Granularities from whole dim-0 rows down to the demanded one, each a multiple of it."""
+    rows = [math.prod(shape[dim:]) for dim in range(1, len(shape))]
+    steps = [step for step in rows if step > demanded and step % demanded == 0 and size]
+    return list(dict.fromkeys([*steps, demanded]))
+
+
+def _shard_steps(chains: list[list[int]], align: int) -> list[int]:
+    """Multiples of which the shard size may be, from the one that suits every tensor's rows to the alignment alone."""
+    steps = []
+    for depth in range(max((len(chain) for chain in chains), default=0)):
+        wanted = sorted({chain[min(depth, len(chain) - 1)] for chain in chains}, reverse=True)
+        steps.append(math.lcm(*wanted, align))
+        steps.extend(math.lcm(step, align) for step in wanted)
+    return list(dict.fromkeys([*sorted(set(steps), reverse=True), align]))
+
+
+def _place(
+    sizes: list[int], chains: list[list[int]], shard_numel: int, shards: int, start: int
+) -> list[tuple[int, int]] | None:
+    """`(offset, granularity)` per tensor, or None where the tensors do not fit into the shards."""
+    placed = []
+    cursor = 0
+    slack = shards * shard_numel - sum(sizes)
+    for size, chain in zip(sizes, chains):
+        cursor = _round_up(cursor, start)
+        for step in chain:
+            offset = _first_fit(cursor, size, step, shard_numel, start)
+            # A coarse cut may use its share of the padding, not that of the tensors behind it.
+            if offset is not None and (step == chain[-1] or offset - cursor <= slack // max(len(sizes), 1)):
+                break
+        else:
+            return None
+        placed.append((offset, step))
+        cursor = offset + size
+    return placed if cursor <= shards * shard_numel else None
+
+
+def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
+    """The first offset from `cursor` on at which every border inside the tensor is a multiple of `step` from it."""
+    border = (cursor // shard_numel + 1) * shard_numel
+    if cursor + size <= border:
+        return cursor
+    if step >= size:  # never cut: the next shard, if one shard can hold it
+        return border if size <= shard_numel else None
+    offset = cursor + (border - cursor) % step
+    if offset % start:
+        return None
+    inner = (offset + size - 1) // shard_numel - offset // shard_numel
+    if inner > 1 and shard_numel % step:
+        return None
+    return offset
+
+
+def _layout(
+    shapes: Sequence[Sequence[int]], offsets: list[tuple[int, int]], shards: int, shard_numel: int
+) -> Layout:
+    extents = (Extent(tuple(shape), offset, step) for shape, (offset, step) in zip(shapes, offsets))
+    return Layout(tuple(extents), shards, shard_numel)

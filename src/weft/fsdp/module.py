@@ -1,0 +1,169 @@
+"""`FSDPModule`: what a module can do after `fully_shard`."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.fsdp.hooks import HookDriver
+from weft.fsdp.runtime import Runtime
+from weft.fsdp.unit import Unit
+
+
+class FSDPModule:
+    """What a module can do after `fully_shard`: torch's methods with torch's meaning."""
+
+    _weft_unit: Unit
+    _weft_driver: HookDriver
+
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
+        """Gather the parameters and register them, until `reshard` or the next pass ends. `async_op`: return a handle
+        whose `wait()` registers them."""
+        unit = unit_of(self)
+        unit.prefetch()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the full ones, if nobody else holds them."""
+        unit = unit_of(self)
+        unit.drop()
+        unit.free()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last before the optimizer; strategies with a partial gradient reduce
+        only then."""
+        unit_of(self).runtime.last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients, or accumulates them here (`no_sync`)."""
+        for unit in units_under(self, recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """For a replicated outer axis; on a 1-D mesh there is none to reduce over, so only True is accepted."""
+        if not requires_all_reduce:
+            raise ValueError(
+                "set_requires_all_reduce(False): a 1-D mesh has no all-reduce; use set_requires_gradient_sync"
+            )
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether the full weights go after forward."""
+        for unit in units_under(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether the full weights go after backward; they must before the optimizer steps."""
+        for unit in units_under(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """Gather these units ahead when this one's forward begins, in place of what the record says."""
+        unit_of(self).forward_prefetch = [weakref.ref(unit_of(module)) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """Gather these units ahead when this one's backward begins, in place of what the record says."""
+        unit_of(self).backward_prefetch = [weakref.ref(unit_of(module)) for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by `factor` in place of the number of ranks."""
+        if factor <= 0:
+            raise ValueError(f"gradient divide factor {factor}: choose a positive number")
+        unit_of(self).replace_average(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward needs this unit's weights."""
+        unit_of(self).unshard_in_backward = unshard_in_backward
+
+    def reset_iter_state(self) -> None:
+        """Return every unit to rest after an exception in forward or backward."""
+        unit_of(self).runtime.reset()
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and register the full parameters."""
+        if self._unit is not None:
+            self._unit.keep()
+            self._unit = None
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make `module.method_name` gather and release like `forward`. Raises ValueError where there is no such method."""
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(f"{kind_of(module)} has no method {method_name!r}")
+    driver = module._weft_driver
+
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = driver.before_forward(self, args, kwargs)
+        output = None
+        try:
+            output = getattr(type(self), method_name)(self, *args, **kwargs)
+        finally:
+            output = driver.after_forward(self, args, output)
+        return output
+
+    object.__setattr__(module, method_name, wrapped.__get__(module))
+
+
+_classes: dict[type, type] = {}
+
+
+def attach(module: nn.Module, unit: Unit, driver: HookDriver) -> None:
+    """Make `module` an FSDPModule of `unit`, in place."""
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _classes[cls]
+    vars(module).update(_weft_unit=unit, _weft_driver=driver)
+    module.register_state_dict_pre_hook(_rest_before_state_dict)
+    module.register_load_state_dict_pre_hook(_rest_before_load)
+
+
+def kind_of(module: nn.Module) -> str:
+    """The class name that the user wrote."""
+    return (
+        type(module).__name__.removeprefix("FSDP")
+        if isinstance(module, FSDPModule)
+        else type(module).__name__
+    )
+
+
+def unit_of(module: Any) -> Unit:
+    """The unit of a sharded module."""
+    return module._weft_unit
+
+
+def units_under(module: Any, recurse: bool = True) -> list[Unit]:
+    """The units of `module` and, with `recurse`, of the sharded modules inside it, outermost first."""
+    if not recurse:
+        return [unit_of(module)]
+    units = [unit_of(child) for child in module.modules() if isinstance(child, FSDPModule)]
+    return list(dict.fromkeys(units))
+
+
+def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+    unit_of(module).drop()
+
+
+def _rest_before_load(
+    module: Any, state_dict: Any, prefix: str, local_metadata: dict, strict: bool, *lists: list
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"load_state_dict(assign=True) into the sharded {kind_of(module)}: the parameters are views of flat buffers, "
+            "and assignment would replace them; load without assign, which copies"
+        )
+    unit_of(module).drop()

@@ -1,0 +1,99 @@
+"""The recipe of dtypes: what computes, what travels, what accumulates, what the optimizer sees.
+
+main weights  --cast-->  gathered weights  -->  forward, backward  -->  gradients
+main_params_dtype        param_dtype                                       |
+     ^                                                          reduce_dtype, on the wire
+     |                                                                     v
+  optimizer  <-------------------------------------------------  main gradients: main_grads_dtype
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy as _TorchCPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as _TorchOffloadPolicy
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """dtypes of a unit; every None keeps what was there.
+
+    `param_dtype`: of the gathered weights, so of the computation. `reduce_dtype`: of gradients while they travel (None:
+    param_dtype). `output_dtype`: floating outputs of the module are cast to it. `cast_forward_inputs`: whether floating
+    inputs are cast to `param_dtype`. `main_params_dtype`: what the optimizer sees (None: the parameter's own).
+    `main_grads_dtype`: what gradients accumulate in (None: main_params_dtype).
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+
+    def resolve(self, dtype: torch.dtype) -> "Recipe":
+        """The dtypes for parameters whose own dtype is `dtype`."""
+        if not dtype.is_floating_point:
+            return Recipe(dtype, dtype, dtype, dtype)
+        main = self.main_params_dtype or dtype
+        compute = self.param_dtype or dtype
+        return Recipe(main, compute, self.reduce_dtype or compute, self.main_grads_dtype or main)
+
+    def cast_inputs(self, values: Any) -> Any:
+        """`values`, a tree, with floating tensors cast to `param_dtype` where the policy says so."""
+        return cast_floating(values, self.param_dtype) if self.cast_forward_inputs else values
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A policy applied to one parameter dtype: no None is left."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    main_grad: torch.dtype
+
+    @property
+    def smallest_itemsize(self) -> int:
+        """Bytes of the narrowest element that travels."""
+        return min(dtype.itemsize for dtype in (self.main, self.compute, self.reduce))
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Keep everything on the device."""
+
+
+def cast_floating(values: Any, dtype: torch.dtype | None) -> Any:
+    """`values`, a tree, with its floating tensors cast to `dtype`; None changes nothing."""
+    if dtype is None:
+        return values
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+            return value.to(dtype)
+        return value
+
+    return tree_map(cast, values)
+
+
+def precision_of(policy: Any) -> MixedPrecisionPolicy:
+    """weft's or torch's policy object as weft's. Raises TypeError for anything else."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if isinstance(policy, _TorchMixedPrecisionPolicy):
+        return MixedPrecisionPolicy(
+            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+        )
+    raise TypeError(f"mp_policy={policy!r}: pass a weft.MixedPrecisionPolicy or torch's")
+
+
+def check_offload(policy: Any) -> None:
+    """Raise for an offload policy that is none, or that asks for what weft does not do yet."""
+    if isinstance(policy, _TorchCPUOffloadPolicy):
+        raise ValueError("offload_policy=CPUOffloadPolicy: not available yet; pass weft.OffloadPolicy()")
+    if not isinstance(policy, (OffloadPolicy, _TorchOffloadPolicy)):
+        raise TypeError(f"offload_policy={policy!r}: pass weft.OffloadPolicy() or torch's OffloadPolicy()")

@@ -1,0 +1,46 @@
+"""The order in which units are acquired, recorded in one pass and followed in the next.
+
+Every pass (a forward with gradients, one without, a backward) is recorded anew while the record of the last pass of its
+kind predicts what comes next. A pass that leaves the record is served on demand to its end: prediction changes speed,
+never results.
+"""
+
+from collections.abc import Iterator
+
+
+class Itinerary:
+    """The units, by number, of the pass under way, and those of the last one as its prediction."""
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
+        self.visited: list[int] = []
+        self.on_track = True
+
+    def begin(self) -> None:
+        """Start a pass; the one before becomes the prediction."""
+        if self.visited:
+            self.expected = self.visited
+        self.visited = []
+        self.on_track = True
+
+    def visit(self, unit: int) -> None:
+        """Note the next unit."""
+        position = len(self.visited)
+        self.visited.append(unit)
+        if position >= len(self.expected) or self.expected[position] != unit:
+            self.on_track = False
+
+    def ahead(self) -> Iterator[int]:
+        """The units predicted to follow; none once the pass has left the record."""
+        if self.on_track:
+            yield from self.expected[len(self.visited) :]
+
+    @property
+    def latest(self) -> list[int]:
+        """The last pass of this kind, as far as it came."""
+        return self.visited or self.expected
+
+    def forget(self) -> None:
+        """Drop the record: the pass was not what a pass should be."""
+        self.expected = []
+        self.visited = []

@@ -1,0 +1,251 @@
+"""What the units of one model share: lanes, pool, the order of things, and the end of a backward.
+
+The runtime belongs to the root: the sharded module whose forward is called from outside. It starts each pass, looks
+ahead along the recorded order, keeps at most `max_live_reduce_buffers` reductions under way, and at the end of a
+backward completes, checks and publishes.
+"""
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.autograd.profiler import record_function
+
+from weft.comm.groups import twin_group
+from weft.comm.lanes import Lane, Ticket
+from weft.fsdp.agreement import Agreement
+from weft.fsdp.parameter_group import ParameterGroup
+from weft.fsdp.pool import Pool
+from weft.fsdp.prefetch import Itinerary
+
+if TYPE_CHECKING:
+    from weft.fsdp.hooks import ForwardCall
+    from weft.fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How a model's units run together; the root's options count.
+
+    `separate_all_gather_group`: gathers on a communicator of their own, so that they run beside reductions.
+    `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
+    `max_live_reduce_buffers`: how many units' partial gradients may be alive at once.
+    `check_collectives`: compare after each backward what every rank issued.
+    """
+
+    separate_all_gather_group: bool = False
+    prefetch_bytes: int | None = None
+    max_live_reduce_buffers: int = 2
+    check_collectives: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_live_reduce_buffers < 1:
+            raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
+        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
+            raise ValueError(
+                f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit"
+            )
+
+
+class Runtime:
+    """The shared state of the units under one root."""
+
+    def __init__(self, device: torch.device, options: RuntimeOptions) -> None:
+        self.device = device
+        self.options = options
+        self.pool = Pool()
+        self.gather_lane = Lane("gather", device)
+        self.reduce_lane = Lane("reduce", device)
+        self.last_backward = True
+        self.in_forward = 0
+        self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self._units: list[weakref.ref[Unit]] = []
+        self._agreement = Agreement(options.check_collectives)
+        self._reducing: deque[tuple[weakref.ref[Unit], ParameterGroup, Ticket]] = deque()
+        self._reduced = False
+        self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward")}
+        self._current = "forward"
+        self._finished: list[int] = []
+        self._calls: list[ForwardCall] = []
+        self._callback_queued = False
+
+    # --- units ------------------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> list["Unit"]:
+        """The units, root first."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def adopt(self, units: list["Unit"]) -> None:
+        """Make this the runtime of `units`, root first."""
+        self._units = [weakref.ref(unit) for unit in units]
+        for number, unit in enumerate(units):
+            unit.runtime = self
+            unit.number = number
+        if self.options.separate_all_gather_group:
+            for unit in units:
+                for group in unit.groups:
+                    if group.group not in self._gather_groups:
+                        self._gather_groups[group.group] = twin_group(group.group)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def gather(self, unit: "Unit", group: ParameterGroup) -> Ticket | None:
+        """Start a group's gather."""
+        with record_function(f"weft/{unit.name}/gather"):
+            ticket = group.gather(
+                self.gather_lane, self._gather_groups.get(group.group, group.group), self.pool
+            )
+        if ticket is not None:
+            self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
+        return ticket
+
+    def begin_forward(self, training: bool) -> None:
+        """The root's forward begins: whatever an earlier pass left behind goes."""
+        if self._calls:
+            self.reset()
+        for unit in self.units:
+            if unit.kept and unit.reshard_after_backward:
+                unit.drop()
+            unit.free()
+        self._begin("forward" if training else "evaluation")
+        self._finished = []
+
+    def end_forward(self) -> None:
+        """The root's forward ended: what was gathered ahead for nothing goes."""
+        for unit in self.units:
+            if not self.is_next(unit):
+                unit.free()
+
+    def visit(self, unit: "Unit", explicit: list["weakref.ref[Unit]"] | None) -> None:
+        """Acquire `unit` as the next of this pass, then gather ahead: the `explicit` units, else by record."""
+        itinerary = self._passes[self._current]
+        itinerary.visit(unit.number)
+        unit.acquire()
+        if explicit is not None:
+            for ref in explicit:
+                if (ahead := ref()) is not None:
+                    ahead.prefetch()
+            return
+        units = self.units
+        budget = self.options.prefetch_bytes
+        spent = 0
+        for number in itinerary.ahead():
+            ahead = units[number]
+            spent += ahead.gathered_bytes
+            if budget is not None and spent > budget:
+                break
+            ahead.prefetch()
+            if budget is None and ahead.gathered_bytes:
+                break
+
+    def finish(self, unit: "Unit") -> None:
+        """`unit` ended its forward in a pass that a backward follows."""
+        self._finished.append(unit.number)
+
+    def is_next(self, unit: "Unit") -> bool:
+        """Whether the record says that `unit`, just released, is what the pass acquires next."""
+        upcoming = next(self._passes[self._current].ahead(), None)
+        if upcoming is None and self._current == "forward" and self._passes["forward"].on_track:
+            backward = self._passes["backward"]
+            units = self.units
+            upcoming = next((n for n in backward.latest if not units[n].held), None)
+        return upcoming == unit.number
+
+    def _begin(self, kind: str) -> None:
+        self._current = kind
+        self._passes[kind].begin()
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def reduce(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
+        """Pack a group's gradients and, unless deferred, start their reduction."""
+        while any(other is group for _, other, _ in self._reducing):
+            self._finish_oldest()
+        if not defer:
+            while (
+                len({ref for ref, _, _ in self._reducing} - {weakref.ref(unit)})
+                >= self.options.max_live_reduce_buffers
+            ):
+                self._finish_oldest()
+        with torch.no_grad(), record_function(f"weft/{unit.name}/reduce"):
+            group.pack(self.pool, defer=defer)
+            if defer:
+                return
+            ticket = group.reduce(self.reduce_lane, self.pool, unit.scale_of(group))
+        self._agreement.note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
+        self._reducing.append((weakref.ref(unit), group, ticket))
+        self._reduced = True
+
+    def _finish_oldest(self) -> None:
+        _, group, ticket = self._reducing.popleft()
+        with torch.no_grad():
+            ticket.wait()
+        group.reduced(self.pool)
+
+    # --- the backward pass ------------------------------------------------------------------------------------------
+
+    def begin_backward(self, call: "ForwardCall") -> None:
+        """`call` is the next whose backward begins."""
+        self._calls.append(call)
+        if not self._callback_queued:
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self.end_backward)
+            self._begin("backward")
+            if not self._passes["backward"].expected:
+                self._passes["backward"].expected = self._finished[::-1]
+
+    def end_backward(self) -> None:
+        """The backward is over: complete what no hook could, collect the reductions, check, publish."""
+        self._callback_queued = False
+        for call in reversed(self._calls):
+            call.end()
+        self._calls.clear()
+        units = self.units
+        for unit in units:
+            if unit.awaits_reduction:
+                unit.reduce()
+        while self._reducing:
+            self._finish_oldest()
+        self._current = "forward"
+        for unit in units:
+            if unit.reshard_after_backward:
+                unit.drop()
+            unit.free()
+        if self._reduced:
+            self._reduced = False
+            self._publish(units)
+
+    def _publish(self, units: list["Unit"]) -> None:
+        groups = [group for unit in units for group in unit.trainable_groups]
+        present = [flag for group in groups for flag in group.has_gradient]
+        names = [unit.name for unit in units]
+        if self.options.check_collectives:
+            axis = max((group.group for group in groups), key=lambda group: group.size())
+            present = self._agreement.reach(present, names, self.reduce_lane, axis, self.device)
+        for group in groups:
+            mine, present = present[: len(group.slots)], present[len(group.slots) :]
+            if group.main_grad is not None:
+                group.has_gradient = mine
+                group.publish_gradients()
+
+    def reset(self) -> None:
+        """Return every unit to rest and forget gradients that were not reduced: after an exception in a pass."""
+        while self._reducing:
+            self._finish_oldest()
+        self._calls.clear()
+        self._callback_queued = False
+        self._reduced = False
+        self.in_forward = 0
+        self._agreement = Agreement(self.options.check_collectives)
+        for itinerary in self._passes.values():
+            itinerary.forget()
+        for unit in self.units:
+            for group in unit.trainable_groups:
+                group.discard(self.pool)
+        for unit in self.units:
+            unit.let_go()

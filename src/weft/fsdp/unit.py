@@ -1,0 +1,183 @@
+"""A sharded unit and its life.
+
+    call         effect
+    -----------  --------------------------------------------------------------------------------------------------
+    prefetch()   start the gather on the gather lane, if the weights are neither here nor on their way
+    acquire()    wait for the gather, register the full parameters, one holder more
+    release()    one holder less; the last one registers the sharded parameters and gives the memory back
+    reduce()     pack the gradients, start the reduction on the reduce lane; the result adds to the main gradients
+
+The unit does not know who drives it. Hooks are one driver, explicit `unshard()`/`reshard()` another. Two forwards and a
+backward may hold it at once; it stays until the last lets go. `keep()` is the one holder without a name: it stands for
+"somebody will be back soon" (a root between forward and backward, a recomputation before its backward) and is dropped
+by `drop()`.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from weft.comm.lanes import Ticket
+from weft.fsdp.parameter_group import ParameterGroup
+from weft.fsdp.precision import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from weft.fsdp.runtime import Runtime
+
+
+class Unit:
+    """The parameter groups of one `fully_shard` call."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        runtime: "Runtime",
+        *,
+        reshard_after_forward: bool | None,
+        divide_factor: float | None,
+    ) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.kind = " + ".join(type(module).__name__ for module in modules)
+        self.groups = list(groups)
+        self.policy = policy
+        self.runtime = runtime
+        self.name = ""
+        self.number = 0
+        self.tied: list[Unit] = []
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.requires_gradient_sync = True
+        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backwards = 0
+        """Backwards of this unit under way: a forward that meets one is a recomputation."""
+        self._divide_factor = divide_factor
+        self._replaced_factor: float | None = None
+        self._holders = 0
+        self._kept = False
+        self._resident = False
+        self._tickets: list[Ticket] = []
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full weights are here or on their way."""
+        return self._resident
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody holds the full weights."""
+        return self._holders > 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether the nameless holder is one of them."""
+        return self._kept
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a gather takes."""
+        return sum(group.gathered_bytes for group in self.groups)
+
+    def prefetch(self) -> None:
+        """Start the gather, if the weights are neither here nor on their way."""
+        for unit in self.tied:
+            unit.prefetch()
+        if self._resident:
+            return
+        self._resident = True
+        for group in self.groups:
+            ticket = self.runtime.gather(self, group)
+            if ticket is not None:
+                self._tickets.append(ticket)
+
+    def acquire(self) -> None:
+        """Hold the full weights: they are registered and ready for what is computed from here on."""
+        for unit in self.tied:
+            unit.acquire()
+        self.prefetch()
+        self._wait()
+        if not self._holders:
+            for group in self.groups:
+                group.register(full=True)
+        self._holders += 1
+
+    def release(self) -> None:
+        """Let go; with the last holder the sharded parameters are registered and the memory goes."""
+        self._holders -= 1
+        if not self._holders:
+            for group in self.groups:
+                group.register(full=False)
+            if not self.runtime.is_next(self):
+                self.free()
+        for unit in self.tied:
+            unit.release()
+
+    def keep(self) -> None:
+        """Hold the weights, once, until `drop`."""
+        if not self._kept:
+            self._kept = True
+            self.acquire()
+
+    def drop(self) -> None:
+        """End `keep`, if it was called."""
+        if self._kept:
+            self._kept = False
+            self.release()
+
+    def free(self) -> None:
+        """Give the memory back, if nobody holds it."""
+        if self._resident and not self._holders:
+            self._wait()
+            self._resident = False
+            for group in self.groups:
+                group.free(self.runtime.pool)
+
+    def let_go(self) -> None:
+        """Return to rest from any state: for a pass that was abandoned."""
+        self.backwards = 0
+        self._kept = False
+        while self._holders:
+            self.release()
+        self.free()
+
+    def _wait(self) -> None:
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.wait()
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def trainable_groups(self) -> list[ParameterGroup]:
+        """The groups that have gradients."""
+        return [group for group in self.groups if group.trainable]
+
+    def replace_average(self, factor: float | None) -> None:
+        """Divide summed gradients by `factor` in place of the number of ranks; None: average again."""
+        self._replaced_factor = factor
+
+    def scale_of(self, group: ParameterGroup) -> float:
+        """What the sum of gradients over the ranks is multiplied with."""
+        if self._replaced_factor is not None:
+            return 1 / self._replaced_factor
+        return 1 / (group.group.size() * (self._divide_factor or 1))
+
+    def reduce(self) -> None:
+        """Pack the gradients and start their reduction, unless they are to be accumulated here first."""
+        for group in self.trainable_groups:
+            sync = self.requires_gradient_sync and (
+                self.runtime.last_backward or group.placements.reduces_each_microbatch
+            )
+            self.runtime.reduce(self, group, defer=not sync)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether gradients arrived that no `reduce` has taken."""
+        return any(group.gradients_arrived for group in self.trainable_groups)

@@ -1,0 +1,108 @@
+"""Small models, and the plain single-process run that every sharded run is compared with."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import weft
+
+
+class Block(nn.Module):
+    """A residual MLP block with odd sizes, so that cuts are uneven."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, tied head. `recompute`: None, "reentrant" or "non-reentrant"."""
+
+    def __init__(self, width: int = 13, hidden: int = 29, depth: int = 3, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.recompute: str | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.gain
+        for block in self.blocks:
+            if self.recompute:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+            else:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def make(recompute: str | None = None, seed: int = 0, **sizes: int) -> Net:
+    """The same net on every rank."""
+    torch.manual_seed(seed)
+    net = Net(**sizes)
+    net.recompute = recompute
+    return net
+
+
+def shard(net: Net, **options) -> Net:
+    """One unit per block, the root last."""
+    for block in net.blocks:
+        weft.fully_shard(block, **options)
+    return weft.fully_shard(net, **options)
+
+
+def data(steps: int, rows: int, seed: int = 1) -> torch.Tensor:
+    """Tokens `[steps, rows, 8]`."""
+    return torch.randint(0, 11, (steps, rows, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of predicting the next token."""
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(
+    net: nn.Module,
+    batches: torch.Tensor,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    microbatches: int = 1,
+    on_microbatch: Callable[[bool], None] = lambda last: None,
+    optimizer: Callable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+) -> dict[str, list]:
+    """AdamW with clipping over `batches` `[steps, rows, 8]`; each rank takes its rows of each microbatch.
+
+    Returns this rank's losses per microbatch, the clipped norms, and full gradients and weights by name after the last
+    step.
+    """
+    opt = optimizer(net.parameters())
+    losses, norms = [], []
+    for batch in batches:
+        opt.zero_grad()
+        for number, part in enumerate(batch.chunk(microbatches)):
+            on_microbatch(number == microbatches - 1)
+            loss = loss_of(net, part.chunk(ranks)[rank])
+            (loss / microbatches).backward()
+            losses.append(loss.detach())
+        norms.append(full(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        gradients = {name: full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+        opt.step()
+    weights = {name: full(value) for name, value in net.state_dict().items()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, detached."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
