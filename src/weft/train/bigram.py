@@ -1,0 +1,87 @@
+"""The baseline: what a table of token pairs predicts of the text that a model is validated on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_CHUNK = 1 << 22
+_DENSE = 1 << 24
+"""Tables up to this many pairs are counted densely; larger ones through sorting."""
+
+STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
+"""Weights of the unigram frequencies among which `Bigram.fit` chooses."""
+
+
+@dataclass(frozen=True)
+class Bigram:
+    """P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
+
+    P(next) is the frequency of `next` with one added to each count: the table falls back on it smoothly where
+    a pair is rare (a Dirichlet prior; MacKay and Peto 1995), which predicts better than adding a constant.
+    """
+
+    codes: np.ndarray
+    """token * vocab_size + next of each pair that was seen, sorted."""
+    counts: np.ndarray
+    """How often, int64."""
+    rows: np.ndarray
+    """How often each token was followed by any, [vocab_size]."""
+    unigram: np.ndarray
+    """P(next), [vocab_size]."""
+    strength: float
+    """Weight of the unigram frequencies, in observations."""
+
+    @classmethod
+    def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
+        """Count pairs in 1-D `tokens`; the strength is the one that predicts their last tenth best when it is
+        fitted on the rest. Raises ValueError for fewer than two tokens."""
+        if len(tokens) < 2:
+            raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")
+        cut = max(2, len(tokens) * 9 // 10)
+        best = strengths[0]
+        if len(strengths) > 1 and len(tokens) - cut >= 1:
+            held = _count_pairs(tokens[cut - 1 : -1], tokens[cut:], vocab_size)
+            part = _count_pairs(tokens[: cut - 1], tokens[1:cut], vocab_size)
+            losses = {s: cls._of(*part, vocab_size, s)._loss(*held) for s in strengths}
+            best = min(losses, key=losses.__getitem__)
+        return cls._of(*_count_pairs(tokens[:-1], tokens[1:], vocab_size), vocab_size, best)
+
+    @classmethod
+    def _of(cls, codes: np.ndarray, counts: np.ndarray, vocab_size: int, strength: float) -> "Bigram":
+        rows = np.bincount(codes // vocab_size, weights=counts, minlength=vocab_size)
+        followers = np.bincount(codes % vocab_size, weights=counts, minlength=vocab_size)
+        unigram = (followers + 1) / (followers.sum() + vocab_size)
+        return cls(codes, counts, rows, unigram, float(strength))
+
+    def cross_entropy(self, tokens: np.ndarray, labels: np.ndarray) -> float:
+        """Mean of -log P(label | token) in nats per token, over arrays of one shape."""
+        if not tokens.size:
+            raise ValueError("cross-entropy of no tokens is not defined")
+        return self._loss(*_count_pairs(tokens.reshape(-1), labels.reshape(-1), len(self.rows)))
+
+    def _loss(self, codes: np.ndarray, counts: np.ndarray) -> float:
+        token, label = np.divmod(codes, len(self.rows))
+        place = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        seen = np.where(self.codes[place] == codes, self.counts[place], 0)
+        probability = (seen + self.strength * self.unigram[label]) / (self.rows[token] + self.strength)
+        return float(-(counts * np.log(probability)).sum() / counts.sum())
+
+
+def _count_pairs(tokens: np.ndarray, labels: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted codes of the pairs that occur, and how often each does, both int64."""
+    dense = vocab_size * vocab_size <= _DENSE
+    total = np.zeros(vocab_size * vocab_size if dense else 0, dtype=np.int64)
+    codes = counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        pairs = tokens[start : start + _CHUNK].astype(np.int64) * vocab_size + labels[start : start + _CHUNK]
+        if dense:
+            total += np.bincount(pairs, minlength=len(total))
+        else:
+            new_codes, new_counts = np.unique(pairs, return_counts=True)
+            codes, inverse = np.unique(np.concatenate([codes, new_codes]), return_inverse=True)
+            counts = np.bincount(inverse, weights=np.concatenate([counts, new_counts])).astype(np.int64)
+    if dense:
+        codes = np.flatnonzero(total)
+        counts = total[codes]
+    return codes, counts

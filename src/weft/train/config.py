@@ -1,0 +1,519 @@
+"""What a run is made of: one TOML file, read into frozen dataclasses.
+
+    [section]          ->  TrainConfig.section
+    name = value           .name
+
+Every field has a default, so that a configuration only says what differs. Nothing is ignored: an unknown
+name, a value of the wrong type and a value out of its range are each a `ConfigError`.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.models import HybridConfig
+from weft.train.errors import ConfigError
+from weft.train.tokenizer import load_tokenizer
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "LoopConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "ShardingConfig",
+    "TrainConfig",
+    "load_config",
+    "parse_config",
+    "to_dict",
+    "to_toml",
+]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """[data]: the text, how it becomes tokens, and how they are cut."""
+
+    paths: tuple[str, ...] = ()
+    """Text files or folders, relative to the working directory; empty: Python's standard library."""
+    include: tuple[str, ...] = ("*",)
+    """File name patterns that are taken from folders (files named in `paths` are always taken)."""
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a Hugging Face tokenizer.json."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    validation_fraction: float = 0.05
+    """The part of the text that is kept for validation, between 0 and 1; the same text for every seed."""
+    seed: int = 0
+    """Seed of the order in which training sequences are seen."""
+    cache_dir: str = ""
+    """Where token files are kept; empty: weft's folder in the user's cache directory."""
+
+    def __post_init__(self) -> None:
+        _require(
+            "data.sequence_length", self.sequence_length, self.sequence_length >= 1, "must be at least 1"
+        )
+        _require(
+            "data.validation_fraction",
+            self.validation_fraction,
+            0 < self.validation_fraction < 1,
+            "must lie strictly between 0 and 1; 0.05 keeps a twentieth of the text for validation",
+        )
+        _require("data.seed", self.seed, 0 <= self.seed < 1 << 63, "must not be negative, and below 2**63")
+        _require(
+            "data.include",
+            list(self.include),
+            bool(self.include),
+            'must name at least one pattern; ["*"] takes every text file',
+        )
+        _require(
+            "data.include",
+            list(self.include),
+            bool(self.paths) or self.include == ("*",),
+            "has no effect on the default text; name data.paths or leave data.include out",
+        )
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """[train]: steps, batch sizes, precision and what happens every so many steps."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks and microbatches."""
+    microbatch_size: int = 8
+    """Sequences that one rank takes through the model at once."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute and communication dtype; the weights that the optimizer updates are fp32 in both cases."""
+    seed: int = 0
+    """Seed of the initial weights and of every other random choice but the data order."""
+    validate_every: int = 100
+    """Steps between two validations; 0: only at the end."""
+    validation_batches: int = 4
+    """Size of the fixed validation set, in global batches."""
+    gradient_clip: float = 1.0
+    """Largest norm of the whole gradient; 0: no clipping."""
+    log_every: int = 10
+    """Steps between two lines of output when the output is no terminal."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward instead of keeping them."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
+            _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
+        for name in ("seed", "validate_every", "gradient_clip"):
+            _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
+        _check_batch(self.global_batch_size, self.microbatch_size, 1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """[optimizer]: AdamW."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+    def __post_init__(self) -> None:
+        _require("optimizer.lr", self.lr, self.lr > 0, "must be positive")
+        _require("optimizer.eps", self.eps, self.eps > 0, "must be positive")
+        _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "must not be negative")
+        _require(
+            "optimizer.betas",
+            list(self.betas),
+            all(0 <= beta < 1 for beta in self.betas),
+            "must each be at least 0 and less than 1",
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """[schedule]: the learning rate over the steps."""
+
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises linearly to its peak."""
+    cosine: bool = True
+    """Fall along half a cosine from the end of the warm-up to the last step; false: stay at the peak."""
+    min_lr_ratio: float = 0.1
+    """Where the cosine ends, as a part of the peak learning rate."""
+
+    def __post_init__(self) -> None:
+        _require("schedule.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "must not be negative")
+        _require(
+            "schedule.min_lr_ratio",
+            self.min_lr_ratio,
+            0 <= self.min_lr_ratio <= 1,
+            "must lie between 0 and 1",
+        )
+
+    def factor(self, step: int, steps: int) -> float:
+        """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if not self.cosine:
+            return 1.0
+        progress = min(1.0, (step + 1 - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """[sharding]: what is cut over the ranks."""
+
+    strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    """What each rank keeps only its part of: nothing, optimizer state, + gradients, + weights."""
+    dp_shard: int = -1
+    """Ranks over which it is cut; -1: all of them."""
+
+    def __post_init__(self) -> None:
+        _require(
+            "sharding.dp_shard",
+            self.dp_shard,
+            self.dp_shard == -1 or self.dp_shard >= 1,
+            "must be a number of ranks, or -1 for all of them",
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[checkpoint]: what outlives the processes."""
+
+    every: int = 100
+    """Steps between two checkpoints; 0: only at the end and when the run is interrupted."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+
+    def __post_init__(self) -> None:
+        _require("checkpoint.every", self.every, self.every >= 0, "must not be negative")
+        _require("checkpoint.keep", self.keep, self.keep >= 1, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """[run]: where the run lives."""
+
+    directory: str = "runs"
+    """Folder of all runs, relative to the working directory."""
+    name: str = "default"
+    """The run's own folder in it."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run's folder."""
+
+    def __post_init__(self) -> None:
+        _require(
+            "run.name",
+            self.name,
+            self.name not in ("", ".", "..") and not set(self.name) & set("/\\\0"),
+            "must be the name of one folder; put the path into run.directory",
+        )
+
+    @property
+    def path(self) -> Path:
+        """The run's folder: metrics, checkpoints, configuration and report."""
+        return Path(self.directory) / self.name
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run. Its sections are the tables of the TOML file."""
+
+    model: HybridConfig = field(default_factory=lambda: _build(HybridConfig, {}, "model"))
+    """The model: the fields of `weft.models.HybridConfig`."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text."""
+    train: LoopConfig = field(default_factory=LoopConfig)
+    """Steps and batches."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate over the steps."""
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """What is cut over the ranks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What outlives the processes."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Where the run lives."""
+
+    def validate(self, world_size: int) -> None:
+        """Check what depends on the number of processes and on the tokenizer's file; every process is a
+        data-parallel rank.
+
+        Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that is not the
+        number of ranks, and a vocabulary smaller than the tokenizer's.
+        """
+        _require(
+            "sharding.dp_shard",
+            self.sharding.dp_shard,
+            self.sharding.dp_shard in (-1, world_size),
+            f"must be the number of ranks, {world_size}, or -1 for all of them",
+        )
+        _check_batch(self.train.global_batch_size, self.train.microbatch_size, world_size)
+        tokenizer = load_tokenizer(self.data.tokenizer)
+        _require(
+            "model.vocab_size",
+            self.model.vocab_size,
+            self.model.vocab_size >= tokenizer.vocab_size,
+            f"must be at least the vocabulary of the tokenizer {self.data.tokenizer!r}; "
+            f"set model.vocab_size = {tokenizer.vocab_size}",
+        )
+
+    def microbatches_per_step(self, world_size: int) -> int:
+        """How many microbatches each of `world_size` ranks accumulates in one optimizer step."""
+        _check_batch(self.train.global_batch_size, self.train.microbatch_size, world_size)
+        return self.train.global_batch_size // (world_size * self.train.microbatch_size)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file; `overrides` such as "train.steps=20" take precedence over it.
+
+    An override's value is written as in TOML; text needs no quotes ("run.name=first"). Raises ConfigError.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"configuration {str(path)!r}: cannot be read ({error.strerror}); give the path of a TOML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {str(path)!r}: is not UTF-8 text; give a TOML file") from error
+    return parse_config(text, overrides, name=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> TrainConfig:
+    """`load_config` for TOML text; `name` stands for it in errors."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: is not valid TOML: {error}; correct that line") from error
+    for override in overrides:
+        _apply_override(tables, override)
+    sections = {}
+    for section, values in tables.items():
+        if section not in SECTIONS:
+            raise ConfigError(_unknown(section, None))
+        if not isinstance(values, dict):
+            raise ConfigError(_no_table(section, values))
+        sections[section] = _build(SECTIONS[section], values, section)
+    return TrainConfig(**sections)
+
+
+def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None)."""
+    return {
+        section: {
+            f.name: _plain(getattr(getattr(config, section), f.name))
+            for f in dataclasses.fields(SECTIONS[section])
+            if getattr(getattr(config, section), f.name) is not None
+        }
+        for section in SECTIONS
+    }
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The resolved configuration as TOML; `parse_config` of it gives an equal configuration."""
+    tables = []
+    for section, values in to_dict(config).items():
+        lines = [f"[{section}]", *(f"{name} = {_show(value)}" for name, value in values.items())]
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables) + "\n"
+
+
+SECTIONS: dict[str, Any] = {
+    "model": HybridConfig,
+    "data": DataConfig,
+    "train": LoopConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "sharding": ShardingConfig,
+    "checkpoint": CheckpointConfig,
+    "run": RunConfig,
+}
+
+
+def _require(name: str, value: Any, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} = {_show(value)}: {rule}")
+
+
+def _check_batch(global_batch_size: int, microbatch_size: int, ranks: int) -> None:
+    """Each rank must get whole microbatches, the same number on every rank."""
+    unit = ranks * microbatch_size
+    if global_batch_size % unit == 0:
+        return
+    below = global_batch_size // unit * unit
+    nearest = f"{below} or {below + unit}" if below else f"{unit}"
+    raise ConfigError(
+        f"train.global_batch_size = {global_batch_size}: must be divisible by data-parallel ranks x "
+        f"train.microbatch_size = {ranks} x {microbatch_size} = {unit}; nearest valid: {nearest}"
+    )
+
+
+def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
+    """Check names and types of a table and make its dataclass, whose own complaints get the section."""
+    hints = typing.get_type_hints(section_class)
+    known = {f.name for f in dataclasses.fields(section_class) if f.init}
+    checked = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(_unknown(section, name))
+        checked[name] = _typed(f"{section}.{name}", value, hints[name])
+    try:
+        return section_class(**checked)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[{section}]: {' '.join(str(error).split())}") from error
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the annotated type, or ConfigError. Whole numbers pass as floats, nothing else converts."""
+    accepted, result = _convert(value, hint)
+    if not accepted:
+        fix = ""
+        if isinstance(value, list) is False and typing.get_origin(hint) in (tuple, list):
+            fix = f"; write {name} = {_show([value])}"
+        elif typing.get_origin(hint) is Literal and isinstance(value, str):
+            near = difflib.get_close_matches(value, typing.get_args(hint), n=1)
+            fix = f"; did you mean {_show(near[0])}?" if near else ""
+        raise ConfigError(f"{name} = {_show(value)}: must be {_describe(hint)}{fix}")
+    return result
+
+
+def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True, value
+    if origin in (typing.Union, types.UnionType):
+        for arg in args:
+            accepted, result = _convert(value, arg)
+            if accepted:
+                return True, result
+        return False, None
+    if origin is Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args), value
+    if origin in (tuple, list):
+        if not isinstance(value, list):
+            return False, None
+        if origin is list or args[-1:] == (Ellipsis,):
+            items = [args[0]] * len(value)
+        else:
+            items = list(args)
+        if len(items) != len(value):
+            return False, None
+        pairs = [_convert(v, item) for v, item in zip(value, items)]
+        return all(accepted for accepted, _ in pairs), origin(result for _, result in pairs)
+    if hint is float and type(value) is int:
+        return True, float(value)
+    return type(value) is hint, value
+
+
+_WORDS = {int: "a whole number", float: "a number", str: 'text in "quotes"', bool: "true or false"}
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(arg) for arg in args if arg is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(_show(arg) for arg in args)
+    if origin in (tuple, list):
+        word = {int: "whole numbers", float: "numbers", str: 'texts in "quotes"'}.get(args[0], "values")
+        count = "" if origin is list or args[-1:] == (Ellipsis,) else f"{len(args)} "
+        return f"a [list] of {count}{word}"
+    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _unknown(section: str, name: str | None) -> str:
+    """The message for a section (`name` None) or setting that does not exist, with the nearest that does."""
+    every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
+    if name is None:
+        near = difflib.get_close_matches(section, every, n=1)
+        homes = [f"{s}.{section}" for s, names in every.items() if section in names]
+        hint = (
+            f"did you mean {homes[0]}?"
+            if homes
+            else f"did you mean [{near[0]}]?"
+            if near
+            else "sections: " + ", ".join(every)
+        )
+        return f"{section}: unknown section; {hint}"
+    near = difflib.get_close_matches(name, every[section], n=1)
+    homes = [f"{s}.{name}" for s, names in every.items() if name in names]
+    if homes:
+        hint = f"did you mean {homes[0]}?"
+    elif near:
+        hint = f"did you mean {section}.{near[0]}?"
+    else:
+        hint = f"[{section}] knows " + ", ".join(every[section])
+    return f"{section}.{name}: unknown setting; {hint}"
+
+
+def _no_table(section: str, value: Any) -> str:
+    return f"{section} = {_show(value)}: is a section; write [{section}] and its settings below it"
+
+
+def _apply_override(tables: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(f"override {override!r}: must be section.name=value, for example train.steps=20")
+    if section not in SECTIONS:
+        raise ConfigError(_unknown(section, None))
+    table = tables.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(_no_table(section, table))
+    hint = typing.get_type_hints(SECTIONS[section]).get(name)
+    table[name] = _override_value(text.strip(), hint)
+
+
+def _override_value(text: str, hint: Any) -> Any:
+    """TOML when it parses as one value of the field's type; otherwise the bare text."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if set(parsed) != {"value"}:
+        return text
+    value = parsed["value"]
+    takes_text = _convert(text, hint)[0] if hint is not None else False
+    return text if takes_text and not _convert(value, hint)[0] else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _show(value: Any) -> str:
+    """A value as it is written in TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings take JSON's escapes; DEL is the one character that JSON leaves bare.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_show(k)} = {_show(v)}" for k, v in value.items()) + "}"
+    return str(value)

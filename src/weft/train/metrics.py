@@ -1,0 +1,79 @@
+"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and TensorBoard beside it.
+
+{"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
+{"step": 100, "kind": "validation", "loss": 2.4, ...}
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends a run's numbers; each line is on its way to the disk when `log` returns.
+
+    resumed_step: the step of the checkpoint that the run goes on from; later lines, which the run will write
+    again, are removed. 0 starts over: all lines go. `enabled=False` (ranks other than 0) writes nothing.
+    """
+
+    def __init__(self, run_directory: str | Path, enabled: bool = True, *, resumed_step: int = 0) -> None:
+        self.note: str | None = None
+        """Why there is no TensorBoard output, for the person at the terminal; None when there is."""
+        self._file: Any = None
+        self._board: Any = None
+        if not enabled:
+            return
+        folder = Path(run_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
+        temporary = folder / f".{FILE}.new"
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, folder / FILE)
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.note = "no TensorBoard output: install weft[train] for it"
+        else:
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    def log(self, step: int, kind: Literal["train", "validation"], **values: float) -> None:
+        """One line for `step`. Numbers that are not finite become null, which every JSON reader accepts."""
+        if self._file is None:
+            return
+        record: dict[str, Any] = {"step": step, "kind": kind}
+        record.update((k, v if math.isfinite(v) else None) for k, v in values.items())
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush and close; `log` does nothing afterwards."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+        self._file = self._board = None
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
+    """The records of a run in order; a last line that a killed process left half-written is passed over."""
+    try:
+        lines = (Path(run_directory) / FILE).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    if lines:
+        lines.pop()  # what follows the last newline: nothing, or a line that was not finished
+    return [json.loads(line) for line in lines if line]

@@ -1,0 +1,192 @@
+"""What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_REFRESH_S = 0.2
+_NOTES = 3
+_WINDOW = 50
+"""Steps whose mean duration predicts the time left."""
+
+
+def format_count(value: float) -> str:
+    """12,345 as 12.3k; three digits are enough to watch."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def format_bytes(value: float) -> str:
+    """Bytes in binary units: 1.5 GiB."""
+    for limit, suffix in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.1f} {suffix}"
+    return f"{value:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """1:02:03, or 2:03 below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_KNOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.4f}".format),
+    "validation_loss": ("validation", "{:.4f}".format),
+    "lr": ("learning rate", "{:.2e}".format),
+    "gradient_norm": ("gradient norm", "{:.3f}".format),
+    "tokens_per_second": ("tokens/s", format_count),
+    "memory_bytes": ("memory", format_bytes),
+}
+"""Label and format of the values that `update` is usually given, in the order in which they appear."""
+
+
+class Progress:
+    """Shows a run of `total_steps` steps; use as a context manager.
+
+        with Progress(1000) as progress:
+            progress.update(1, loss=5.5, lr=1e-4)
+            progress.note("checkpoint 1 saved")
+
+    On a terminal one panel is redrawn in place. Elsewhere there is one line every `log_every` steps, for the
+    last step and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is
+    reckoned from the last steps, so that a run resumed at `first_step` is not judged by steps that it did not
+    take.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        *,
+        first_step: int = 0,
+        log_every: int = 10,
+        enabled: bool = True,
+        title: str = "weft",
+    ) -> None:
+        self._total, self._step, self._log_every, self._title = total_steps, first_step, log_every, title
+        self._console = console or Console()
+        self._enabled = enabled
+        self._values: dict[str, float] = {}
+        self._notes: deque[str] = deque(maxlen=_NOTES)
+        self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._started = time.monotonic()
+        self._drawn = 0.0
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        self._started = time.monotonic()
+        self._times.append((self._step, self._started))
+        if self._enabled and self._console.is_terminal:
+            # Redrawn by `update`: between two steps nothing changes, and a thread would take time from them.
+            self._live = Live(self._panel(), console=self._console, auto_refresh=False)
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if self._live is not None:
+            self._draw(now=True)
+            self._live.__exit__(kind, error, trace)
+            self._live = None
+
+    def update(self, step: int, **values: float) -> None:
+        """`step` optimizer steps are done; values that are not given keep their last number on the panel."""
+        if step != self._step:
+            self._times.append((step, time.monotonic()))
+        self._step = step
+        self._values.update(values)
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._draw(now=step >= self._total)
+        elif "validation_loss" in values or step % self._log_every == 0 or step >= self._total:
+            self._line(self._describe_step(values))
+
+    def note(self, text: str) -> None:
+        """An event worth a line: a checkpoint, a validation, a warning."""
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._notes.append(text)
+            self._draw(now=True)
+        else:
+            self._line(text)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the mean of the last steps; None before the first one."""
+        (first, then), (last, now) = self._times[0], self._times[-1]
+        if last == first:
+            return None
+        return (now - then) / (last - first) * max(0, self._total - self._step)
+
+    def _line(self, text: str) -> None:
+        # A file has no width: a line must not be broken where a terminal would end.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
+        known = [(label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]
+        other = [(n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
+        return known + other
+
+    def _describe_step(self, values: dict[str, float]) -> str:
+        width = len(str(self._total))
+        parts = [f"step {self._step:>{width}}/{self._total}"]
+        parts += [f"{label} {value}" for label, value in self._shown(values)]
+        if self.seconds_left is not None and self._step < self._total:
+            parts.append(f"left {format_time(self.seconds_left)}")
+        return "  ".join(parts)
+
+    def _draw(self, now: bool) -> None:
+        moment = time.monotonic()
+        if self._live is not None and (now or moment - self._drawn >= _REFRESH_S):
+            self._drawn = moment
+            self._live.update(self._panel(), refresh=True)
+
+    def _panel(self) -> Panel:
+        head = Table.grid(expand=True, padding=(0, 2))
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        left = "" if self.seconds_left is None else f"{format_time(self.seconds_left)} left"
+        head.add_row(
+            Text.assemble((f"{self._step:,}", "bold"), (f" / {self._total:,}", "dim")),
+            ProgressBar(total=max(1, self._total), completed=self._step, complete_style="cyan"),
+            Text.assemble((f"{self._step / max(1, self._total):.0%}", "bold"), (f"  {left}", "dim")),
+        )
+        # As many values in a row as fit beside each other, each under its name.
+        shown = self._shown(self._values)
+        columns = max(1, min(len(shown), (self._console.width - 4) // 15))
+        values = Table.grid(expand=True, padding=(0, 1))
+        for _ in range(columns):
+            values.add_column(ratio=1, no_wrap=True)
+        for start in range(0, len(shown), columns):
+            row = shown[start : start + columns]
+            values.add_row(*(Text(label, style="dim") for label, _ in row))
+            values.add_row(*(Text(value, style="bold") for _, value in row))
+        elapsed = format_time(time.monotonic() - self._started)
+        return Panel(
+            Group(head, values, *(Text(f"· {note}", style="dim") for note in self._notes)),
+            title=Text(self._title, style="bold cyan"),
+            title_align="left",
+            subtitle=Text(elapsed, style="dim"),
+            subtitle_align="right",
+            border_style="bright_black",
+        )
