@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -25,7 +24,7 @@ def recorded(model, **options):
     calls = []
     meshes = Meshes(dense="the dense mesh", expert="the dense mesh")
     record = lambda module, **options: calls.append((module, options))  # noqa: E731
-    with mock.patch.object(weft.fsdp, "fully_shard", record, create=True):
+    with mock.patch.object(weft.fsdp, "fully_shard", record):
         assert shard(model, meshes, **options) is model
     return calls, meshes
 
@@ -54,9 +53,8 @@ def test_a_sharded_model_trains_like_one_process(tied):
         torch.manual_seed(7)
         models.append(HybridModel(cfg, meshes=given))
     whole, parts = models
-    with mock.patch.object(weft.fsdp, "fully_shard", fully_shard, create=True):
-        shard(parts, meshes)
-    assert all(isinstance(layer, FSDPModule) for layer in parts.decoder.layers)
+    shard(parts, meshes)
+    assert all(isinstance(layer, weft.fsdp.FSDPModule) for layer in parts.decoder.layers)
     assert all(isinstance(weight, DTensor) for weight in parts.parameters())
 
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]

@@ -14,46 +14,28 @@ INITIAL_STD = 0.02
 FIRST_POSITIONS = 1024
 
 
-class Linear(nn.Module):
-    """`x @ weight.T` without bias, weight [out, in]."""
+class Linear(nn.Linear):
+    """`x @ weight.T` without bias; [..., in] -> [..., out]."""
 
     def __init__(self, in_features: int, out_features: int, source: WeightSource) -> None:
-        super().__init__()
-        self.source = source
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.reset_parameters()
+        self.source = source  # torch's constructor resets the weight
+        super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
         """Set the initial weight."""
         self.source.normal_(self.weight, INITIAL_STD)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return F.linear(x, self.weight)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}"
-
-
-class Embedding(nn.Module):
-    """One vector per token, weight [vocabulary, hidden]."""
+class Embedding(nn.Embedding):
+    """One vector per token; [...] int64 -> [..., hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, source: WeightSource) -> None:
-        super().__init__()
-        self.source = source
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.reset_parameters()
+        self.source = source  # torch's constructor resets the weight
+        super().__init__(vocab_size, hidden_size)
 
     def reset_parameters(self) -> None:
         """Set the initial weight."""
         self.source.normal_(self.weight, INITIAL_STD)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[...] int64 -> [..., hidden]."""
-        return F.embedding(tokens, self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]} x {self.weight.shape[1]}"
 
 
 class RMSNorm(nn.Module):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from weft import fsdp
 from weft.mesh import Meshes
 from weft.models.model import HybridModel, require_usable
 
@@ -13,11 +14,9 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
     root's only.
     """
-    from weft.fsdp import fully_shard
-
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
     for layer in model.decoder.layers:
-        fully_shard(layer, mesh=meshes.dense, **options)
-    fully_shard(model, mesh=meshes.dense, **options, **root)
+        fsdp.fully_shard(layer, mesh=meshes.dense, **options)
+    fsdp.fully_shard(model, mesh=meshes.dense, **options, **root)
     return model
