@@ -1,0 +1,221 @@
+"""The pictures of a run, each drawn for light and for dark pages.
+
+A figure is a function of the run's numbers that draws with the colours of a `Theme`; `render` makes its PNG.
+The same numbers give the same bytes.
+"""
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+
+from weft.train.progress import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a page."""
+
+    paper: str
+    ink: str
+    quiet: str
+    grid: str
+    blue: str
+    orange: str
+    green: str
+    violet: str
+
+
+LIGHT = Theme("#ffffff", "#1c2430", "#667085", "#e6e9ef", "#2f6fde", "#e0662f", "#1f9d6b", "#8250c8")
+DARK = Theme("#151a22", "#e8ecf2", "#98a2b3", "#2a3240", "#6ea2ff", "#ff9461", "#4cc894", "#b78cf0")
+
+Draw = Callable[[Figure, Theme], None]
+Curve = Sequence[tuple[float, float]]
+"""(step, value) in order of step."""
+
+
+def render(draw: Draw, theme: Theme, size: tuple[float, float] = (7.6, 4.2)) -> bytes:
+    """The PNG of a figure, `size` in inches at 150 dots each."""
+    style = {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "text.color": theme.ink,
+        "axes.edgecolor": theme.grid,
+        "axes.facecolor": theme.paper,
+        "axes.labelcolor": theme.quiet,
+        "axes.titlecolor": theme.ink,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 12.5,
+        "axes.titleweight": "bold",
+        "axes.titlepad": 12,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "axes.xmargin": 0.01,
+        "grid.color": theme.grid,
+        "xtick.color": theme.grid,
+        "xtick.labelcolor": theme.quiet,
+        "ytick.color": theme.paper,
+        "ytick.labelcolor": theme.quiet,
+        "legend.frameon": False,
+        "figure.facecolor": theme.paper,
+        "savefig.facecolor": theme.paper,
+    }
+    # The defaults first, so that a person's own settings do not change the report.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style)
+        figure = Figure(figsize=size, dpi=150, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr]
+        draw(figure, theme)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", metadata={"Software": None})
+        return picture.getvalue()
+
+
+def loss(train: Curve, validation: Curve, baselines: Mapping[str, float], unit: str) -> Draw:
+    """Training and validation loss over the steps, with horizontal lines to compare with."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = _step_axes(figure.subplots(), "Loss", unit)
+        if train:
+            steps, values = _columns(train)
+            window = max(1, len(values) // 40)
+            axes.plot(steps, values, color=theme.blue, alpha=0.3 if window > 1 else 1.0, linewidth=1)
+            label = f"training  {values[-1]:.3f}"
+            if window > 1:
+                smooth = _smoothed(values, window)
+                label = f"training, mean of {window} steps  {smooth[-1]:.3f}"
+                axes.plot(steps, smooth, color=theme.blue, linewidth=1.8)
+            axes.plot([], [], color=theme.blue, linewidth=1.8, label=label)
+        if validation:
+            steps, values = _columns(validation)
+            axes.plot(
+                steps,
+                values,
+                color=theme.orange,
+                linewidth=1.8,
+                marker="o",
+                markersize=4.5,
+                markeredgecolor=theme.paper,
+                label=f"validation  {values[-1]:.3f}",
+            )
+        for name, value in baselines.items():
+            axes.axhline(
+                value, color=theme.quiet, linewidth=1.4, linestyle=(0, (4, 3)), label=f"{name}  {value:.3f}"
+            )
+        axes.legend(loc="upper right")
+
+    return draw
+
+
+def throughput(tokens_per_second: Curve) -> Draw:
+    """Tokens per second over the steps, with their median."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = _step_axes(figure.subplots(), "Throughput", "tokens per second")
+        steps, values = _columns(tokens_per_second)
+        middle = float(np.nanmedian(values))
+        axes.plot(steps, values, color=theme.green, linewidth=1.4)
+        axes.axhline(middle, color=theme.quiet, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.set_ylim(0, float(np.nanmax(values)) * 1.15 or 1)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_title(f"median {format_count(middle)}", loc="right", color=theme.quiet, fontsize=10)
+
+    return draw
+
+
+def rate_and_norm(learning_rate: Curve, gradient_norm: Curve) -> Draw:
+    """Learning rate and gradient norm over the steps, one above the other."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        panels = [
+            (curve, title, unit, color)
+            for curve, title, unit, color in (
+                (learning_rate, "Learning rate", "step size", theme.violet),
+                (gradient_norm, "Gradient norm", "before clipping", theme.blue),
+            )
+            if curve
+        ]
+        all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        for axes, (curve, title, unit, color) in zip(all_axes, panels):
+            steps, values = _columns(curve)
+            _step_axes(axes, title, unit, label_steps=axes is all_axes[-1])
+            axes.plot(steps, values, color=color, linewidth=1.5)
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+            if title == "Learning rate":
+                axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+                axes.yaxis.get_offset_text().set_color(theme.quiet)
+
+    return draw
+
+
+def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
+    """Bytes by role, one bar each: group -> role -> bytes, a colour per group."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        axes.set_title("Memory by role, one rank")
+        axes.grid(visible=False)
+        labels: list[str] = []
+        largest = max((v for roles in groups.values() for v in roles.values()), default=0) or 1
+        for (group, roles), color in zip(
+            groups.items(), (theme.blue, theme.orange, theme.green, theme.violet) * len(groups)
+        ):
+            places = np.arange(len(labels), len(labels) + len(roles))
+            values = list(roles.values())
+            axes.barh(places, values, height=0.62, color=color, label=group)
+            for place, value in zip(places, values):
+                axes.text(value + largest * 0.012, place, format_bytes(value), va="center", color=theme.quiet)
+            labels += [role.replace("_", " ") for role in roles]
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
+        axes.invert_yaxis()
+        axes.set_xlim(0, largest * 1.18)
+        axes.xaxis.set_major_locator(_BinaryLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value).replace(".0", "")))
+        if len(groups) > 1:
+            figure.legend(loc="outside lower left", ncols=len(groups), labelcolor=theme.quiet)
+
+    return draw
+
+
+class _BinaryLocator(MaxNLocator):
+    """A few ticks at round numbers of KiB, MiB or GiB."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        unit = 1024 ** max(0, int(math.log(max(vmax, 1), 1024)))
+        return np.asarray(MaxNLocator(5).tick_values(vmin / unit, vmax / unit)) * unit
+
+
+def _step_axes(axes: Any, title: str, unit: str, label_steps: bool = True) -> Any:
+    axes.set_title(title)
+    axes.set_ylabel(unit)
+    if label_steps:
+        axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    return axes
+
+
+def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    steps, values = np.asarray(curve, dtype=np.float64).T
+    return steps, values
+
+
+def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of up to `window` values around each place; NaN does not count."""
+    known = np.isfinite(values)
+    kernel = np.ones(window)
+    counts = np.convolve(known, kernel, mode="same")
+    sums = np.convolve(np.where(known, values, 0.0), kernel, mode="same")
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
