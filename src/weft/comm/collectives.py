@@ -72,12 +72,11 @@ def reduce_scatter(
     *,
     scale: float,
     accumulate: bool,
-    inbox: torch.Tensor | None,
+    inbox: torch.Tensor,
 ) -> Pending:
     """`output` (+)= `scale` times the sum over ranks of their slice of `partial` for this rank.
 
-    `output` never aliases `partial`. `inbox`: memory of `inbox_numel` elements in `partial`'s dtype, or None where
-    that is 0.
+    `output` never aliases `partial`. `inbox`: memory of `inbox_numel` elements in `partial`'s dtype.
     """
     rank, size = dist.get_rank(group), group.size()
     slices = partial.view(size, -1)
@@ -86,10 +85,9 @@ def reduce_scatter(
     others = _peers(rank, size)
     received = [slices[rank]] * size
     works = []
-    if inbox is not None:
-        for slot, peer in zip(inbox.view(size - 1, -1), others):
-            received[peer] = slot
-            works.append(group.recv([slot], peer, tag))
+    for slot, peer in zip(inbox.split(output.numel()), others):
+        received[peer] = slot
+        works.append(group.recv([slot], peer, tag))
     works += [group.send([slices[peer]], peer, tag) for peer in others]
 
     def add_up() -> None:

@@ -92,7 +92,7 @@ class FlatBuffer:
         return lane.run(collectives.all_gather, full.local, source, group)
 
     def reduce_into(
-        self, output: "FlatBuffer", lane: Lane, *, scale: float, accumulate: bool, inbox: torch.Tensor | None
+        self, output: "FlatBuffer", lane: Lane, *, scale: float, accumulate: bool, inbox: torch.Tensor
     ) -> Ticket:
         """Start `output` (+)= `scale` times the sum of this partial buffer over the ranks."""
         if output.placement.is_shard():

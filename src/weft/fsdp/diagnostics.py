@@ -6,6 +6,7 @@ from torch import nn
 
 from weft.fsdp.module import units_under
 from weft.fsdp.parameter_group import ParameterGroup
+from weft.fsdp.pool import Pool
 from weft.fsdp.unit import Unit
 
 
@@ -33,8 +34,9 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Bytes on this rank by storage accounting.
 
-    `persistent`: by role, what stays at rest. `transient_live`, `transient_peak`: by role, what forward and backward take
-    now, and took at most. `allocations`: how many transient buffers were made so far.
+    `persistent`: by role, what stays at rest. `transient`: for gathered weights and partial gradients, bytes `live` now
+    and at their `peak`, which is the lower bound of a plan; bytes of the planned `slab`; how many buffers were allocated
+    so far; how many `fallbacks` the plan had.
     """
     units = _units(model)
     persistent = {"weights": 0, "gradients": 0}
@@ -43,13 +45,23 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             persistent["weights"] += sum(nbytes for _, nbytes in group.persistent_weights())
             if group.main_grad is not None:
                 persistent["gradients"] += group.main_grad.local.nbytes
-    pools = list({id(unit.runtime): unit.runtime.pool for unit in units}.values())
-    roles = {role for pool in pools for role in pool.peak}
+    runtimes = list({id(unit.runtime): unit.runtime for unit in units}.values())
     return {
         "persistent": persistent,
-        "transient_live": {role: sum(pool.live[role] for pool in pools) for role in sorted(roles)},
-        "transient_peak": {role: sum(pool.peak[role] for pool in pools) for role in sorted(roles)},
+        "transient": {
+            "gathered weights": _transient([runtime.weights for runtime in runtimes]),
+            "partial gradients": _transient([runtime.gradients for runtime in runtimes]),
+        },
+    }
+
+
+def _transient(pools: list[Pool]) -> dict[str, int]:
+    return {
+        "live": sum(pool.live for pool in pools),
+        "peak": sum(pool.peak for pool in pools),
+        "slab": sum(pool.slab_bytes for pool in pools),
         "allocations": sum(pool.allocations for pool in pools),
+        "fallbacks": sum(pool.fallbacks for pool in pools),
     }
 
 

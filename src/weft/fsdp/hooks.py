@@ -27,6 +27,8 @@ class ForwardCall:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._begun = False
+        self._moves = unit.moves
+        unit.calls.add(self)
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
         """The first output's gradient has come."""
@@ -34,6 +36,13 @@ class ForwardCall:
             return
         self._begun = True
         unit = self.unit
+        if self not in unit.calls:  # a second backward through a retained graph
+            if unit.moves != self._moves:
+                raise RuntimeError(
+                    f"backward of {unit.name or 'the root'} runs again through a graph that was retained, but its gathered "
+                    "weights have moved since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
+                )
+            unit.calls.add(self)
         unit.runtime.begin_backward(self)
         unit.backwards += 1
         with record_function(f"weft/{unit.name}/backward"):
@@ -45,6 +54,7 @@ class ForwardCall:
             return
         self._begun = False
         unit = self.unit
+        unit.calls.discard(self)
         unit.backwards -= 1
         unit.reduce()
         if unit.reshard_after_backward:

@@ -11,7 +11,7 @@ main_grad     always**    optimizer    main_grad    reduced gradients; `.grad` o
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +84,8 @@ class ParameterGroup:
         self.has_gradient = [False] * len(self.slots)
         self._gradients: list[Any] = []
         self._gathered_version = -1
-        self._partial: torch.Tensor | None = None
-        self._inbox: torch.Tensor | None = None
+        self._packed: FlatBuffer | None = None
+        self._packing: dict[torch.dtype, Transient] = {}
 
     def _plan(self, shapes: list[tuple[int, ...]]) -> Layout:
         shards = self.mesh.size(0) if self.placements.shards_optimizer else 1
@@ -105,12 +105,18 @@ class ParameterGroup:
         main = FlatBuffer(layout, self.mesh, where, self._new(numel, recipe.main))
         main.fill(parameters)
         if self.placements.shards_parameters:
-            transient = Transient("gathered weights", layout.numel, recipe.compute, self.device)
+            transient = Transient(layout.numel, recipe.compute, self.device, on_move=self._follow)
             return main, FlatBuffer(layout, self.mesh, Replicate(), transient.tensor), transient
         return main, FlatBuffer(layout, self.mesh, Replicate(), self._new(layout.numel, recipe.compute)), None
 
     def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _follow(self, full: torch.Tensor) -> None:
+        """The gathered weights have moved: the full parameters are views of the new place."""
+        self.full = FlatBuffer(self.layout, self.mesh, Replicate(), full)
+        for parameter, view in zip(self.full_parameters, self.full.views()):
+            parameter.data = view
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +141,7 @@ class ParameterGroup:
     def gather(self, lane: Lane, group: dist.ProcessGroup, pool: Pool) -> Ticket | None:
         """Start making the full weights those of the main weights; None where they already are."""
         if self._transient is not None:
-            self._transient.allocate(pool)
+            pool.take(self._transient)
         else:
             version = self._version()
             if version == self._gathered_version:
@@ -148,10 +154,25 @@ class ParameterGroup:
                 return None
             return self.main_weight.gather_into(self.full, lane, group)
 
+    def guard(self, is_fixed: Callable[[], bool], evict: Callable[[], bool]) -> None:
+        """Say when the gathered weights must not move, and how to free them early."""
+        if self._transient is not None:
+            self._transient.is_fixed, self._transient.evict = is_fixed, evict
+
+    @property
+    def moves(self) -> int:
+        """How often the gathered weights have moved."""
+        return self._transient.moves if self._transient is not None else 0
+
+    @property
+    def transient(self) -> Transient | None:
+        """The memory of the gathered weights; None where they stay."""
+        return self._transient
+
     def free(self, pool: Pool) -> None:
         """Give the memory of the gathered weights back."""
         if self._transient is not None:
-            self._transient.free(pool)
+            pool.give(self._transient)
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones."""
@@ -172,24 +193,23 @@ class ParameterGroup:
         return any(parameter.grad is not None for parameter in self.full_parameters)
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move the gradients that autograd left on the full parameters into the partial buffer, adding to what is there.
+        """Move the gradients that autograd left on the full parameters into a flat buffer, adding to what is there.
 
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
         gradients = [parameter.grad for parameter in self.full_parameters]
-        fresh = self._partial is None
-        if self._partial is None:
-            dtype = self.recipe.main_grad if defer else self.recipe.reduce
-            self._partial = pool.take("partial gradients", self.layout.numel, dtype, self.device)
-        views = FlatBuffer(self.layout, self.mesh, Partial(), self._partial).views()
-        if fresh:
+        fresh = self._packed is None
+        if self._packed is None:
+            self._packed = self._take(pool, accumulating=defer)
             for start, stop in self.layout.gaps:
-                self._partial[start:stop].zero_()
-            for view, gradient in zip(views, gradients):
-                if gradient is None:
-                    view.zero_()
-        targets = [view for view, gradient in zip(views, gradients) if gradient is not None]
-        present = [gradient for gradient in gradients if gradient is not None]
+                self._packed.local[start:stop].zero_()
+        targets, present = [], []
+        for view, gradient in zip(self._packed.views(), gradients):
+            if gradient is not None:
+                targets.append(view)
+                present.append(gradient)
+            elif fresh:
+                view.zero_()
         if present:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(targets, present)
         for number, parameter in enumerate(self.full_parameters):
@@ -198,27 +218,36 @@ class ParameterGroup:
 
     def reduce(self, lane: Lane, pool: Pool, scale: float) -> Ticket:
         """Start adding the packed gradients of all ranks, times `scale`, to the main gradients."""
-        assert self._partial is not None, "pack first"
-        if self._partial.dtype != self.recipe.reduce:
-            narrow = pool.take("partial gradients", self.layout.numel, self.recipe.reduce, self.device)
-            narrow.copy_(self._partial)
-            pool.give("partial gradients", self._partial)
-            self._partial = narrow
+        assert self._packed is not None, "pack first"
+        if self._packed.local.dtype != self.recipe.reduce:
+            narrow = self._take(pool, accumulating=False)
+            narrow.local.copy_(self._packed.local)
+            pool.give(self._packing[self._packed.local.dtype])
+            self._packed = narrow
         if self.main_grad is None:
             local = self._new(self.main_weight.local.numel(), self.recipe.main_grad)
             self.main_grad = FlatBuffer(self.layout, self.mesh, self.main_weight.placement, local)
             self._gradients = list(self.main_grad.dtensors())
-        numel = (
-            inbox_numel(self.layout.numel, self.group, self.device)
-            if self.main_grad.placement.is_shard()
-            else 0
+        transient = self._packing[self.recipe.reduce]
+        return self._packed.reduce_into(
+            self.main_grad,
+            lane,
+            scale=scale,
+            accumulate=self._keep_accumulated(),
+            inbox=transient.tensor[self.layout.numel :],
         )
-        if numel:
-            self._inbox = pool.take("received gradients", numel, self.recipe.reduce, self.device)
-        partial = FlatBuffer(self.layout, self.mesh, Partial(), self._partial)
-        return partial.reduce_into(
-            self.main_grad, lane, scale=scale, accumulate=self._keep_accumulated(), inbox=self._inbox
-        )
+
+    def _take(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
+        """Memory for packed gradients and, behind them, for what other ranks send."""
+        dtype = self.recipe.main_grad if accumulating else self.recipe.reduce
+        if dtype not in self._packing:
+            inbox = self.placements.shards_optimizer and inbox_numel(
+                self.layout.numel, self.group, self.device
+            )
+            self._packing[dtype] = Transient(self.layout.numel + inbox, dtype, self.device)
+            self._packing[dtype].settle()
+        packed = pool.take(self._packing[dtype])[: self.layout.numel]
+        return FlatBuffer(self.layout, self.mesh, Partial(), packed)
 
     def _keep_accumulated(self) -> bool:
         """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
@@ -234,11 +263,15 @@ class ParameterGroup:
         return True
 
     def reduced(self, pool: Pool) -> None:
-        """The reduction is done: give its buffers back."""
-        for role, buffer in (("partial gradients", self._partial), ("received gradients", self._inbox)):
-            if buffer is not None:
-                pool.give(role, buffer)
-        self._partial = self._inbox = None
+        """The reduction, if there was one, is done: give its buffer back."""
+        if self._packed is not None:
+            pool.give(self._packing[self._packed.local.dtype])
+            self._packed = None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether packed gradients wait here for a later reduction."""
+        return self._packed is not None
 
     def publish_gradients(self) -> None:
         """Set `.grad` of the sharded parameters that have a gradient on any rank."""

@@ -19,7 +19,7 @@ from weft.comm.groups import twin_group
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.agreement import Agreement
 from weft.fsdp.parameter_group import ParameterGroup
-from weft.fsdp.pool import Pool
+from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.prefetch import Itinerary
 
 if TYPE_CHECKING:
@@ -32,17 +32,21 @@ class RuntimeOptions:
     """How a model's units run together; the root's options count.
 
     `separate_all_gather_group`: gathers on a communicator of their own, so that they run beside reductions.
+    `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" asks torch each time.
     `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
     `max_live_reduce_buffers`: how many units' partial gradients may be alive at once.
     `check_collectives`: compare after each backward what every rank issued.
     """
 
     separate_all_gather_group: bool = False
+    allocator: str = "trace"
     prefetch_bytes: int | None = None
     max_live_reduce_buffers: int = 2
     check_collectives: bool = True
 
     def __post_init__(self) -> None:
+        if self.allocator not in ("trace", "caching"):
+            raise ValueError(f"allocator={self.allocator!r}: choose 'trace' or 'caching'")
         if self.max_live_reduce_buffers < 1:
             raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
@@ -57,7 +61,8 @@ class Runtime:
     def __init__(self, device: torch.device, options: RuntimeOptions) -> None:
         self.device = device
         self.options = options
-        self.pool = Pool()
+        self.weights = Pool(options.allocator == "trace")
+        self.gradients = Pool(options.allocator == "trace")
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device)
         self.last_backward = True
@@ -98,7 +103,7 @@ class Runtime:
         """Start a group's gather."""
         with record_function(f"weft/{unit.name}/gather"):
             ticket = group.gather(
-                self.gather_lane, self._gather_groups.get(group.group, group.group), self.pool
+                self.gather_lane, self._gather_groups.get(group.group, group.group), self.weights
             )
         if ticket is not None:
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
@@ -173,10 +178,10 @@ class Runtime:
             ):
                 self._finish_oldest()
         with torch.no_grad(), record_function(f"weft/{unit.name}/reduce"):
-            group.pack(self.pool, defer=defer)
+            group.pack(self.gradients, defer=defer)
             if defer:
                 return
-            ticket = group.reduce(self.reduce_lane, self.pool, unit.scale_of(group))
+            ticket = group.reduce(self.reduce_lane, self.gradients, unit.scale_of(group))
         self._agreement.note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
         self._reducing.append((weakref.ref(unit), group, ticket))
         self._reduced = True
@@ -185,7 +190,7 @@ class Runtime:
         _, group, ticket = self._reducing.popleft()
         with torch.no_grad():
             ticket.wait()
-        group.reduced(self.pool)
+        group.reduced(self.gradients)
 
     # --- the backward pass ------------------------------------------------------------------------------------------
 
@@ -216,9 +221,20 @@ class Runtime:
             if unit.reshard_after_backward:
                 unit.drop()
             unit.free()
+        self._plan(units)
         if self._reduced:
             self._reduced = False
             self._publish(units)
+
+    def _plan(self, units: list["Unit"]) -> None:
+        names = {group.transient: unit.name for unit in units for group in unit.groups}
+
+        def nested(one: Transient, other: Transient) -> bool:
+            short, long = sorted((names[one], names[other]), key=len)
+            return not short or long == short or long.startswith(f"{short}.")
+
+        self.weights.end_step(nested)
+        self.gradients.end_step()
 
     def _publish(self, units: list["Unit"]) -> None:
         groups = [group for unit in units for group in unit.trainable_groups]
@@ -229,8 +245,8 @@ class Runtime:
             present = self._agreement.reach(present, names, self.reduce_lane, axis, self.device)
         for group in groups:
             mine, present = present[: len(group.slots)], present[len(group.slots) :]
-            if group.main_grad is not None:
-                group.has_gradient = mine
+            group.has_gradient = mine
+            if group.main_grad is not None and not group.accumulates:
                 group.publish_gradients()
 
     def reset(self) -> None:
@@ -246,6 +262,6 @@ class Runtime:
             itinerary.forget()
         for unit in self.units:
             for group in unit.trainable_groups:
-                group.discard(self.pool)
+                group.discard(self.gradients)
         for unit in self.units:
             unit.let_go()

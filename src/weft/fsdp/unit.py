@@ -15,7 +15,7 @@ by `drop()`.
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -56,12 +56,19 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backwards = 0
         """Backwards of this unit under way: a forward that meets one is a recomputation."""
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Forwards of this unit whose backward has not ended, as long as their graphs live."""
         self._divide_factor = divide_factor
         self._replaced_factor: float | None = None
         self._holders = 0
         self._kept = False
         self._resident = False
         self._tickets: list[Ticket] = []
+        myself = weakref.ref(self)
+        for group in self.groups:
+            group.guard(
+                lambda: bool(myself() and myself().calls), lambda: bool(myself() and myself().evict())
+            )
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +144,19 @@ class Unit:
             self._wait()
             self._resident = False
             for group in self.groups:
-                group.free(self.runtime.pool)
+                group.free(self.runtime.weights)
+
+    def evict(self) -> bool:
+        """Free weights that are only gathered ahead or kept; whether that was so."""
+        if self._kept and self._holders == 1 and not self.backwards:
+            self.drop()
+        self.free()
+        return not self._resident
+
+    @property
+    def moves(self) -> int:
+        """How often the gathered weights have moved."""
+        return sum(group.moves for group in self.groups)
 
     def let_go(self) -> None:
         """Return to rest from any state: for a pass that was abandoned."""
