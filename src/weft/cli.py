@@ -15,7 +15,10 @@ EXIT_CODES = """exit code: 0 success (also when interrupted and saved), 1 failur
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(arguments)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    options = _parser().parse_args(own)
+    if len(own) < len(arguments) and options.command != "bench":
+        _parser().error(f"-- has no meaning for {options.command}")
     try:
         return options.run(options, arguments)
     except ValueError as error:
@@ -65,10 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=_inspect)
 
-    bench = commands.add_parser("bench", help="run a benchmark of this repository")
+    bench = commands.add_parser(
+        "bench",
+        help="run a benchmark of this repository",
+        epilog="What follows -- goes to the benchmark itself. " + EXIT_CODES,
+    )
     bench.add_argument("name", metavar="NAME")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
-    bench.add_argument("rest", nargs="*", metavar="-- OPTIONS", help="options of the benchmark itself")
     bench.set_defaults(run=_bench)
     return parser
 
@@ -96,7 +102,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if place is not None:
         from weft.train.worker import work
 
-        return work(place, options.config, options.overrides, options.resume, command)
+        work(place, options.config, options.overrides, options.resume, command)
 
     import torch
 
@@ -149,7 +155,8 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     return subprocess.call(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(options.ranks), str(found[options.name]), *options.rest),
+            *("--nproc-per-node", str(options.ranks), str(found[options.name])),
+            *(arguments[arguments.index("--") + 1 :] if "--" in arguments else []),
         ],
         env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ},
     )

@@ -45,9 +45,12 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
 def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None:
     manifest: Manifest = verify(path, content=verify_content)
     metadata = dcp.FileSystemReader(path).read_metadata()
-    tensors = Table("key", "dtype", "shape", "parts", "bytes", title="tensors", title_justify="left")
-    for column in (2, 3, 4):
-        tensors.columns[column].justify = "right"
+    tensors = Table(title="tensors", title_justify="left")
+    tensors.add_column("key", overflow="fold")
+    tensors.add_column("dtype", no_wrap=True)
+    tensors.add_column("shape", no_wrap=True, justify="right")
+    tensors.add_column("placement", no_wrap=True)
+    tensors.add_column("bytes", no_wrap=True, justify="right")
     others = []
     totals: dict[str, int] = defaultdict(int)
     for key, entry in sorted(metadata.state_dict_metadata.items()):
@@ -58,9 +61,7 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None
         size = math.prod(entry.size) * dtype.itemsize
         totals[key.partition(".")[0]] += size
         shape = " x ".join(map(str, entry.size)) or "scalar"
-        tensors.add_row(
-            key, str(dtype).removeprefix("torch."), shape, str(len(entry.chunks)), readable_size(size)
-        )
+        tensors.add_row(key, str(dtype).removeprefix("torch."), shape, _placement(entry), readable_size(size))
     checked = ", checksums equal" if verify_content else ""
     console.print(
         f"{path}: step {manifest.step:,}, written by {manifest.ranks} rank{'s' * (manifest.ranks > 1)}, "
@@ -71,3 +72,13 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None
     console.print(tensors)
     console.print("plain data: " + ", ".join(others), highlight=False)
     console.print("in total: " + ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items()))
+
+
+def _placement(entry: TensorStorageMetadata) -> str:
+    """How the stored parts cut the tensor: along one dimension, or into boxes of another kind."""
+    if len(entry.chunks) == 1:
+        return "whole"
+    cut = [
+        dim for dim, size in enumerate(entry.size) if any(chunk.sizes[dim] != size for chunk in entry.chunks)
+    ]
+    return f"{len(entry.chunks)} x dim {cut[0]}" if len(cut) == 1 else f"{len(entry.chunks)} boxes"

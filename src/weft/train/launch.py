@@ -87,7 +87,7 @@ class _Supervisor:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-"))
             for number in (signal.SIGINT, signal.SIGTERM):
-                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+                signal.signal(number, self._on_signal)
             stack.callback(self._kill_rest)
             for rank in range(self.count):
                 self.ranks.append(self._start(rank, os.path.join(folder, "store")))

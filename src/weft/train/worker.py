@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -16,8 +17,8 @@ from weft.train.stop import StopRequest
 from weft.train.world import Place
 
 
-def work(place: Place, path: str, overrides: list[str], resume: str | bool, command: str) -> int:
-    """Train as the rank at `place`; returns the exit code.
+def work(place: Place, path: str, overrides: list[str], resume: str | bool, command: str) -> NoReturn:
+    """Train as the rank at `place` and end the process with the exit code that the command line promises.
 
     command: what a person types to start the same run again, without `--resume`.
     """
@@ -42,7 +43,7 @@ def work(place: Place, path: str, overrides: list[str], resume: str | bool, comm
                 f"go on with: {command} --resume {run.directory}"
             )
         dist.destroy_process_group()
-        return 0
+        code = 0
     except Exception as error:
         wrong = isinstance(error, ValueError) and not constructed
         if supervised and run is not None:
@@ -51,10 +52,12 @@ def work(place: Place, path: str, overrides: list[str], resume: str | bool, comm
             print(f"weft train: rank {place.rank}: {' '.join(str(error).split())}", file=sys.stderr)
         else:
             print(f"weft train: rank {place.rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # The ordinary way out would wait for communication with ranks that this one has just let down.
-        os._exit(2 if wrong else 1)
+        code = 2 if wrong else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The ordinary way out takes down threads of communication: it can wait for ranks that this one let
+    # down, and has been seen to abort after all was done.
+    os._exit(code)
 
 
 def _given_run() -> Run:

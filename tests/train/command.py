@@ -1,0 +1,169 @@
+"""`weft train` as a person uses it, for tests: real processes on a tiny model and text."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from weft.checkpoint import verify
+from weft.checkpoint.loading import LoadPlanner
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "model": {
+        "pattern": "[*-]",
+        "vocab_size": 256,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+    },
+    "data": {"sequence_length": 16, "validation_fraction": 0.2},
+    "train": {
+        "steps": 20,
+        "global_batch_size": 8,
+        "microbatch_size": 2,
+        "validate_every": 5,
+        "validation_batches": 2,
+        "log_every": 5,
+    },
+    "schedule": {"warmup_steps": 3},
+    "checkpoint": {"every": 10},
+    "run": {"name": "tiny"},
+}
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """A TOML file in `folder`, with its text and runs beside it; changes as in `train__steps=5`."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"line {n} of {n * n % 97} words, mod {n % 7}\n" for n in range(400)))
+    tables = {section: dict(values) for section, values in SETTINGS.items()}
+    tables["data"] |= {"paths": [str(text)], "cache_dir": str(folder / "cache")}
+    tables["run"] |= {"directory": str(folder / "runs")}
+    for name, value in changes.items():
+        section, _, setting = name.partition("__")
+        tables.setdefault(section, {})[setting] = value
+    path = folder / "tiny.toml"
+    path.write_text(
+        "".join(
+            f"[{section}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+            for section, values in tables.items()
+        )
+    )
+    return path
+
+
+def weft(*arguments: Any, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess:
+    """Run `python -m weft` to its end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )
+    print(done.stdout, done.stderr, sep="")  # what pytest shows of a test that fails
+    return done
+
+
+@contextmanager
+def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen]:
+    """`python -m weft` in the background; nothing of it is left afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft", *map(str, arguments)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
+    )
+    ranks: dict[int, int] = {}
+    try:
+        yield process
+    finally:
+        ranks = ranks_of(process.pid)
+        process.kill()
+        process.communicate()
+        for pid in ranks.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+
+def ranks_of(supervisor: int) -> dict[int, int]:
+    """Rank -> process of the ranks that process `supervisor` started."""
+    try:
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for pid in children:
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except FileNotFoundError:
+            continue
+        for variable in variables:
+            if variable.startswith(b"RANK="):
+                found[int(variable.removeprefix(b"RANK="))] = int(pid)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:
+    """Poll until `condition` is true; returns its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout} s in vain for {what or condition}"
+        time.sleep(0.01)
+    return value
+
+
+def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """What the run has logged so far; what depends on the machine's speed is left out."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    records = [json.loads(line) for line in lines]
+    return [
+        {key: value for key, value in record.items() if key not in ("tokens_per_second", "memory_bytes")}
+        for record in records
+        if record["kind"] == kind
+    ]
+
+
+def contents(checkpoint: Path) -> dict[str, Any]:
+    """Everything in a checkpoint, unsharded."""
+    verify(checkpoint)
+    reader = dcp.FileSystemReader(checkpoint)
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    planner = LoadPlanner()
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return {**state, **planner.loaded}
+
+
+def assert_same_contents(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Bit for bit, apart from the time that training took."""
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, second[key]), key
+        elif key.startswith("random."):
+            assert str(value) == str(second[key]), key
+        elif key != "position.seconds":
+            assert value == second[key], key

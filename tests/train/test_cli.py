@@ -1,0 +1,157 @@
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.train.command import weft, write_config
+from weft.checkpoint import CheckpointManager
+from weft.cli import main
+
+
+def refused(capsys, *arguments):
+    """The one line that a wrong call prints, after checking that it is one and the exit code is 2."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as error:
+        code = error.code
+    output, errors = capsys.readouterr()
+    assert code == 2
+    assert output == ""
+    assert errors.count("\n") == 1
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.stesp=3", "did you mean train.steps?"),
+        ("train.steps=many", "train.steps"),
+        ("train.global_batch_size=7", "nearest valid: 6 or 8"),
+        ("train.global_batch_size=6", "2 x 2 = 4; nearest valid: 4 or 8"),
+        ("model.vocab_size=100", "model.vocab_size = 100"),
+        ("model.pattern=[*-", "pattern"),
+        ("sharding.strategy=zero3", "optim_grads_params"),
+        ("sharding.dp_shard=3", "sharding.dp_shard = 3"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path, capsys, setting, said):
+    line = refused(capsys, "train", write_config(tmp_path), "--ranks", 2, "--set", setting)
+    assert line.startswith("weft train: ")
+    assert said in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_configuration_is_one_line(tmp_path, capsys):
+    assert "cannot be read" in refused(capsys, "train", tmp_path / "none.toml")
+    assert "no configuration is named" in refused(capsys, "train")
+
+
+def test_wrong_options_are_one_line(tmp_path, capsys):
+    assert "--ranks 0: must be at least 1" in refused(capsys, "train", write_config(tmp_path), "--ranks", 0)
+    assert "invalid choice" in refused(capsys, "tarin")
+    assert "unrecognized arguments: --rnaks" in refused(capsys, "train", "x.toml", "--rnaks")
+
+
+def test_ranks_that_contradict_the_launcher_are_an_error(tmp_path, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    line = refused(capsys, "train", write_config(tmp_path), "--ranks", 2)
+    assert "torchrun has started 4 ranks already" in line
+
+
+def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
+    line = refused(capsys, "train", "--resume", write_config(tmp_path))
+    assert "no run 'tiny' in" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [('data.paths=["{empty}"]', "no text found there"), ("data.sequence_length=100000", "fewer than one")],
+)
+def test_what_only_the_ranks_can_find_wrong_is_one_line_too(tmp_path, setting, said):
+    (tmp_path / "empty").mkdir()
+    setting = setting.format(empty=tmp_path / "empty")
+    done = weft("train", write_config(tmp_path), "--ranks", 2, "--set", setting)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_inspect_shows_what_a_checkpoint_holds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with CheckpointManager(tmp_path / "checkpoints") as manager:
+        for step in (10, 20):
+            numbers = {"weight": torch.ones(3, 5), "half": torch.ones(2, dtype=torch.bfloat16)}
+            manager.save(step, {"model": numbers, "data": {"position": 7}})
+    (tmp_path / "checkpoints" / "step-00000030.tmp-0123456789ab").mkdir()
+    assert main(["inspect", str(tmp_path), "--verify"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("step-00000010", "step-00000020", "checksums equal", "not complete: ignored"):
+        assert words in shown
+    row = next(line for line in shown.splitlines() if "model.weight" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "model.weight",
+        "float32",
+        "3 x 5",
+        "whole",
+        "60 bytes",
+    ]
+    assert "plain data: data.position" in shown
+    assert main(["inspect", str(tmp_path / "checkpoints" / "step-00000010")]) == 0
+    assert "step 10, written by 1 rank, 2 files" in capsys.readouterr().out
+
+
+def test_inspect_of_something_else_is_refused(tmp_path, capsys):
+    assert "holds no checkpoint" in refused(capsys, "inspect", tmp_path)
+
+
+def test_inspect_of_a_damaged_checkpoint_fails(tmp_path, capsys):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": {"weight": torch.ones(3)}})
+    (tmp_path / "step-00000001" / ".metadata").unlink()
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "damaged: .metadata is missing" in capsys.readouterr().err
+
+
+def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_path, capsys, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "hello.py").write_text("")
+    (tmp_path / "benchmarks" / "_shared.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, "bench", "hallo")
+    assert "'hallo' is no benchmark; there are: " in line
+    assert "hello" in line
+    assert "_shared" not in line
+
+
+@pytest.mark.slow
+def test_bench_runs_a_program_on_local_ranks(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "hello.py").write_text(
+        "import os, sys\nprint(f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\")\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "bench", "hello", "--ranks", "2", "--", "--rounds", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert said == ["rank 0 of 2 ['--rounds', '3']", "rank 1 of 2 ['--rounds', '3']"]
+
+
+@pytest.mark.slow
+def test_the_command_and_the_module_are_the_same_program():
+    command = shutil.which("weft", path=str(sys.executable).rpartition("/")[0])
+    assert command is not None
+    for words in ([command], [sys.executable, "-m", "weft"]):
+        done = subprocess.run([*words, "--help"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
+        assert done.stdout.startswith("usage: weft ")
+        assert "exit code: 0 success" in " ".join(done.stdout.split())

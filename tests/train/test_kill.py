@@ -1,0 +1,163 @@
+"""What is left after `kill -9`: by whom and when does not matter."""
+
+import multiprocessing
+import os
+import random
+import re
+import shlex
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.train.command import (
+    assert_same_contents,
+    contents,
+    is_alive,
+    metrics,
+    ranks_of,
+    started,
+    wait_until,
+    weft,
+    write_config,
+)
+from weft.checkpoint import CheckpointManager, committed_steps, verify
+
+pytestmark = pytest.mark.slow
+
+MOMENTS = 40
+
+
+def value_of(step, rank):
+    return torch.arange(400_000, dtype=torch.float32) * (step + 1) + rank
+
+
+def save_for_ever(rank, store, directory):
+    """Go on from the newest checkpoint, which must hold what was saved, and save without end."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    with CheckpointManager(directory, keep=3) as manager:
+        state = {"numbers": {f"rank{r}": torch.zeros(400_000) for r in range(2)}, "at": {"step": 0}}
+        step = manager.latest() or 0
+        if step:
+            manager.load(state)
+            assert state["at"]["step"] == step
+            for r in range(2):
+                assert torch.equal(state["numbers"][f"rank{r}"], value_of(step, r))
+        while True:
+            step += 1
+            numbers = {f"rank{r}": value_of(step, r) for r in range(2)}
+            manager.save(step, {"numbers": numbers, "at": {"step": step}})
+
+
+def test_every_start_after_a_kill_finds_a_complete_checkpoint_and_the_older_ones_intact(tmp_path):
+    directory = tmp_path / "checkpoints"
+    moments = random.Random(20)
+    in_the_middle = 0
+    seen = {}
+    for moment in range(MOMENTS):
+        before = max(seen, default=0)
+        save_until_killed(directory, str(tmp_path / f"store-{moment}"), before, moments, both=moment % 2 == 0)
+        in_the_middle += any(".tmp-" in path.name for path in directory.iterdir())
+        now = {step: verify(directory / f"step-{step:08d}") for step in committed_steps(directory)}
+        assert max(now) > before
+        assert all(now[step] == manifest for step, manifest in seen.items() if step in now)
+        seen = now
+    assert in_the_middle >= MOMENTS // 4, "too few kills came in the middle of a save to mean something"
+
+
+def save_until_killed(directory, store, before, moments, *, both):
+    """Two ranks save; after a commit later than step `before`, kill one or both at a random moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.test_kill"])
+    ranks = [context.Process(target=save_for_ever, args=(rank, store, directory)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        wait_until(lambda: max(committed_steps(directory), default=0) > before or died(ranks))
+        assert not died(ranks), "a start after a kill failed"
+        time.sleep(moments.uniform(0, 0.25))
+        victims = ranks if both else [moments.choice(ranks)]
+        for rank in victims:
+            os.kill(rank.pid, signal.SIGKILL)
+        for rank in ranks:
+            # The one that is left loses its partner, which ends its save with an error instead of a commit.
+            rank.join(timeout=30)
+            assert rank.exitcode == (-signal.SIGKILL if rank in victims else 1)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def died(ranks):
+    return any(rank.exitcode is not None for rank in ranks)
+
+
+def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_path):
+    config = write_config(tmp_path, train__steps=100_000, checkpoint__every=5, train__validate_every=0)
+    run = tmp_path / "runs" / "tiny"
+    with started("train", config, "--ranks", 2) as process:
+        wait_until(lambda: committed_steps(run / "checkpoints"))
+        ranks = ranks_of(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        killed_at = time.monotonic()
+        _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - killed_at < 30
+    assert process.returncode == 1
+    assert not any(map(is_alive, ranks.values()))
+    assert f"rank 1 (process {ranks[1]}) was killed by SIGKILL" in errors
+    assert "Traceback" not in errors
+    step = committed_steps(run / "checkpoints")[-1]
+    said = re.search(r"the checkpoint of step (\d+) is complete; go on with: weft (.*)", errors)
+    assert said and int(said[1]) == step
+
+    resumed = weft(*shlex.split(said[2]), "--set", f"train.steps={step + 3}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"going on with {run} from step {step}" in resumed.stdout
+    assert [record["step"] for record in metrics(run)] == list(range(1, step + 4))
+
+
+def test_when_everything_is_killed_in_the_middle_of_a_save_the_run_still_ends_as_if_nothing_was(tmp_path):
+    config = write_config(tmp_path, train__steps=40, checkpoint__every=1, train__validate_every=0)
+    run = tmp_path / "runs" / "tiny"
+    kill_all_while_saving(run, 4, "train", config, "--ranks", 2)
+    kill_all_while_saving(run, 12, "train", config, "--ranks", 2, "--resume")
+    assert weft("train", config, "--ranks", 2, "--resume").returncode == 0
+    assert weft("train", config, "--ranks", 2, "--set", "checkpoint.every=0").returncode == 0
+    whole = tmp_path / "runs" / "tiny-2"
+    assert metrics(run) == metrics(whole)
+    assert_same_contents(*(contents(path / "checkpoints" / "step-00000040") for path in (run, whole)))
+
+
+def test_ranks_share_the_cores_and_end_when_the_starting_process_is_killed(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    config = write_config(tmp_path, train__steps=100_000, checkpoint__every=0, train__validate_every=0)
+    with started("train", config, "--ranks", 2) as process:
+        wait_until(lambda: metrics(tmp_path / "runs" / "tiny"))
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        for pid in ranks.values():
+            assert f"OMP_NUM_THREADS={threads}" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(map(is_alive, ranks.values())), timeout=30)
+
+
+def kill_all_while_saving(run, step, *arguments):
+    """Start `weft` and kill all its processes in the first save that is seen after `step` is committed."""
+    with started(*arguments) as process:
+        wait_until(lambda: max(committed_steps(run / "checkpoints"), default=0) >= step)
+        wait_until(lambda: list((run / "checkpoints").glob("*.tmp-*")))
+        ranks = ranks_of(process.pid)
+        for pid in (process.pid, *ranks.values()):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        wait_until(lambda: not any(map(is_alive, ranks.values())))
