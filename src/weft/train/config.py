@@ -422,10 +422,12 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
         return all(accepted for accepted, _ in pairs), origin(result for _, result in pairs)
     if hint is float and type(value) is int:
         return True, float(value)
+    if hint is float and type(value) is float:
+        return math.isfinite(value), value
     return type(value) is hint, value
 
 
-_WORDS = {int: "a whole number", float: "a number", str: 'text in "quotes"', bool: "true or false"}
+_WORDS = {int: "a whole number", float: "a finite number", str: 'text in "quotes"', bool: "true or false"}
 
 
 def _describe(hint: Any) -> str:

@@ -1,0 +1,189 @@
+import dataclasses
+import inspect
+import textwrap
+
+import pytest
+
+from weft.train import config as config_module
+from weft.train.config import (
+    SECTIONS,
+    ConfigError,
+    LoopConfig,
+    ScheduleConfig,
+    TrainConfig,
+    load_config,
+    parse_config,
+    to_dict,
+    to_toml,
+)
+
+MODEL = '[model]\npattern = "[*-][*-]"\n'
+
+
+def parse(text="", *overrides):
+    return parse_config(MODEL + text, overrides)
+
+
+def test_a_file_and_its_overrides_become_typed_sections(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MODEL + "[train]\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n")
+    config = load_config(path, ["train.steps=20", "run.name=first try", 'data.paths=["a.txt", "b"]'])
+    assert config.train.steps == 20
+    assert config.run.name == "first try"
+    assert config.data.paths == ("a.txt", "b")
+    assert (config.optimizer.lr, type(config.optimizer.lr)) == (1.0, float)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.model.pattern == "[*-][*-]"
+
+
+@pytest.mark.parametrize("name", ["7", "true", "1e3", "[*-]", '"quoted" text', "a\nb = 1"])
+def test_an_override_of_a_text_setting_is_taken_as_it_is_typed(name):
+    assert parse("", f"run.name={name}").run.name == name
+
+
+def test_an_override_in_quotes_is_read_as_toml():
+    assert parse("", 'run.name="7"').run.name == "7"
+
+
+def test_the_resolved_configuration_reads_back_equal():
+    config = parse(
+        "[data]\npaths = ['a \"b\" \\', 'ü\\n']\n",
+        "optimizer.eps=1e-30",
+        "model.head_dim=8",
+        "run.name=tab\there\x7f",
+        "train.activation_checkpointing=true",
+    )
+    assert parse_config(to_toml(config)) == config
+    plain = to_dict(config)
+    assert plain["data"]["paths"] == list(config.data.paths)
+    assert plain["model"]["head_dim"] == 8
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("train.step=3", ["train.step:", "did you mean train.steps?"]),
+        ("model.hiden_size=3", ["model.hiden_size:", "did you mean model.hidden_size?"]),
+        ("train.lr=1", ["train.lr:", "did you mean optimizer.lr?"]),
+        ("trian.steps=3", ["trian:", "did you mean [train]?"]),
+        ("zzz.steps=3", ["zzz:", "optimizer"]),
+        ("data.zzz=3", ["data.zzz:", "sequence_length"]),
+        ("steps=3", ["'steps=3'", "section.name=value"]),
+        ("train.steps", ["'train.steps'", "section.name=value"]),
+        ("train.steps=ten", ['train.steps = "ten"', "whole number"]),
+        ("train.steps=1.5", ["train.steps = 1.5", "whole number"]),
+        ("train.steps=true", ["train.steps = true", "whole number"]),
+        ("train.activation_checkpointing=1", ["train.activation_checkpointing = 1", "true or false"]),
+        ("train.precision=bf61", ['train.precision = "bf61"', '"fp32", "bf16"', 'did you mean "bf16"?']),
+        ("sharding.strategy=optim_grad", ['did you mean "optim_grads"?']),
+        ("data.paths=a.txt", ['data.paths = "a.txt"', 'write data.paths = ["a.txt"]']),
+        ("data.paths=[1]", ["data.paths = [1]", "list"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas = [0.9]", "2 numbers"]),
+        ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas = [0.9, 1.0]", "less than 1"]),
+        ("optimizer.lr=0", ["optimizer.lr = 0.0", "positive"]),
+        ("optimizer.lr=nan", ["optimizer.lr = nan", "finite"]),
+        ("optimizer.lr=inf", ["optimizer.lr = inf", "finite"]),
+        ("schedule.min_lr_ratio=2", ["schedule.min_lr_ratio = 2.0", "between 0 and 1"]),
+        ("train.steps=0", ["train.steps = 0", "at least 1"]),
+        ("train.gradient_clip=-1", ["train.gradient_clip = -1.0", "negative"]),
+        ("data.sequence_length=0", ["data.sequence_length = 0", "at least 1"]),
+        ("data.validation_fraction=1", ["data.validation_fraction = 1.0", "between 0 and 1"]),
+        ('data.include=["*.md"]', ["data.include", "no effect", "data.paths"]),
+        ("sharding.dp_shard=0", ["sharding.dp_shard = 0", "-1"]),
+        ("checkpoint.keep=0", ["checkpoint.keep = 0", "at least 1"]),
+        ("run.name=a/b", ['run.name = "a/b"', "run.directory"]),
+        ("model.hidden_size=-4", ["hidden_size", "-4"]),
+        ("train.global_batch_size=20", ["train.global_batch_size = 20", "1 x 8 = 8", "16 or 24"]),
+        ("train.global_batch_size=3", ["train.global_batch_size = 3", "nearest valid: 8"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_the_value_the_rule_and_the_fix(override, says):
+    with pytest.raises(ConfigError) as caught:
+        parse("", override)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in says:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[train\n", ["TOML", "line"]),
+        ("train = 3\n", ["train = 3", "[train]"]),
+        ("steps = 3\n", ["steps", "train.steps"]),
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_one_line(text, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text)
+    assert "\n" not in str(caught.value)
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        load_config(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("batch", [6, 12, 24, 30, 84])
+def test_a_batch_is_valid_exactly_when_the_ranks_share_it_in_whole_microbatches(ranks, batch):
+    config = parse("", f"train.global_batch_size={batch}", "train.microbatch_size=3")
+    if batch % (3 * ranks) == 0:
+        config.validate(ranks)
+        assert config.microbatches_per_step(ranks) * ranks * 3 == batch
+    else:
+        with pytest.raises(ConfigError, match=rf"{ranks} x 3 = {3 * ranks}.*nearest valid") as caught:
+            config.validate(ranks)
+        nearest = str(caught.value).split("nearest valid: ")[1].split(" or ")
+        for value in nearest:
+            parse("", f"train.global_batch_size={value}", "train.microbatch_size=3").validate(ranks)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    parse("", "model.vocab_size=256").validate(1)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 255: .*set model\.vocab_size = 256"):
+        parse("", "model.vocab_size=255").validate(1)
+
+
+def test_a_shard_size_that_is_not_the_number_of_ranks_is_refused():
+    config = parse("", "sharding.dp_shard=4")
+    config.validate(4)
+    with pytest.raises(ConfigError, match=r"sharding\.dp_shard = 4: .* 2"):
+        config.validate(2)
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end():
+    schedule = ScheduleConfig(warmup_steps=10, min_lr_ratio=0.25)
+    factors = [schedule.factor(step, 100) for step in range(100)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[9:] == sorted(factors[9:], reverse=True)
+    assert factors[99] == pytest.approx(0.25)
+    assert factors[54] == pytest.approx((1 + 0.25) / 2)
+    flat = dataclasses.replace(schedule, cosine=False, min_lr_ratio=0.0)
+    assert {flat.factor(step, 100) for step in range(9, 100)} == {1.0}
+
+
+def test_every_setting_is_documented_by_one_line_below_it():
+    for section in [*SECTIONS.values(), TrainConfig]:
+        if section.__module__ != config_module.__name__:
+            continue
+        lines = textwrap.dedent(inspect.getsource(section)).splitlines()
+        for setting in dataclasses.fields(section):
+            (at,) = [i for i, line in enumerate(lines) if line.strip().startswith(f"{setting.name}: ")]
+            below = lines[at + 1].strip()
+            assert below.startswith('"""') and below.endswith('"""'), (section.__name__, setting.name)
+
+
+def test_the_shipped_configuration_runs_on_two_ranks(pytestconfig):
+    config = load_config(pytestconfig.rootpath / "configs" / "stdlib.toml")
+    config.validate(2)
+    assert config.data.paths == ()
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked():
+    config = LoopConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3

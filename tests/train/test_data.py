@@ -1,0 +1,313 @@
+import dataclasses
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.train import data as data_module
+from weft.train.config import DataConfig
+from weft.train.data import Batches, Validation, load_corpus
+from weft.train.errors import ConfigError
+from weft.train.order import shuffled
+
+LENGTH = 4
+TOKENS = np.arange(1001, dtype=np.uint16)
+"""250 sequences, each of which tells its number by its first token."""
+
+
+def batches(rank=0, ranks=1, seed=0, microbatch=2, batch=24, tokens=TOKENS):
+    return Batches(
+        tokens,
+        sequence_length=LENGTH,
+        microbatch_size=microbatch,
+        global_batch_size=batch,
+        dp_rank=rank,
+        dp_size=ranks,
+        seed=seed,
+    )
+
+
+def numbers(step):
+    """Which sequences the microbatches of a step hold."""
+    return [int(row[0]) // LENGTH for tokens, _ in step for row in tokens]
+
+
+def joined(*ranks):
+    """Which sequences all ranks' next step holds."""
+    return [number for rank in ranks for number in numbers(rank.next_step())]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_each_epoch_of_the_order_is_a_permutation(count, seed, epoch):
+    positions = np.arange(count) + epoch * count
+    assert sorted(shuffled(positions, count, seed).tolist()) == list(range(count))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own_that_look_random():
+    count = 5000
+    first, second = (shuffled(np.arange(count) + epoch * count, count, 7) for epoch in (0, 1))
+    other = shuffled(np.arange(count), count, 8)
+    for a, b in ((first, second), (first, other), (first, np.arange(count)), (first[1:], first[:-1])):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.06
+        assert (a == b).mean() < 0.01
+
+
+def test_labels_are_the_next_tokens():
+    tokens, labels = next(batches())
+    assert tokens.shape == labels.shape == (2, LENGTH)
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(labels, tokens + 1)
+
+
+@pytest.mark.parametrize("ranks, microbatch", [(1, 24), (2, 3), (3, 4), (4, 2), (12, 1)])
+def test_a_global_batch_is_the_same_for_any_number_of_ranks(ranks, microbatch):
+    reference = batches()
+    shares = [batches(rank, ranks, microbatch=microbatch) for rank in range(ranks)]
+    for _ in range(25):
+        assert sorted(joined(*shares)) == sorted(joined(reference))
+
+
+def test_every_sequence_comes_once_per_epoch():
+    source = batches(batch=2)
+    for _ in range(3):
+        seen = [number for _ in range(125) for number in numbers(source.next_step())]
+        assert sorted(seen) == list(range(250))
+    assert source.epoch == 3
+
+
+@given(st.integers(0, 40), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))
+@settings(max_examples=40, deadline=None)
+def test_a_restored_position_goes_on_exactly_on_any_number_of_ranks(steps, before, after):
+    source = batches(0, before)
+    for _ in range(steps):
+        source.next_step()
+    state = json.loads(json.dumps(source.state_dict()))
+    others = [batches(rank, before) for rank in range(1, before)]
+    for other in others:
+        other.load_state_dict(state)
+    expected = [joined(source, *others) for _ in range(3)]
+    resumed = [batches(rank, after) for rank in range(after)]
+    for one in resumed:
+        one.load_state_dict(state)
+    for want in expected:
+        got = joined(*resumed)
+        assert sorted(got) == sorted(want)
+        assert got == want or before != after
+
+
+def test_a_position_within_a_step_is_restored_too():
+    source = batches()
+    next(source)
+    resumed = batches()
+    resumed.load_state_dict(source.state_dict())
+    assert torch.equal(next(resumed)[0], next(source)[0])
+
+
+@pytest.mark.parametrize(
+    "other, setting",
+    [(batches(seed=1), "data.seed"), (batches(tokens=TOKENS[:900]), "data.paths")],
+)
+def test_the_position_of_other_data_is_refused(other, setting):
+    with pytest.raises(ConfigError, match=setting):
+        batches().load_state_dict(other.state_dict())
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="3 x 2 = 6"):
+        batches(ranks=3, batch=8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_validation_is_the_same_set_on_any_number_of_ranks(ranks):
+    def make(rank, of, microbatch):
+        return Validation(
+            TOKENS,
+            sequence_length=LENGTH,
+            microbatch_size=microbatch,
+            global_batch_size=8,
+            batches=3,
+            dp_rank=rank,
+            dp_size=of,
+        )
+
+    shares = [make(rank, ranks, 2) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    rows = [tuple(row.tolist()) for share in shares for tokens, _ in share for row in tokens]
+    inputs, labels = make(0, 1, 8).pairs()
+    assert sorted(rows) == sorted(map(tuple, inputs.tolist()))
+    assert len(set(rows)) == 24
+    assert np.array_equal(labels, inputs + 1)
+    starts = np.sort(inputs[:, 0])
+    assert np.diff(starts).max() <= 2 * np.diff(starts).min()
+
+
+def test_a_validation_set_takes_what_is_there_and_needs_one_global_batch():
+    arguments = {"sequence_length": LENGTH, "microbatch_size": 2, "batches": 100}
+    assert len(Validation(TOKENS, global_batch_size=100, **arguments)) == 100
+    with pytest.raises(ConfigError, match=r"250 sequences.*251|250 sequences.*252"):
+        Validation(TOKENS, global_batch_size=252, **arguments)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder of text, one line per number, in files of very different sizes."""
+    folder = tmp_path / "text"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    line = 0
+    for name, count in (("b.txt", 400), ("a.py", 3), ("deep/c.txt", 60), ("deep/er/d.py", 40), ("e.txt", 1)):
+        (folder / name).write_text("".join(f"line {line + i}\n" for i in range(count)))
+        line += count
+    (folder / "picture.bin").write_bytes(b"\x89\0\0")
+    (folder / ".hidden" / "x.txt").write_text("secret\n")
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+def config(text, tmp_path, **settings):
+    return DataConfig(paths=(str(text),), sequence_length=8, cache_dir=str(tmp_path / "cache"), **settings)
+
+
+def lines(tokens):
+    return tokens.astype(np.uint8).tobytes().decode().splitlines()
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 0.9])
+def test_training_and_validation_share_no_line_and_lose_none(text, tmp_path, fraction):
+    corpus = load_corpus(config(text, tmp_path, validation_fraction=fraction))
+    train, validation = lines(corpus.train), lines(corpus.validation)
+    assert sorted(train + validation) == sorted(f"line {i}" for i in range(504))
+    assert 0.4 * fraction < len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
+    assert len(validation) <= 504 * fraction * 1.3
+
+
+def test_patterns_choose_files_in_folders(text, tmp_path):
+    corpus = load_corpus(config(text, tmp_path, include=("*.py",), validation_fraction=0.3))
+    found = lines(corpus.train) + lines(corpus.validation)
+    assert len(found) == 43 and "line 400" in found and "line 463" in found
+
+
+def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_seed(text, tmp_path):
+    first = load_corpus(config(text, tmp_path))
+    moved = text.rename(tmp_path / "moved")
+    second = load_corpus(config(moved, tmp_path / "other", seed=5))
+    assert np.array_equal(first.train, second.train)
+    assert np.array_equal(first.validation, second.validation)
+
+
+def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkeypatch):
+    first = load_corpus(config(text, tmp_path))
+    built = []
+    real = data_module._build_cache
+    monkeypatch.setattr(data_module, "_build_cache", lambda *a: built.append(a) or real(*a))
+    again = load_corpus(config(text, tmp_path))
+    assert not built and np.array_equal(first.train, again.train)
+    assert isinstance(again.train, np.memmap)
+    (text / "a.py").write_text("something else\n" * 3)
+    changed = load_corpus(config(text, tmp_path))
+    assert len(built) == 1
+    assert "something else" in lines(changed.train) + lines(changed.validation)
+
+
+def test_a_cut_off_cache_file_is_made_again(text, tmp_path):
+    want = load_corpus(config(text, tmp_path)).train.copy()
+    (tokens,) = (tmp_path / "cache").glob("*.tokens")
+    os.truncate(tokens, tokens.stat().st_size // 2)
+    assert np.array_equal(load_corpus(config(text, tmp_path)).train, want)
+
+
+def test_a_failed_build_leaves_nothing_behind(text, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data_module, "_read_lines", fail)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir.*No space left"):
+        load_corpus(config(text, tmp_path))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def _load_together(barrier, settings, pipe):
+    barrier.wait(100)
+    corpus = load_corpus(settings)
+    pipe.send((corpus.train.tobytes(), corpus.validation.tobytes()))
+
+
+@pytest.mark.slow
+def test_processes_that_build_the_cache_at_once_all_get_whole_tokens(text, tmp_path):
+    (text / "long.txt").write_text("".join(f"long {i}\n" for i in range(200_000)))
+    settings = config(text, tmp_path)
+    want = load_corpus(dataclasses.replace(settings, cache_dir=str(tmp_path / "alone")))
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    barrier = context.Barrier(4)
+    for _ in range(4):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_load_together, args=(barrier, settings, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    for pipe in pipes:
+        assert pipe.poll(100)
+        assert pipe.recv() == (want.train.tobytes(), want.validation.tobytes())
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_line_longer_than_a_piece_is_cut_between_characters(tmp_path):
+    (tmp_path / "one.txt").write_text("☃" * 100_000, encoding="utf-8")
+    corpus = load_corpus(config(tmp_path / "one.txt", tmp_path))
+    for part in (corpus.train, corpus.validation):
+        part.tobytes().decode("utf-8")
+    assert len(corpus.train) + len(corpus.validation) == 300_000
+
+
+def test_bytes_per_token_counts_the_validation_text(text, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"line": 0, "?": 300}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = config(text, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), validation_fraction=0.2)
+    corpus = load_corpus(named)
+    plain = load_corpus(config(text, tmp_path, validation_fraction=0.2))
+    assert corpus.vocab_size == 301 and corpus.train.dtype == np.uint16
+    assert len(corpus.validation) == 2 * len(lines(plain.validation))
+    assert corpus.bytes_per_token == len(plain.validation) / len(corpus.validation)
+    assert plain.bytes_per_token == 1
+
+
+@pytest.mark.parametrize("content", ["", "too short"])
+def test_a_text_with_less_than_a_sequence_per_rank_is_named(tmp_path, content):
+    folder = tmp_path / "little"
+    folder.mkdir()
+    (folder / "a.txt").write_text(content)
+    with pytest.raises(ConfigError, match=r"data\.paths = .*little"):
+        load_corpus(config(folder, tmp_path), dp_size=2)
+
+
+def test_a_text_is_enough_for_some_ranks_and_not_for_more(text, tmp_path):
+    held = (len(load_corpus(config(text, tmp_path)).validation) - 1) // 8
+    load_corpus(config(text, tmp_path), dp_size=held)
+    with pytest.raises(ConfigError, match=f"{held} sequences of 8.*{held + 1} ranks"):
+        load_corpus(config(text, tmp_path), dp_size=held + 1)
+
+
+@pytest.mark.parametrize("name, says", [("absent", "no file or folder"), ("picture.bin", "not text")])
+def test_a_path_that_is_no_text_is_named(text, tmp_path, name, says):
+    with pytest.raises(ConfigError, match=f"{name}.*{says}"):
+        load_corpus(config(text / name, tmp_path))
+
+
+def test_the_default_text_is_the_standard_librarys_source(tmp_path):
+    corpus = load_corpus(DataConfig(cache_dir=str(tmp_path)))
+    assert 4e6 < len(corpus.train) + len(corpus.validation) < 4e7
+    assert len(corpus.validation) == pytest.approx(0.05 * len(corpus.train), rel=0.2)
+    source = Path(dataclasses.__file__).read_bytes()
+    assert source in corpus.train.tobytes() or source in corpus.validation.tobytes()

@@ -1,0 +1,162 @@
+import base64
+import json
+import re
+import struct
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from weft.train.metrics import FILE
+from weft.train.report import write_report
+
+
+def log(folder, steps=40, bytes_per_token=1.0, name=FILE):
+    records = []
+    for step in range(1, steps + 1):
+        loss = (1.5 + 4 / step) * bytes_per_token
+        records.append(
+            {
+                "step": step,
+                "kind": "train",
+                "loss": loss,
+                "lr": 1e-3 * step,
+                "gradient_norm": 1.0,
+                "tokens_per_second": 1000.0 + step,
+                "memory_bytes": 1 << 30,
+            }
+        )
+        if step % 10 == 0:
+            records.append(
+                {
+                    "step": step,
+                    "kind": "validation",
+                    "loss": loss + bytes_per_token / 10,
+                    "nats_per_byte": loss / bytes_per_token + 0.1,
+                    "tokens": step * 100,
+                }
+            )
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+MEMORY = {
+    "persistent": {"weights": 3 << 20, "gradients": 2 << 20},
+    "transient_live": {"parameters": 0},
+    "transient_peak": {"parameters": 5 << 20},
+    "allocations": 4,
+}
+
+
+class Page(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read(path):
+    html = path.read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def pictures(page):
+    """The embedded PNGs, light and dark in turn."""
+    found = [
+        value
+        for tag, attributes in page.tags
+        for name, value in attributes.items()
+        if name in ("src", "srcset")
+    ]
+    assert all(value.startswith("data:image/png;base64,") for value in found)
+    return [base64.b64decode(value.split(",", 1)[1]) for value in found]
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
+    log(tmp_path)
+    (tmp_path / "config.toml").write_text('[run]\nname = "a <b> & c"\n')
+    path = write_report(tmp_path, description="unit 0 <root>", memory=MEMORY, baseline=2.42)
+    html, page = read(path)
+    assert path == tmp_path / "report.html"
+    assert not re.search(r"https?:|//|@import|url\(", re.sub(r"base64,[A-Za-z0-9+/=]+", "", html))
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    embedded = set(pictures(page))
+    beside = {file.read_bytes() for file in tmp_path.glob("*.png")}
+    assert embedded == beside and len(beside) == 8
+    for picture in embedded:
+        assert picture.startswith(b"\x89PNG\r\n")
+        width, height = struct.unpack(">II", picture[16:24])
+        assert width >= 1000 and height >= 500
+    assert 'name = "a <b> & c"' in page.text and "unit 0 <root>" in page.text
+    assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
+
+
+def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path):
+    log(tmp_path)
+    _, page = read(write_report(tmp_path, baseline=2.42))
+    assert "1.7000" in page.text and "2.4200" in page.text
+    assert "30% below" in page.text
+    _, page = read(write_report(tmp_path, baseline={"trigram table": 1.0}))
+    assert "trigram table" in page.text and "70% above" in page.text
+
+
+def test_the_losses_of_long_tokens_are_shown_in_nats_per_byte(tmp_path):
+    log(tmp_path)
+    write_report(tmp_path)
+    want = (tmp_path / "loss.png").read_bytes()
+    log(tmp_path, bytes_per_token=4.0)
+    write_report(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes() == want
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    log(tmp_path)
+    first = write_report(tmp_path, memory=MEMORY, baseline=2.0).read_bytes()
+    assert write_report(tmp_path, memory=MEMORY, baseline=2.0).read_bytes() == first
+    log(tmp_path, steps=50)
+    assert write_report(tmp_path, memory=MEMORY, baseline=2.0).read_bytes() != first
+
+
+def test_light_and_dark_pictures_differ(tmp_path):
+    log(tmp_path)
+    write_report(tmp_path)
+    for name in ("loss", "throughput", "rate"):
+        assert (tmp_path / f"{name}.png").read_bytes() != (tmp_path / f"{name}-dark.png").read_bytes()
+
+
+def test_a_run_without_numbers_still_has_a_report(tmp_path):
+    html, page = read(write_report(tmp_path))
+    assert "no numbers yet" in page.text and not pictures(page)
+    assert html.rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize(
+    "records, names",
+    [
+        ([{"step": 1, "kind": "train", "loss": 2.0}], {"loss"}),
+        ([{"step": 1, "kind": "validation", "loss": 2.0}], {"loss"}),
+        ([{"step": 1, "kind": "train", "lr": 0.1}], {"rate"}),
+        ([{"step": 1, "kind": "train", "tokens_per_second": 5.0}], {"throughput"}),
+        ([{"step": 1, "kind": "train", "loss": None}, {"step": 2, "kind": "train", "loss": 1.0}], {"loss"}),
+        ([{"step": 1, "kind": "train", "loss": None, "tokens_per_second": None}], {"loss"}),
+        ([{"step": s, "kind": "train", "loss": None if s == 50 else 2.0} for s in range(1, 99)], {"loss"}),
+        ([{"step": 1, "kind": "validation", "loss": 0.0, "nats_per_byte": None}], {"loss"}),
+    ],
+)
+def test_what_is_missing_is_left_out(tmp_path, records, names):
+    (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_report(tmp_path, baseline=2.0)
+    assert {file.stem for file in tmp_path.glob("*.png")} == names | {f"{name}-dark" for name in names}
+
+
+def test_memory_may_be_plain_bytes_by_role(tmp_path):
+    _, page = read(write_report(tmp_path, memory={"weights": 1 << 30, "gradients": 0}))
+    assert len(pictures(page)) == 2 and (tmp_path / "memory.png").exists()
