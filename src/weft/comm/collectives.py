@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 UNEVEN_TAG = 100
 
 
@@ -128,14 +127,10 @@ def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.Proc
     """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait."""
     if sends_directly(group, parts[rank].device):
         works = [
-            group.send([parts[rank]], peer, UNEVEN_TAG)
-            for peer in _peers(rank, len(parts))
-            if parts[rank].numel()
+            group.send([parts[rank]], peer, UNEVEN_TAG) for peer in _peers(rank, len(parts)) if parts[rank].numel()
         ]
         works += [
-            group.recv([parts[peer]], peer, UNEVEN_TAG)
-            for peer in _peers(rank, len(parts))
-            if parts[peer].numel()
+            group.recv([parts[peer]], peer, UNEVEN_TAG) for peer in _peers(rank, len(parts)) if parts[peer].numel()
         ]
         Pending(works).complete()
         return

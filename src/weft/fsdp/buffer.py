@@ -48,9 +48,7 @@ class FlatBuffer:
     def views(self) -> list[torch.Tensor]:
         """What lies here of each tensor: the tensor itself in a whole buffer, its part in a shard."""
         if not self.placement.is_shard():
-            return [
-                self.local[extent.offset : extent.end].view(extent.shape) for extent in self.layout.extents
-            ]
+            return [self.local[extent.offset : extent.end].view(extent.shape) for extent in self.layout.extents]
         begin = self.index * self.layout.shard_numel
         parts = []
         for number, extent in enumerate(self.layout.extents):

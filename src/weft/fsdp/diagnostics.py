@@ -15,17 +15,16 @@ def describe(model: nn.Module) -> str:
 
     Raises TypeError for a model without sharded modules.
     """
-    rows = [("unit", "module", "tensors", "parameters", "shards", "main", "compute", "MiB/rank", "padding")]
+    rows: list[tuple[str, ...]] = [
+        ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "MiB/rank", "padding")
+    ]
     for unit in _units(model):
         for group in unit.groups:
             rows.append(_row(unit, group))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ]
+        cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
@@ -34,9 +33,9 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Bytes on this rank by storage accounting.
 
-    `persistent`: by role, what stays at rest. `transient`: for gathered weights and partial gradients, bytes `live` now
-    and at their `peak`, which is the lower bound of a plan; bytes of the planned `slab`; how many buffers were allocated
-    so far; how many `fallbacks` the plan had.
+    `persistent`: by role, what stays at rest. `transient`: for gathered weights and partial gradients, bytes `live`
+    now and at their `peak`, which is the lower bound of a plan; bytes of the planned `slab`; how many buffers were
+    allocated so far; how many `fallbacks` the plan had.
     """
     units = _units(model)
     persistent = {"weights": 0, "gradients": 0}

@@ -67,9 +67,7 @@ def fully_shard(
         if not isinstance(one, nn.Module):
             raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
         if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
-            raise ValueError(
-                f"{type(one).__name__} has no forward that could gather it: shard its members instead"
-            )
+            raise ValueError(f"{type(one).__name__} has no forward that could gather it: shard its members instead")
         if isinstance(one, FSDPModule):
             raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
     if not modules:
@@ -125,9 +123,7 @@ def fully_shard(
 
 def _refuse_unavailable(outer_strategy: str, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
     if outer_strategy != "no_shard":
-        raise ValueError(
-            f"outer_strategy={outer_strategy!r}: meshes are 1-D so far, which have no outer axis"
-        )
+        raise ValueError(f"outer_strategy={outer_strategy!r}: meshes are 1-D so far, which have no outer axis")
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not available yet; "
@@ -158,7 +154,7 @@ def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMe
     return mesh
 
 
-_worlds: dict[tuple[str, dist.ProcessGroup], DeviceMesh] = {}
+_worlds: dict[tuple[str, Any], DeviceMesh] = {}
 
 
 def _whole_world(device_type: str) -> DeviceMesh:
@@ -205,13 +201,9 @@ def _check_parameter(parameter: nn.Parameter, slot: Slot, device: torch.device, 
             f"{where} is sharded already, by a module around it: call fully_shard bottom-up, children first"
         )
     if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"{where} is a DTensor already: composing with tensor parallelism is not available yet"
-        )
+        raise ValueError(f"{where} is a DTensor already: composing with tensor parallelism is not available yet")
     if parameter.device.type == "meta":
-        raise ValueError(
-            f"{where} is on the meta device: give it memory first with to_empty() and initialise it"
-        )
+        raise ValueError(f"{where} is on the meta device: give it memory first with to_empty() and initialise it")
     if parameter.device.type != device.type:
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} "

@@ -39,7 +39,7 @@ class ForwardCall:
         if self not in unit.calls:  # a second backward through a retained graph
             if unit.moves != self._moves:
                 raise RuntimeError(
-                    f"backward of {unit.name or 'the root'} runs again through a graph that was retained, but its gathered "
+                    f"backward of {unit.name or 'the root'} runs again through a retained graph, but its gathered "
                     "weights have moved since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             unit.calls.add(self)

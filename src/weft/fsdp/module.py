@@ -3,11 +3,9 @@
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
 from weft.fsdp.hooks import HookDriver
-from weft.fsdp.runtime import Runtime
 from weft.fsdp.unit import Unit
 
 
@@ -134,11 +132,7 @@ def attach(module: nn.Module, unit: Unit, driver: HookDriver) -> None:
 
 def kind_of(module: nn.Module) -> str:
     """The class name that the user wrote."""
-    return (
-        type(module).__name__.removeprefix("FSDP")
-        if isinstance(module, FSDPModule)
-        else type(module).__name__
-    )
+    return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
 
 
 def unit_of(module: Any) -> Unit:
@@ -163,7 +157,7 @@ def _rest_before_load(
 ) -> None:
     if local_metadata.get("assign_to_params_buffers"):
         raise ValueError(
-            f"load_state_dict(assign=True) into the sharded {kind_of(module)}: the parameters are views of flat buffers, "
-            "and assignment would replace them; load without assign, which copies"
+            f"load_state_dict(assign=True) into the sharded {kind_of(module)}: its parameters are views of flat "
+            "buffers, and assignment would replace them; load without assign, which copies"
         )
     unit_of(module).drop()

@@ -94,9 +94,7 @@ class ParameterGroup:
     def _weights(self, parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer, Transient | None]:
         layout, recipe = self.layout, self.recipe
         where = Shard(0) if self.placements.shards_optimizer else Replicate()
-        aliased = recipe.main == recipe.compute and not (
-            self.placements.shards_parameters and layout.shards > 1
-        )
+        aliased = recipe.main == recipe.compute and not (self.placements.shards_parameters and layout.shards > 1)
         if aliased:  # one memory: the main weights are this rank's slice of the full ones, or all of them
             full = FlatBuffer(layout, self.mesh, Replicate(), self._new(layout.numel, recipe.compute))
             full.fill(parameters)
@@ -127,15 +125,9 @@ class ParameterGroup:
 
     def persistent_weights(self) -> list[tuple[int, int]]:
         """`(storage, bytes)` of the weights that stay at rest on this rank, each memory once."""
-        buffers = (
-            [self.main_weight.local]
-            if self._transient is not None
-            else [self.main_weight.local, self.full.local]
-        )
+        buffers = [self.main_weight.local] if self._transient is not None else [self.main_weight.local, self.full.local]
         return list(
-            {
-                buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers
-            }.items()
+            {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}.items()
         )
 
     def gather(self, lane: Lane, group: dist.ProcessGroup, pool: Pool) -> Ticket | None:
@@ -181,9 +173,7 @@ class ParameterGroup:
 
     def _version(self) -> int:
         """Grows with every change of the main weights, through the registered parameters or their local parts."""
-        return self.main_weight.local._version + sum(
-            parameter._version for parameter in self.sharded_parameters
-        )
+        return self.main_weight.local._version + sum(parameter._version for parameter in self.sharded_parameters)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -241,9 +231,7 @@ class ParameterGroup:
         """Memory for packed gradients and, behind them, for what other ranks send."""
         dtype = self.recipe.main_grad if accumulating else self.recipe.reduce
         if dtype not in self._packing:
-            inbox = self.placements.shards_optimizer and inbox_numel(
-                self.layout.numel, self.group, self.device
-            )
+            inbox = self.placements.shards_optimizer and inbox_numel(self.layout.numel, self.group, self.device)
             self._packing[dtype] = Transient(self.layout.numel + inbox, dtype, self.device)
             self._packing[dtype].settle()
         packed = pool.take(self._packing[dtype])[: self.layout.numel]

@@ -65,9 +65,7 @@ def placements_of(strategy: "str | Placements") -> Placements:
     if isinstance(strategy, Placements):
         return strategy
     if strategy not in _ROWS:
-        raise ValueError(
-            f"strategy={strategy!r}: choose one of {', '.join(map(repr, _ROWS))} or weft.Placements(...)"
-        )
+        raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(map(repr, _ROWS))} or weft.Placements(...)")
     return Placements(*_ROWS[strategy])
 
 

@@ -22,8 +22,8 @@ class Transient:
     """A flat buffer with memory only between `Pool.take` and `Pool.give`.
 
     Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
-    `is_fixed`: whether such views are in use, so that it must not move. `evict`: give the buffer back if it is only held
-    in advance, and say whether that was so.
+    `is_fixed`: whether such views are in use, so that it must not move. `evict`: give the buffer back if it is only
+    held in advance, and say whether that was so.
     """
 
     def __init__(
@@ -98,9 +98,7 @@ class Pool:
         if transient.tensor is transient.own:
             transient.own.untyped_storage().resize_(0)
 
-    def end_step(
-        self, never_share: Callable[[Transient, Transient], bool] = lambda one, other: False
-    ) -> None:
+    def end_step(self, never_share: Callable[[Transient, Transient], bool] = lambda one, other: False) -> None:
         """Everything is at rest: plan anew if something happened that the plan did not know.
 
         `never_share`: whether two buffers may be alive together although that was not seen yet.

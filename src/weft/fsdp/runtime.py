@@ -50,9 +50,7 @@ class RuntimeOptions:
         if self.max_live_reduce_buffers < 1:
             raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
-            raise ValueError(
-                f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit"
-            )
+            raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
 
 class Runtime:
@@ -102,9 +100,7 @@ class Runtime:
     def gather(self, unit: "Unit", group: ParameterGroup) -> Ticket | None:
         """Start a group's gather."""
         with record_function(f"weft/{unit.name}/gather"):
-            ticket = group.gather(
-                self.gather_lane, self._gather_groups.get(group.group, group.group), self.weights
-            )
+            ticket = group.gather(self.gather_lane, self._gather_groups.get(group.group, group.group), self.weights)
         if ticket is not None:
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
@@ -173,8 +169,7 @@ class Runtime:
             self._finish_oldest()
         if not defer:
             while (
-                len({ref for ref, _, _ in self._reducing} - {weakref.ref(unit)})
-                >= self.options.max_live_reduce_buffers
+                len({ref for ref, _, _ in self._reducing} - {weakref.ref(unit)}) >= self.options.max_live_reduce_buffers
             ):
                 self._finish_oldest()
         with torch.no_grad(), record_function(f"weft/{unit.name}/reduce"):

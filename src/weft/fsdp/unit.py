@@ -14,7 +14,7 @@ by `drop()`.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -66,9 +66,7 @@ class Unit:
         self._tickets: list[Ticket] = []
         myself = weakref.ref(self)
         for group in self.groups:
-            group.guard(
-                lambda: bool(myself() and myself().calls), lambda: bool(myself() and myself().evict())
-            )
+            group.guard(lambda: _ask(myself, lambda unit: unit.calls), lambda: _ask(myself, Unit.evict))
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -200,3 +198,9 @@ class Unit:
     def awaits_reduction(self) -> bool:
         """Whether gradients arrived that no `reduce` has taken."""
         return any(group.gradients_arrived for group in self.trainable_groups)
+
+
+def _ask(unit: "weakref.ref[Unit]", question: Callable[[Unit], Any]) -> bool:
+    """The answer of a unit that may be gone: a buffer knows its unit only weakly, or neither would ever be freed."""
+    alive = unit()
+    return alive is not None and bool(question(alive))
