@@ -13,7 +13,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from weft.train.progress import format_bytes, format_count
 
@@ -42,7 +43,7 @@ Curve = Sequence[tuple[float, float]]
 
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (7.6, 4.2)) -> bytes:
     """The PNG of a figure, `size` in inches at 150 dots each."""
-    style = {
+    style: dict[Any, Any] = {
         "font.family": "DejaVu Sans",
         "font.size": 10,
         "text.color": theme.ink,
@@ -74,8 +75,8 @@ def render(draw: Draw, theme: Theme, size: tuple[float, float] = (7.6, 4.2)) -> 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(style)
-        figure = Figure(figsize=size, dpi=150, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr]
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        figure = Figure(figsize=size, dpi=150, layout=layout)
         draw(figure, theme)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", metadata={"Software": None})
@@ -110,9 +111,7 @@ def loss(train: Curve, validation: Curve, baselines: Mapping[str, float], unit: 
                 label=f"validation  {values[-1]:.3f}",
             )
         for name, value in baselines.items():
-            axes.axhline(
-                value, color=theme.quiet, linewidth=1.4, linestyle=(0, (4, 3)), label=f"{name}  {value:.3f}"
-            )
+            axes.axhline(value, color=theme.quiet, linewidth=1.4, linestyle=(0, (4, 3)), label=f"{name}  {value:.3f}")
         axes.legend(loc="upper right")
 
     return draw
@@ -169,33 +168,28 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
         axes.grid(visible=False)
         labels: list[str] = []
         largest = max((v for roles in groups.values() for v in roles.values()), default=0) or 1
-        for (group, roles), color in zip(
-            groups.items(), (theme.blue, theme.orange, theme.green, theme.violet) * len(groups)
-        ):
+        power = min(3, int(math.log(max(largest, 1), 1024)))
+        unit = 1024**power
+        colors = (theme.blue, theme.orange, theme.green, theme.violet) * len(groups)
+        for (group, roles), color in zip(groups.items(), colors):
             places = np.arange(len(labels), len(labels) + len(roles))
             values = list(roles.values())
-            axes.barh(places, values, height=0.62, color=color, label=group)
-            for place, value in zip(places, values):
-                axes.text(value + largest * 0.012, place, format_bytes(value), va="center", color=theme.quiet)
+            axes.barh(places, [value / unit for value in values], height=0.62, color=color, label=group)
+            for place, value in zip(places.tolist(), values):
+                end = (value + largest * 0.012) / unit
+                axes.text(end, place, format_bytes(value), va="center", color=theme.quiet)
             labels += [role.replace("_", " ") for role in roles]
         axes.set_yticks(range(len(labels)), labels)
         axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
-        axes.invert_yaxis()
-        axes.set_xlim(0, largest * 1.18)
-        axes.xaxis.set_major_locator(_BinaryLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value).replace(".0", "")))
+        # Upside down, and with room for five bars at least: one or two must not fill the picture.
+        axes.set_ylim(max(5, len(labels)) - 0.5, -0.5)
+        axes.set_xlim(0, largest / unit * 1.18)
+        axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         if len(groups) > 1:
             figure.legend(loc="outside lower left", ncols=len(groups), labelcolor=theme.quiet)
 
     return draw
-
-
-class _BinaryLocator(MaxNLocator):
-    """A few ticks at round numbers of KiB, MiB or GiB."""
-
-    def tick_values(self, vmin: float, vmax: float) -> Any:
-        unit = 1024 ** max(0, int(math.log(max(vmax, 1), 1024)))
-        return np.asarray(MaxNLocator(5).tick_values(vmin / unit, vmax / unit)) * unit
 
 
 def _step_axes(axes: Any, title: str, unit: str, label_steps: bool = True) -> Any:
