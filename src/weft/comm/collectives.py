@@ -142,6 +142,12 @@ def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.Proc
         parts[peer].copy_(padded[peer, : parts[peer].numel()])
 
 
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite `tensor` with that of the group's first rank, and wait."""
+    if group.size() > 1:
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
 def reduce_now(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce a small tensor in place, wait, and return it."""
     if group.size() > 1:

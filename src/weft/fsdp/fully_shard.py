@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from weft.comm.groups import group_of
+from weft.fsdp.construction import materialize
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.hooks import HookDriver
 from weft.fsdp.module import FSDPModule, attach, kind_of, units_under
@@ -82,7 +84,9 @@ def fully_shard(
     device = _device_of(mesh)
 
     ignored = {id(parameter) for parameter in ignored_params or ()}
-    found = {key: value for key, value in _owned_parameters(modules).items() if id(key) not in ignored}
+    owners = _owners(modules)
+    found = {key: value for key, value in _owned_parameters(owners).items() if id(key) not in ignored}
+    found = materialize(owners, found, device, group_of(mesh, 0))
     tied = {key: _sharded_elsewhere[key] for key in found if key in _sharded_elsewhere}
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
     for parameter, slot in own.items():
@@ -172,25 +176,31 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _owned_parameters(modules: list[nn.Module]) -> dict[nn.Parameter, Slot]:
-    """The parameters in `modules` that no unit below has, each with every place that shares it."""
-    slots: dict[nn.Parameter, Slot] = {}
-    seen: set[nn.Module] = set()
+def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
+    """The modules inside `modules`, outside of any unit below, with their names."""
+    names: dict[nn.Module, str] = {}
 
-    def walk(module: nn.Module, prefix: str) -> None:
-        if isinstance(module, FSDPModule) or module in seen:
+    def walk(module: nn.Module, name: str) -> None:
+        if isinstance(module, FSDPModule) or module in names:
             return
-        seen.add(module)
+        names[module] = name
+        for child_name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{name}{child_name}.")
+
+    for module in modules:
+        walk(module, "")
+    return names
+
+
+def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
+    """The parameters that `owners` hold, each with every place that shares it."""
+    slots: dict[nn.Parameter, Slot] = {}
+    for module, prefix in owners.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 slot = slots.setdefault(parameter, Slot(prefix + name))
                 slot.owners.append((weakref.ref(module), name))
-        for name, child in module._modules.items():
-            if child is not None:
-                walk(child, f"{prefix}{name}.")
-
-    for module in modules:
-        walk(module, "")
     return slots
 
 
@@ -202,8 +212,6 @@ def _check_parameter(parameter: nn.Parameter, slot: Slot, device: torch.device, 
         )
     if isinstance(parameter, DTensor):
         raise ValueError(f"{where} is a DTensor already: composing with tensor parallelism is not available yet")
-    if parameter.device.type == "meta":
-        raise ValueError(f"{where} is on the meta device: give it memory first with to_empty() and initialise it")
     if parameter.device.type != device.type:
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} "
