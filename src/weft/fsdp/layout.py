@@ -4,10 +4,11 @@
     flat buffer   aaaa aaaa|aaaa .... bb bbb|cccccc ........|
                   shard 0   shard 1         shard 2          .  padding,  |  shard border
 
-A layout is plain arithmetic over shapes: it knows nothing of processes or memory. Borders fall where they harm
-least. A tensor prefers to be cut between whole dim-0 rows, then between rows of its trailing dimensions, then between
-single elements: the coarsest cuts whose padding stays within `PREFERENCE` of the data are taken, and cuts between
-single elements always fit within one alignment unit per shard.
+A layout is plain arithmetic over shapes: it knows nothing of processes or memory. Borders fall where they
+harm least. A tensor prefers to be cut between whole dim-0 rows, then between rows of its trailing dimensions,
+then between single elements: the coarsest cuts whose padding stays within `PREFERENCE` of the data are taken,
+of equally coarse ones those that pad least, and cuts between single elements always fit within one alignment
+unit per shard.
 """
 
 import math
@@ -21,7 +22,7 @@ ALIGNMENT_BYTES = 128
 """Every shard starts and ends on a multiple of this many bytes."""
 
 KERNEL_ALIGNMENT_BYTES = 16
-"""Tensors start on a multiple of this many bytes where that costs no larger shard: kernels read whole vectors."""
+"""Tensors start on a multiple of this many bytes where that fits: kernels read whole vectors."""
 
 PREFERENCE = 1 / 256
 """The padding, as a fraction of the data, that a coarser cut may cost."""
@@ -29,7 +30,7 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """One tensor's place: `offset` in the flat buffer, in elements, and the `granularity` of cuts inside it."""
+    """One tensor's place: `offset` in the flat buffer, in elements, and the `granularity` of its cuts."""
 
     shape: tuple[int, ...]
     offset: int
@@ -74,11 +75,10 @@ class Layout:
         return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
 
     def cuts(self, tensor: int) -> tuple[int, ...]:
-        """Borders of the shards inside one tensor, in its own elements: shard r holds `[cuts[r], cuts[r + 1])`."""
+        """Borders of the shards in one tensor, in its elements: shard r holds `[cuts[r], cuts[r + 1])`."""
         extent = self.extents[tensor]
         return tuple(
-            min(max(border * self.shard_numel - extent.offset, 0), extent.numel)
-            for border in range(self.shards + 1)
+            min(max(border * self.shard_numel - extent.offset, 0), extent.numel) for border in range(self.shards + 1)
         )
 
     @cached_property
@@ -98,11 +98,11 @@ def plan_layout(
 ) -> Layout:
     """Lay tensors of these shapes, in this order, into `shards` equal shards.
 
-    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the
-    number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut).
+    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor,
+    the number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut).
 
-    The shard size is the smallest that fits for the coarsest preferred cuts whose padding is at most `PREFERENCE` of
-    the data or one alignment unit per shard; only granularities demanded by the caller may cost more.
+    The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data
+    or one alignment unit per shard; only granularities demanded by the caller may cost more.
 
     Raises ValueError for no shards or for a granularity that does not divide its tensor.
     """
@@ -112,38 +112,40 @@ def plan_layout(
         raise ValueError(f"shards={shards}: a layout needs at least one shard")
     for size, step in zip(sizes, demanded, strict=True):
         if step < 1 or size % step:
-            raise ValueError(
-                f"granularity {step} does not divide a tensor of {size} elements: choose a divisor"
-            )
+            raise ValueError(f"granularity {step} does not divide a tensor of {size} elements: choose a divisor")
 
     align = max(ALIGNMENT_BYTES // itemsize, 1)
     kernel = max(KERNEL_ALIGNMENT_BYTES // itemsize, 1)
     total = sum(sizes)
-    tight = _round_up(-(-total // shards), align)
+    tight = max(_round_up(-(-total // shards), align), align)
     budget = max(total * (1 + PREFERENCE), total + shards * align)
     chains = [_preferred_steps(shape, size, step) for shape, size, step in zip(shapes, sizes, demanded)]
+    shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)})
 
-    for start in (align, kernel):
-        for step in _shard_steps(chains, align):
-            shard_numel = _round_up(tight, step)
-            if shard_numel * shards > budget:
+    best = None
+    for shard_numel in shard_numels:
+        if shard_numel * shards > budget:
+            break
+        for start in (align, kernel):
+            placed = _place(sizes, chains, shard_numel, shards, start)
+            if placed is None:
                 continue
-            offsets = _place(sizes, chains, shard_numel, shards, start)
-            if offsets is not None:
-                return _layout(shapes, offsets, shards, shard_numel)
+            fineness = sum(chain.index(step) for (_, step), chain in zip(placed, chains))
+            if best is None or fineness < best[0]:  # of equally coarse cuts the first, which pads least
+                best = fineness, placed, shard_numel
+    if best is not None:
+        return _layout(shapes, *best[1:], shards)
 
-    # Nothing fits within the budget: what remains is the demanded granularity, with shards as large as it takes.
+    # Nothing fits: what remains is the demanded granularity, with shards as large as it takes.
     loose = [[step] for step in demanded]
     shard_numel = tight
-    while (offsets := _place(sizes, loose, shard_numel, shards, 1)) is None:
+    while (placed := _place(sizes, loose, shard_numel, shards, 1)) is None:
         shard_numel = _round_up(max(shard_numel + align, shard_numel * 1025 // 1024), align)
-    return _layout(shapes, offsets, shards, shard_numel)
+    return _layout(shapes, placed, shard_numel, shards)
 
 
-def padding_of(
-    shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32
-) -> float:
-    """The padding that one unit with these tensor shapes takes over `shard_size` ranks, as a fraction of its data."""
+def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
+    """The padding of one unit with these tensor shapes over `shard_size` ranks, as a fraction of its data."""
     return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
 
 
@@ -158,14 +160,14 @@ def _preferred_steps(shape: Sequence[int], size: int, demanded: int) -> list[int
     return list(dict.fromkeys([*steps, demanded]))
 
 
-def _shard_steps(chains: list[list[int]], align: int) -> list[int]:
-    """Multiples of which the shard size may be, from the one that suits every tensor's rows to the alignment alone."""
-    steps = []
+def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
+    """What the shard size may be a multiple of: all tensors' rows, one tensor's rows, or the alignment alone."""
+    steps = {align}
     for depth in range(max((len(chain) for chain in chains), default=0)):
-        wanted = sorted({chain[min(depth, len(chain) - 1)] for chain in chains}, reverse=True)
-        steps.append(math.lcm(*wanted, align))
-        steps.extend(math.lcm(step, align) for step in wanted)
-    return list(dict.fromkeys([*sorted(set(steps), reverse=True), align]))
+        wanted = {chain[min(depth, len(chain) - 1)] for chain in chains}
+        steps.add(math.lcm(*wanted, align))
+        steps.update(math.lcm(step, align) for step in wanted)
+    return steps
 
 
 def _place(
@@ -175,27 +177,33 @@ def _place(
     placed = []
     cursor = 0
     slack = shards * shard_numel - sum(sizes)
+    choosers = sum(len(chain) > 1 for chain in chains)
     for size, chain in zip(sizes, chains):
+        slack -= _round_up(cursor, start) - cursor
         cursor = _round_up(cursor, start)
         for step in chain:
             offset = _first_fit(cursor, size, step, shard_numel, start)
             # A coarse cut may use its share of the padding, not that of the tensors behind it.
-            if offset is not None and (step == chain[-1] or offset - cursor <= slack // max(len(sizes), 1)):
+            if offset is not None and (step == chain[-1] or (offset - cursor) * choosers <= slack):
                 break
         else:
             return None
         placed.append((offset, step))
+        choosers -= len(chain) > 1
+        slack -= offset - cursor
         cursor = offset + size
     return placed if cursor <= shards * shard_numel else None
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """The first offset from `cursor` on at which every border inside the tensor is a multiple of `step` from it."""
+    """The first offset from `cursor` on with every border inside the tensor a multiple of `step` from it."""
     border = (cursor // shard_numel + 1) * shard_numel
     if cursor + size <= border:
         return cursor
     if step >= size:  # never cut: the next shard, if one shard can hold it
         return border if size <= shard_numel else None
+    if step > border - cursor:  # not one piece fits before the border
+        return _first_fit(border, size, step, shard_numel, start) if step <= shard_numel else None
     offset = cursor + (border - cursor) % step
     if offset % start:
         return None
@@ -205,8 +213,6 @@ def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) 
     return offset
 
 
-def _layout(
-    shapes: Sequence[Sequence[int]], offsets: list[tuple[int, int]], shards: int, shard_numel: int
-) -> Layout:
-    extents = (Extent(tuple(shape), offset, step) for shape, (offset, step) in zip(shapes, offsets))
+def _layout(shapes: Sequence[Sequence[int]], placed: list[tuple[int, int]], shard_numel: int, shards: int) -> Layout:
+    extents = (Extent(tuple(shape), offset, step) for shape, (offset, step) in zip(shapes, placed))
     return Layout(tuple(extents), shards, shard_numel)
