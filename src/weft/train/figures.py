@@ -197,7 +197,7 @@ def _step_axes(axes: Any, title: str, unit: str, label_steps: bool = True) -> An
     axes.set_ylabel(unit)
     if label_steps:
         axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
     return axes
 
 
