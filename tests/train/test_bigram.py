@@ -51,9 +51,7 @@ def test_the_strength_predicts_the_last_tenth_of_the_training_text_best():
     table = Bigram.fit(train, 20)
     cut = len(train) * 9 // 10
     losses = {
-        strength: Bigram.fit(train[:cut], 20, strengths=[strength]).cross_entropy(
-            train[cut - 1 : -1], train[cut:]
-        )
+        strength: Bigram.fit(train[:cut], 20, strengths=[strength]).cross_entropy(train[cut - 1 : -1], train[cut:])
         for strength in STRENGTHS
     }
     assert table.strength == min(losses, key=losses.get)
@@ -67,9 +65,7 @@ def test_the_table_beats_adding_a_constant_to_sparse_counts():
     counts = np.zeros((300, 300))
     np.add.at(counts, (train[:-1], train[1:]), 1)
     added = min(
-        -np.log((counts + alpha) / (counts + alpha).sum(1, keepdims=True))[
-            validation[:-1], validation[1:]
-        ].mean()
+        -np.log((counts + alpha) / (counts + alpha).sum(1, keepdims=True))[validation[:-1], validation[1:]].mean()
         for alpha in (0.001, 0.01, 0.1, 1.0, 10.0)
     )
     assert table.cross_entropy(validation[:-1], validation[1:]) < added

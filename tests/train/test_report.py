@@ -70,12 +70,7 @@ def read(path):
 
 def pictures(page):
     """The embedded PNGs, light and dark in turn."""
-    found = [
-        value
-        for tag, attributes in page.tags
-        for name, value in attributes.items()
-        if name in ("src", "srcset")
-    ]
+    found = [value for tag, attributes in page.tags for name, value in attributes.items() if name in ("src", "srcset")]
     assert all(value.startswith("data:image/png;base64,") for value in found)
     return [base64.b64decode(value.split(",", 1)[1]) for value in found]
 

@@ -14,9 +14,7 @@ def words(tmp_path):
     model = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 9}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="a $A", special_tokens=[("a", 1)]
-    )
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="a $A", special_tokens=[("a", 1)])
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=8)
     path = tmp_path / "tokenizer.json"

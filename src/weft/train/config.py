@@ -60,9 +60,7 @@ class DataConfig:
     """Where token files are kept; empty: weft's folder in the user's cache directory."""
 
     def __post_init__(self) -> None:
-        _require(
-            "data.sequence_length", self.sequence_length, self.sequence_length >= 1, "must be at least 1"
-        )
+        _require("data.sequence_length", self.sequence_length, self.sequence_length >= 1, "must be at least 1")
         _require(
             "data.validation_fraction",
             self.validation_fraction,

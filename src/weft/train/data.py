@@ -264,9 +264,7 @@ def _find_files(data: DataConfig) -> tuple[list[tuple[str, int, int]], str]:
         for path in data.paths:
             if os.path.isfile(path):
                 if _is_binary(path):
-                    raise ConfigError(
-                        f"data.paths: {path!r} is not text (it has NUL bytes); name a text file"
-                    )
+                    raise ConfigError(f"data.paths: {path!r} is not text (it has NUL bytes); name a text file")
                 found[os.path.realpath(path)] = None
             elif os.path.isdir(path):
                 found.update(dict.fromkeys(_walk(path, data.include, set())))

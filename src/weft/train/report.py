@@ -100,9 +100,7 @@ def _figures(
     if any(value == value for _, value in speed):
         found.append(("throughput", "Tokens per second over the steps", figures.throughput(speed)))
     if rate or norm:
-        found.append(
-            ("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm))
-        )
+        found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
     if memory:
         found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
     return found
@@ -216,9 +214,7 @@ def _page(
     if pictures:
         body.append(f'<section class="figures">{"".join(pictures)}</section>')
     if rows:
-        lines = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-        )
+        lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         body.append(
             '<h2>Final numbers</h2><div class="table"><table><thead><tr><th></th><th>nats per byte</th>'
             f"<th>bits per byte</th></tr></thead><tbody>{lines}</tbody></table></div>"
@@ -227,8 +223,7 @@ def _page(
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
         body.append(
-            "<details open><summary><h2>Configuration</h2></summary>"
-            f"<pre>{html.escape(config)}</pre></details>"
+            f"<details open><summary><h2>Configuration</h2></summary><pre>{html.escape(config)}</pre></details>"
         )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -56,8 +56,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise ConfigError(
-                f"data.tokenizer = {str(path)!r}: needs the package `tokenizers`; "
-                'install weft[train], or use "bytes"'
+                f'data.tokenizer = {str(path)!r}: needs the package `tokenizers`; install weft[train], or use "bytes"'
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(contents.decode("utf-8"))
