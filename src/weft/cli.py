@@ -95,8 +95,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     place = place_from(os.environ)
     if place is not None and options.ranks not in (None, place.ranks):
         raise ConfigError(
-            f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; "
-            "leave --ranks out"
+            f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; leave --ranks out"
         )
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:

@@ -24,6 +24,7 @@ from typing import IO
 
 MANIFEST = "weft.json"
 FORMAT = 1
+_HINT = "; move it away to go on from an older one"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
@@ -136,13 +137,13 @@ def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
     for name, expected in manifest.files.items():
         path = checkpoint / name
         if not path.is_file():
-            raise CheckpointError(f"{checkpoint} is damaged: {name} is missing")
+            raise CheckpointError(f"{checkpoint} is damaged: {name} is missing{_HINT}")
         if path.stat().st_size != expected.bytes:
             raise CheckpointError(
-                f"{checkpoint} is damaged: {name} has {path.stat().st_size} bytes instead of {expected.bytes}"
+                f"{checkpoint} is damaged: {name} has {path.stat().st_size} bytes instead of {expected.bytes}{_HINT}"
             )
         if content and File.measure(path) != expected:
-            raise CheckpointError(f"{checkpoint} is damaged: the checksum of {name} differs")
+            raise CheckpointError(f"{checkpoint} is damaged: the checksum of {name} differs{_HINT}")
     return manifest
 
 
@@ -172,8 +173,7 @@ def lock(directory: Path, *, timeout: float) -> IO[str]:
                 owner = stream.read().strip()
                 stream.close()
                 raise CheckpointError(
-                    f"{directory} is in use by another run (process {owner}); "
-                    "stop it or choose another directory"
+                    f"{directory} is in use by another run (process {owner}); stop it or choose another directory"
                 ) from None
             time.sleep(0.1)
     stream.truncate(0)

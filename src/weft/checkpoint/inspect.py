@@ -26,9 +26,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps, rest = committed_steps(folder), debris(folder)
     if not steps and not rest:
-        raise ValueError(
-            f"{path}: holds no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run"
-        )
+        raise ValueError(f"{path}: holds no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run")
     overview = Table("checkpoint", "step", "ranks", "size", "state", title=str(folder), title_justify="left")
     for step in steps:
         manifest = verify(path_of(folder, step), content=verify_content)
@@ -78,7 +76,5 @@ def _placement(entry: TensorStorageMetadata) -> str:
     """How the stored parts cut the tensor: along one dimension, or into boxes of another kind."""
     if len(entry.chunks) == 1:
         return "whole"
-    cut = [
-        dim for dim, size in enumerate(entry.size) if any(chunk.sizes[dim] != size for chunk in entry.chunks)
-    ]
+    cut = [dim for dim, size in enumerate(entry.size) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]
     return f"{len(entry.chunks)} x dim {cut[0]}" if len(cut) == 1 else f"{len(entry.chunks)} boxes"

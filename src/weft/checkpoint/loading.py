@@ -53,9 +53,7 @@ def compare(checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Store
 def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
     """The entries whose keys start with `prefix`, without it."""
     return {
-        key.removeprefix(prefix): value
-        for key, value in metadata.state_dict_metadata.items()
-        if key.startswith(prefix)
+        key.removeprefix(prefix): value for key, value in metadata.state_dict_metadata.items() if key.startswith(prefix)
     }
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -66,8 +67,17 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        # A save under way is finished even when training failed; its own error must not hide that one.
+        with suppress(CheckpointError) if kind else nullcontext():
             self.close()
+
+    def claim(self) -> None:
+        """Become the only writer of the directory and remove what killed saves left there, before the first save.
+
+        Raises CheckpointError when another run still writes there after 30 seconds.
+        """
+        self.wait()
+        self._prepare(None)
 
     def save(self, step: int, state: Mapping[str, Any], *, asynchronous: bool = True) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
@@ -185,13 +195,13 @@ class CheckpointManager:
     def _prefix(name: str, value: Any, rank: int) -> str:
         return f"{name}.rank{rank}." if getattr(value, "per_rank", False) else f"{name}."
 
-    def _prepare(self, step: int) -> None:
+    def _prepare(self, step: int | None) -> None:
         def prepare() -> None:
             if self._lock is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S)
             folder.discard(folder.debris(self.directory))
-            if step in folder.committed_steps(self.directory):
+            if step is not None and step in folder.committed_steps(self.directory):
                 raise CheckpointError(
                     f"{folder.path_of(self.directory, step)} exists already; it is not overwritten: "
                     "move it away or choose another directory"
@@ -212,8 +222,7 @@ class CheckpointManager:
         try:
             if not temporary.is_dir():
                 raise CheckpointError(
-                    f"rank {self.rank} does not see {temporary}: "
-                    "checkpoints need a directory that all ranks share"
+                    f"rank {self.rank} does not see {temporary}: checkpoints need a directory that all ranks share"
                 )
             dcp.save(
                 {},
@@ -231,9 +240,7 @@ class CheckpointManager:
         if self.rank == 0:
             old = folder.committed_steps(self.directory)[: -self.keep]
             folder.discard(folder.path_of(self.directory, each) for each in old)
-        self._say(
-            f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})"
-        )
+        self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
         """Checksums of all files, each taken by the rank that wrote the file."""

@@ -49,9 +49,7 @@ class OptimizerState:
         self.optimizer = optimizer
         known = {parameter: _plain_name(name) for name, parameter in model.named_parameters()}
         try:
-            self.groups = [
-                [known[parameter] for parameter in group["params"]] for group in optimizer.param_groups
-            ]
+            self.groups = [[known[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         except KeyError:
             raise ValueError(
                 "the optimizer holds a parameter that the model does not have: build it from "
@@ -98,9 +96,7 @@ class OptimizerState:
             groups.append({**options, "params": [numbers[name] for name in self.groups[index]]})
         if len(groups) != len(self.groups):
             raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
-        numbered = {
-            number: dict(state["state"][name]) for name, number in numbers.items() if name in state["state"]
-        }
+        numbered = {number: dict(state["state"][name]) for name, number in numbers.items() if name in state["state"]}
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
     def _options(self, index: int) -> dict[str, Any]:

@@ -30,6 +30,9 @@ RUN = "WEFT_RUN"
 CONTROL = "WEFT_CONTROL"
 """The file descriptor of its control pipe."""
 
+Kind = Literal["configuration", "refused", "failure"]
+"""Why a rank ended: wrong settings, a checkpoint that cannot be used, or anything else; the first two need no trace."""
+
 _POLL_S = 0.05
 _GRACE_S = 3.0
 """How long ranks may take to say why they failed after the first one did."""
@@ -44,9 +47,7 @@ def launch(arguments: Sequence[str], ranks: int, run: Run, resume_command: str) 
     return _Supervisor(arguments, ranks, run, resume_command).run_all()
 
 
-def report_failure(
-    directory: Path, rank: int, kind: Literal["configuration", "failure"], error: Exception
-) -> None:
+def report_failure(directory: Path, rank: int, kind: Kind, error: Exception) -> None:
     """Leave the reason why this rank ends, for the process that started it."""
     logs = directory / LOGS
     logs.mkdir(parents=True, exist_ok=True)
@@ -110,9 +111,7 @@ class _Supervisor:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(self.count),
             STORE: store,
-            RUN: json.dumps(
-                {"directory": str(self.run.directory), "step": self.run.step, "note": self.run.note}
-            ),
+            RUN: json.dumps({"directory": str(self.run.directory), "step": self.run.step, "note": self.run.note}),
             CONTROL: str(reading),
         }
         with ExitStack() as stack:
@@ -180,18 +179,16 @@ class _Supervisor:
         """Say what the first cause was: what the other ranks report then is that they lost it."""
         killed = [rank for rank in self.died if rank.process.returncode < 0]
         reasons = sorted(self._reasons(), key=lambda reason: reason["time"])
-        wrong = [reason for reason in reasons if reason["kind"] == "configuration"]
+        wrong = [reason for reason in reasons if reason["kind"] != "failure"]
         if killed:
             for rank in killed:
                 name = signal.Signals(-rank.process.returncode).name
                 self._say(f"rank {rank.number} (process {rank.process.pid}) was killed by {name}")
-            self._say(
-                "the other ranks were stopped" if self.count > len(killed) else "", self._how_to_go_on()
-            )
+            self._say("the other ranks were stopped" if self.count > len(killed) else "", self._how_to_go_on())
             return 1
         if wrong:
             self._say(wrong[0]["message"])
-            return 2
+            return 2 if wrong[0]["kind"] == "configuration" else 1
         if reasons:
             self._say(f"rank {reasons[0]['rank']} failed:")
             print(reasons[0]["traceback"], file=sys.stderr)

@@ -60,9 +60,7 @@ class Trainer:
             "dp_size": meshes.dp_size,
         }
         self.batches = Batches(self.corpus.train, seed=config.data.seed, **batches)
-        self.validation = Validation(
-            self.corpus.validation, batches=config.train.validation_batches, **batches
-        )
+        self.validation = Validation(self.corpus.validation, batches=config.train.validation_batches, **batches)
 
         torch.manual_seed(config.train.seed)
         with self.device:
@@ -83,6 +81,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             run.checkpoints, keep=config.checkpoint.keep, progress=lambda line: self.progress.note(line)
         )
+        self.checkpoints.claim()
         self.saved_step = 0
         if run.step is not None:
             self.saved_step = self.checkpoints.load(self.state(), run.step)
@@ -159,9 +158,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
         # One small all-reduce a step carries everything that ranks have to agree on.
-        shared = torch.stack(
-            [loss_sum.double() / self.ranks, loss_sum.new_tensor(self.stop.requested).double()]
-        )
+        shared = torch.stack([loss_sum.double() / self.ranks, loss_sum.new_tensor(self.stop.requested).double()])
         dist.all_reduce(shared)
         loss_value, stops = shared.tolist()
         position = self.position
@@ -208,13 +205,12 @@ class Trainer:
     def _save(self) -> None:
         if self.saved_step == self.position.step:
             return
-        self.checkpoints.save(
-            self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous
-        )
+        self.checkpoints.save(self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous)
         self.saved_step = self.position.step
 
     def _describe(self) -> None:
         if self.rank == 0:
+            self.run_place.directory.mkdir(parents=True, exist_ok=True)
             (self.run_place.directory / "config.toml").write_text(to_toml(self.config))
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         self.say(
@@ -226,9 +222,7 @@ class Trainer:
     def _report(self) -> None:
         from weft.train.report import write_report  # draws with matplotlib, which takes seconds to import
 
-        baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(
-            *self.validation.pairs()
-        )
+        baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(*self.validation.pairs())
         baseline /= self.corpus.bytes_per_token
         self.say(
             f"validation loss {self.position.validation_loss:.4f} nats per byte, "

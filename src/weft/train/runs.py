@@ -49,11 +49,7 @@ def open_run(config: RunConfig, resume: str | bool, command: str) -> Run:
     for directory in candidates:
         if steps := committed_steps(directory / CHECKPOINTS):
             return Run(directory, steps[-1], f"going on with {directory} from step {steps[-1]}")
-    where = (
-        f"{resume} holds no"
-        if isinstance(resume, str)
-        else f"no run {config.name!r} in {config.directory} has a"
-    )
+    where = f"{resume} holds no" if isinstance(resume, str) else f"no run {config.name!r} in {config.directory} has a"
     raise ConfigError(
         f"{where} committed checkpoint to resume; name another run directory after --resume, or leave it out "
         "to start a new run"

@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from weft.checkpoint import CheckpointError
 from weft.train.config import load_config
-from weft.train.launch import CONTROL, RUN, report_failure
+from weft.train.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.loop import Trainer, open_run_together
 from weft.train.runs import Run
 from weft.train.stop import StopRequest
@@ -46,9 +47,11 @@ def work(place: Place, path: str, overrides: list[str], resume: str | bool, comm
         code = 0
     except Exception as error:
         wrong = isinstance(error, ValueError) and not constructed
+        refused = isinstance(error, CheckpointError) and not constructed
         if supervised and run is not None:
-            report_failure(run.directory, place.rank, "configuration" if wrong else "failure", error)
-        elif wrong:
+            kind: Kind = "configuration" if wrong else "refused" if refused else "failure"
+            report_failure(run.directory, place.rank, kind, error)
+        elif wrong or refused:
             print(f"weft train: rank {place.rank}: {' '.join(str(error).split())}", file=sys.stderr)
         else:
             print(f"weft train: rank {place.rank} failed:\n{traceback.format_exc()}", file=sys.stderr)

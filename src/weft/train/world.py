@@ -65,9 +65,7 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
     if None not in slurm and environment["SLURM_NTASKS"] != "1":
         host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_NODELIST", "localhost"))
         # The job's number keeps two jobs on one host apart.
-        port = environment.get("MASTER_PORT") or str(
-            20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000
-        )
+        port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000)
         ranks = int(environment["SLURM_NTASKS"])
         nodes = int(environment.get("SLURM_NNODES", "1"))
         return Place(

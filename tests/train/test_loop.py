@@ -1,0 +1,228 @@
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.train.command import metrics, write_config
+from weft.models import HybridModel
+from weft.train.config import OptimizerConfig, load_config
+from weft.train.data import Batches, Validation, load_corpus
+from weft.train.loop import Trainer, make_optimizer, train
+from weft.train.runs import Run, open_run, remove_if_unused
+from weft.train.stop import StopRequest
+
+
+class StopAt(StopRequest):
+    """A person who presses Ctrl-C while step `step` runs, on the last rank only."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.trainer = step, None
+
+    @property
+    def requested(self):
+        return dist.get_rank() == dist.get_world_size() - 1 and self.trainer.position.step + 1 >= self.step
+
+
+def train_on(path, directory, overrides=(), *, stop_at, resume_from=None):
+    """One rank's part of a run that ends after step `stop_at`; returns its numbers and what it said."""
+    config = load_config(path, overrides)
+    stop, said = StopAt(stop_at), []
+    trainer = Trainer(config, Run(directory, resume_from), stop=stop, say=said.append)
+    stop.trainer = trainer
+    trainer.run()
+    model = {name: full(value) for name, value in trainer.model.state_dict().items()}
+    moments = {
+        f"{name}/{key}": full(value)
+        for name, parameter in trainer.model.named_parameters()
+        for key, value in trainer.optimizer.state.get(parameter, {}).items()
+    }
+    return metrics(directory), metrics(directory, "validation"), model, moments, said
+
+
+def full(value):
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+def reference(path, steps):
+    """The plain loop: one process, no sharding, whole global batches."""
+    config = load_config(path)
+    corpus = load_corpus(config.data)
+    sizes = {
+        "sequence_length": config.data.sequence_length,
+        "microbatch_size": config.train.global_batch_size,
+        "global_batch_size": config.train.global_batch_size,
+    }
+    batches = Batches(corpus.train, seed=config.data.seed, **sizes)
+    validation = Validation(corpus.validation, batches=config.train.validation_batches, **sizes)
+    torch.manual_seed(config.train.seed)
+    model = HybridModel(config.model)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2]},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    records = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * config.schedule.factor(step, config.train.steps)
+        (tokens, labels) = next(batches)
+        loss = model(tokens, labels=labels)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.train.gradient_clip)
+        lr = optimizer.param_groups[0]["lr"]
+        records.append({"loss": loss.item(), "gradient_norm": norm.item(), "lr": lr})
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses = [model(tokens, labels=labels).item() for tokens, labels in validation]
+    return records, sum(losses) / len(losses), model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_training_on_any_ranks_is_training_in_one_process(pool, tmp_path, ranks, strategy):
+    path = write_config(tmp_path, train__gradient_clip=0.5, train__validate_every=6, checkpoint__every=0)
+    records, validation_loss, weights = reference(path, 6)
+    changes = [f"sharding.strategy={strategy}", "train.microbatch_size=1"]
+    answers = pool.run(ranks, train_on, path, tmp_path / "run", changes, stop_at=6)
+    lines, validations, model, _, _ = answers[0]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line, expected in zip(lines, records):
+        for name, value in expected.items():
+            torch.testing.assert_close(line[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert validations[-1]["loss"] == pytest.approx(validation_loss, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(model[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_all_ranks_stop_at_the_same_step_when_one_is_asked_to(pool, tmp_path):
+    path = write_config(tmp_path, checkpoint__every=0, train__validate_every=0)
+    for lines, *_ in pool.run(4, train_on, path, tmp_path / "run", stop_at=3, overrides=["train.microbatch_size=1"]):
+        assert len(lines) == 3
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(pool, tmp_path):
+    path = write_config(tmp_path, train__microbatch_size=1, train__validate_every=0)
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
+    changes = ["sharding.strategy=optim"]
+    parts = pool.run(4, train_on, path, tmp_path / "parts", changes, stop_at=6, resume_from=3)[0]
+    # Other ranks add the same numbers in another order.
+    for mine, theirs in zip(parts[0], whole[0]):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    for name, value in whole[2].items():
+        torch.testing.assert_close(parts[2][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_on_the_same_ranks_a_run_goes_on_bit_for_bit(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=2, train__precision="bf16")
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
+    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=6, resume_from=3)[0]
+    assert parts[:2] == whole[:2]
+    for mine, theirs in zip(parts[2:4], whole[2:4]):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=0)
+    fp32, bf16 = (
+        pool.run(2, train_on, path, tmp_path / precision, [f"train.precision={precision}"], stop_at=4)[0]
+        for precision in ("fp32", "bf16")
+    )
+    assert all(value.dtype == torch.float32 for value in bf16[2].values())
+    for a, b in zip(fp32[0], bf16[0]):
+        assert a["loss"] != b["loss"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
+
+
+def test_recomputing_activations_changes_no_number(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=0)
+    kept, recomputed = (
+        pool.run(2, train_on, path, tmp_path / on, [f"train.activation_checkpointing={on}"], stop_at=3)[0]
+        for on in ("false", "true")
+    )
+    assert kept[0] == recomputed[0]
+    assert kept[2].keys() == recomputed[2].keys()
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=4, train__validate_every=0)
+    pool.run(1, train_on, path, tmp_path / "run", ["train.steps=5"], stop_at=4)
+    said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
+    assert "nothing to do: the run is at step 4 of 4; raise train.steps to train longer" in said
+
+
+def test_only_matrices_decay():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Embedding(4, 3))
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    decay = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert len(decay) == 5
+    for name, parameter in model.named_parameters():
+        assert decay[parameter] == (0.3 if name in ("0.weight", "2.weight") else 0.0), name
+
+
+def train_alone(path):
+    with pytest.raises(RuntimeError, match="the loss of step"):
+        train(load_config(path))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(pool, tmp_path):
+    path = write_config(
+        tmp_path,
+        optimizer__lr=1e30,
+        schedule__warmup_steps=0,
+        train__gradient_clip=0.0,
+        train__microbatch_size=4,
+        checkpoint__every=1,
+        checkpoint__keep=100,
+    )
+    pool.run(2, train_alone, path)
+    run = tmp_path / "runs" / "tiny"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    for step in (run / "checkpoints").glob("step-*"):
+        assert int(step.name.removeprefix("step-")) <= len(lines)
+
+
+def save_in(run):
+    (run.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
+
+
+def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goes_on(tmp_path):
+    config = load_config(write_config(tmp_path)).run
+    folder = tmp_path / "runs"
+    first = open_run(config, False, "weft train x.toml")
+    assert (first.directory, first.step) == (folder / "tiny", None)
+    save_in(first)
+    second = open_run(config, False, "weft train x.toml")
+    assert (second.directory, second.step) == (folder / "tiny-2", None)
+    assert second.note == (
+        f"a new run in {folder / 'tiny-2'}; {folder / 'tiny'} is left as it is; "
+        f"it goes on from step 7 with: weft train x.toml --resume {folder / 'tiny'}"
+    )
+    assert open_run(config, False, "weft train x.toml").directory == folder / "tiny-3"
+    assert open_run(config, True, "weft train x.toml").directory == folder / "tiny"
+    save_in(second)
+    assert open_run(config, True, "weft train x.toml").directory == folder / "tiny-2"
+    named = open_run(config, str(folder / "tiny"), "weft train x.toml")
+    assert (named.directory, named.step) == (folder / "tiny", 7)
+
+
+def test_a_run_that_never_began_leaves_no_directory_but_one_that_did_stays(tmp_path):
+    config = load_config(write_config(tmp_path)).run
+    empty, used = open_run(config, False, ""), open_run(config, False, "")
+    save_in(used)
+    for run in (empty, used):
+        remove_if_unused(run)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-2"]
