@@ -106,7 +106,7 @@ def go_on(directory, strategy):
     model, optimizer = make(strategy)
     CheckpointManager(directory).load(state_of(model, optimizer))
     before = {name: full(value) for name, value in model.state_dict().items()}
-    train(model, optimizer, 1)
+    train(model, optimizer, 3)
     dist.barrier()
     return before, {name: full(value) for name, value in model.state_dict().items()}
 

@@ -147,9 +147,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
     verify(checkpoint)
     reader = dcp.FileSystemReader(checkpoint)
     state = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in reader.read_metadata().state_dict_metadata.items()
     }
     planner = LoadPlanner()
