@@ -1,0 +1,374 @@
+"""Sharded parameters tell the truth, however unevenly they are cut."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.fsdp import UnevenDTensor
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+SHAPES = {
+    "fewer rows than ranks": [(1, 70), (3, 5), (2, 2, 31)],
+    "0-D and empty": [(), (7,), (0, 4), (3, 0), (1,)],
+    "one tensor": [(37, 11)],
+    "tiny": [(1,), (2,), (), (3, 1)],
+    "mixed": [(13, 29), (29,), (4, 3, 5, 2), (), (64, 64), (1, 1, 1, 9)],
+}
+
+
+class Bag(nn.Module):
+    """Parameters of any shapes; the loss weighs every element differently."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for number, shape in enumerate(shapes):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        total = scale.sum() * 0
+        for parameter in self.parameters():
+            weights = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+            total = total + (parameter * weights).sin().sum() * scale.mean()
+        return total
+
+
+def random_shapes(seed: int) -> list[tuple[int, ...]]:
+    """Up to six shapes with up to three small dimensions, some of size zero."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(0, high, (), generator=generator))
+
+    return [tuple(draw(20) for _ in range(draw(4))) for _ in range(1 + draw(6))]
+
+
+def bags(**options):
+    """`(shapes, plain, sharded)` for every list of shapes, the two holding the same values."""
+    for shapes in [*SHAPES.values(), *(random_shapes(seed) for seed in range(6))]:
+        yield shapes, Bag(shapes), weft.fully_shard(Bag(shapes), **options)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, **tolerance) -> None:
+    torch.testing.assert_close(nets.full(actual), nets.full(expected), **tolerance)
+
+
+def exactly(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert_same(actual, expected, rtol=0, atol=0)
+
+
+def parts_of(tensor: DTensor) -> list[torch.Tensor]:
+    """Every rank's local part, flattened."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local().detach().reshape(-1))
+    return parts
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@distributed(2, 4)
+def test_full_tensor_and_the_parts_are_the_original(strategy):
+    empty = 0
+    for _, plain, sharded in bags(strategy=strategy):
+        for original, parameter in zip(plain.parameters(), sharded.parameters()):
+            exactly(parameter.full_tensor(), original)
+            parts = parts_of(parameter)
+            exactly(torch.cat(parts).view(original.shape), original)
+            empty += sum(not part.numel() for part in parts if original.numel())
+    assert empty, "no case had a rank without a part"
+
+
+@distributed(2, 4)
+def test_no_shard_keeps_whole_tensors():
+    for _, plain, sharded in bags(strategy="no_shard"):
+        for original, parameter in zip(plain.parameters(), sharded.parameters()):
+            exactly(parameter.full_tensor(), original)
+            exactly(parameter.to_local(), original)
+
+
+@distributed(2, 4)
+def test_clipping_equals_the_reference_for_every_norm():
+    for shapes, plain, sharded in bags():
+        if any(0 in shape for shape in shapes):
+            continue  # torch refuses the infinity norm of nothing
+        for model in (plain, sharded):
+            model(torch.ones(1)).backward()
+        gradients = [p.grad.clone() for p in plain.parameters()]
+        own = [p.grad.clone() for p in sharded.parameters()]
+        for order in (1, 2, math.inf):
+            for foreach in (False, True):
+                for p, gradient in zip(plain.parameters(), gradients):
+                    p.grad = gradient.clone()
+                for p, gradient in zip(sharded.parameters(), own):
+                    p.grad.copy_(gradient)
+                options = {"norm_type": order, "foreach": foreach}
+                expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.3, **options)
+                norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.3, **options)
+                assert_same(norm, expected)
+                for p, q in zip(sharded.parameters(), plain.parameters()):
+                    assert_same(p.grad, q.grad)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p, **kw: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **kw),
+    "Adam, amsgrad": lambda p, **kw: torch.optim.Adam(p, lr=1e-2, amsgrad=True, **kw),
+    "SGD, momentum": lambda p, **kw: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, **kw),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed(2, 4)
+def test_optimizers_equal_the_reference_in_every_implementation(name):
+    for implementation in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        for shapes in (SHAPES["mixed"], SHAPES["0-D and empty"], random_shapes(3)):
+            plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))
+            for model in (plain, sharded):
+                optimizer = OPTIMIZERS[name](model.parameters(), **implementation)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    model(torch.full((1,), step + 1.0)).backward()
+                    optimizer.step()
+            for parameter, original in zip(sharded.parameters(), plain.parameters()):
+                assert_same(parameter, original)
+
+
+@distributed(2, 4)
+def test_optimizer_state_is_cut_as_its_parameter_is():
+    sharded = weft.fully_shard(Bag(SHAPES["mixed"]))
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    sharded(torch.ones(1)).backward()
+    optimizer.step()
+    for parameter in sharded.parameters():
+        for value in (optimizer.state[parameter]["exp_avg"], parameter.grad):
+            assert isinstance(value, UnevenDTensor)
+            assert value.to_local().shape == parameter.to_local().shape
+
+
+@distributed(2)
+def test_copies_come_from_full_tensors_and_from_other_cuts():
+    shapes = SHAPES["mixed"]
+    values = Bag(shapes, seed=1)
+    other_cuts = weft.fully_shard(Bag([(50,), *shapes], seed=2))
+    target = weft.fully_shard(Bag(shapes))
+    sources = [parameter.detach() for parameter in other_cuts.parameters()][1:]
+    with torch.no_grad():
+        for parameter, full, source in zip(target.parameters(), values.parameters(), sources):
+            parameter.copy_(full)
+            exactly(parameter, full)
+            source.copy_(parameter)
+            exactly(source, full)
+            parameter.zero_().copy_(source)
+            exactly(parameter, full)
+            plain = torch.zeros(parameter.shape)
+            plain.copy_(parameter)
+            exactly(plain, full)
+        with pytest.raises(ValueError, match=r"copy_ of shape \(3,\) into a parameter of shape \(13, 29\)"):
+            target.p0.copy_(torch.zeros(3))
+
+
+REDUCTIONS = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.max,
+    "min": torch.min,
+    "norm": torch.norm,
+    "vector norm 1": lambda t: torch.linalg.vector_norm(t, 1),
+    "vector norm 3": lambda t: torch.linalg.vector_norm(t, 3),
+    "vector norm 0": lambda t: torch.linalg.vector_norm(t, 0),
+    "vector norm inf": lambda t: torch.linalg.vector_norm(t, math.inf),
+    "vector norm -inf": lambda t: torch.linalg.vector_norm(t, -math.inf),
+    "sum of a dimension": lambda t: t.sum(-1),
+    "norm of a dimension": lambda t: torch.linalg.vector_norm(t, dim=-1),
+    "max of integers": lambda t: (t * 100).long().max(),
+    "min of integers": lambda t: (t * 100).long().min(),
+    "all": lambda t: (t < 0.5).all(),
+    "any": lambda t: (t > 1.5).any(),
+    "mean in double": lambda t: t.mean(dtype=torch.float64),
+    "isfinite": lambda t: t.isfinite().all(),
+}
+
+
+@distributed(2, 4)
+def test_reductions_equal_the_reference():
+    for shapes in (SHAPES["mixed"], SHAPES["tiny"]):
+        plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))
+        for name, reduction in REDUCTIONS.items():
+            for parameter, original in zip(sharded.parameters(), plain.parameters()):
+                if "dimension" in name and not original.dim():
+                    continue
+                result = reduction(parameter.detach())
+                try:
+                    assert_same(result, reduction(original.detach()))
+                except AssertionError as error:
+                    raise AssertionError(f"{name} of {tuple(original.shape)}: {error}") from error
+
+
+@distributed(2, 4)
+def test_equality_is_of_the_whole_tensor_and_the_same_on_every_rank():
+    one, same, other = (weft.fully_shard(Bag(SHAPES["mixed"], seed)) for seed in (0, 0, 0))
+    with torch.no_grad():
+        if dist.get_rank() == 0:  # only one rank holds the first element
+            other.p0.to_local().view(-1)[0] += 1
+    assert torch.equal(one.p0, same.p0)
+    assert not torch.equal(one.p0, other.p0)
+    assert torch.equal(one.p0, Bag(SHAPES["mixed"]).p0)
+
+
+@distributed(2, 4)
+def test_operators_without_a_rule_run_on_the_whole_tensor():
+    plain, sharded = Bag([(6, 10), (10, 3)]), weft.fully_shard(Bag([(6, 10), (10, 3)]))
+    a, b, x, y = *(p.detach() for p in plain.parameters()), *(p.detach() for p in sharded.parameters())
+    assert_same(x @ y, a @ b)
+    assert_same(x.t(), a.t())
+    assert_same(x.softmax(-1), a.softmax(-1))
+    assert_same(x.view(3, 20), a.view(3, 20))
+    assert_same(x + x[0], a + a[0])
+    x += x.cos().t().sin().t()  # in place with the result of such an operator: its slice is added
+    assert_same(x, a + a.cos().sin())
+
+
+@distributed(2)
+def test_an_in_place_operator_without_a_rule_says_what_to_do():
+    sharded = weft.fully_shard(Bag([(6, 10)]))
+    with torch.no_grad(), pytest.raises(TypeError, match=r"changes a sharded parameter.*to_local"):
+        sharded.p0.tril_()
+
+
+@distributed(2)
+def test_a_child_called_outside_its_unit_says_what_to_call():
+    net = nets.shard(nets.make())
+    with pytest.raises(RuntimeError, match="Call the module that was passed to fully_shard"):
+        net.norm(torch.randn(2, 13))
+    with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
+        net.blocks[0].up(torch.randn(2, 13))
+
+
+@distributed(2, 4)
+def test_full_tensor_and_to_local_are_differentiable():
+    plain, sharded = Bag([(5, 7)]), weft.fully_shard(Bag([(5, 7)]))
+    (plain.p0**2).sum().backward()
+    (sharded.p0.full_tensor() ** 2).sum().backward()
+    assert_same(sharded.p0.grad, plain.p0.grad)
+    sharded.p0.grad = None
+    (sharded.p0.to_local() ** 2).sum().backward()
+    assert_same(sharded.p0.grad, plain.p0.grad)
+
+
+@distributed(2, 4)
+def test_derived_tensors_keep_the_cuts():
+    for _, plain, sharded in bags():
+        for original, parameter in zip(plain.parameters(), sharded.parameters()):
+            copied = copy.deepcopy(parameter)
+            assert isinstance(copied, nn.Parameter) and copied.requires_grad
+            same = (parameter.detach(), parameter.clone(), copied, nn.Parameter(parameter.detach()))
+            for derived in same:
+                exactly(derived, original)
+            exactly(torch.zeros_like(parameter), torch.zeros_like(original))
+            exactly(parameter.detach() * 2 + 1, original.detach() * 2 + 1)
+            exactly(parameter.double(), original.double())
+            for derived in (*same, torch.zeros_like(parameter), parameter.to(torch.bfloat16)):
+                assert isinstance(derived, UnevenDTensor)
+                assert derived._cuts == parameter._cuts
+                assert derived.shape == original.shape
+                assert derived.to_local().shape == parameter.to_local().shape
+            with torch.no_grad():
+                copied.add_(1)
+            exactly(parameter, original)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_state_dicts_load_from_sharded_and_from_plain_tensors(strategy):
+    plain = nets.make(seed=3)
+    sharded = nets.shard(nets.make(seed=3), strategy=strategy)
+    assert list(sharded.state_dict()) == list(plain.state_dict())
+
+    for source in (plain.state_dict(), sharded.state_dict()):
+        target = nets.shard(nets.make(seed=4), strategy=strategy)
+        before = [id(parameter) for parameter in target.parameters()]
+        tokens = nets.data(1, 4)[0]
+        nets.loss_of(target, tokens)  # weights that a forward left must not survive the load
+        target.load_state_dict(source)
+        assert [id(parameter) for parameter in target.parameters()] == before
+        for name, value in target.state_dict().items():
+            exactly(value, plain.state_dict()[name])
+        torch.testing.assert_close(nets.loss_of(target, tokens), nets.loss_of(plain, tokens))
+
+
+@distributed(2)
+def test_assigning_a_state_dict_is_refused_with_the_reason():
+    net = nets.shard(nets.make())
+    with pytest.raises(ValueError, match=r"assign=True.*views of flat buffers.*load without assign"):
+        net.load_state_dict(net.state_dict(), assign=True)
+
+
+def trained(strategy, seed=0):
+    """A net and its optimizer after a step, with state."""
+    net = nets.shard(nets.make(seed=seed), strategy=strategy)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    nets.loss_of(net, nets.data(1, 4, seed=seed + 1)[0]).backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def state_of(net, optimizer) -> dict:
+    """Weights and optimizer state by name."""
+    state = {f"model.{name}": value for name, value in net.state_dict().items()}
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def save(strategy, folder):
+    net, optimizer = trained(strategy)
+    state = state_of(net, optimizer)
+    dcp.save(state, checkpoint_id=folder)
+    return {name: nets.full(value) for name, value in state.items()}
+
+
+def load(strategy, folder):
+    net, optimizer = trained(strategy, seed=5)
+    state = state_of(net, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    return {name: nets.full(value) for name, value in state.items()}
+
+
+def save_bags(folder):
+    for number, (_, _, sharded) in enumerate(bags()):
+        dcp.save(dict(sharded.named_parameters()), checkpoint_id=f"{folder}/{number}")
+
+
+def load_bags(folder):
+    for number, (_, plain, sharded) in enumerate(bags()):
+        with torch.no_grad():
+            for parameter in sharded.parameters():
+                parameter.fill_(math.nan)
+        dcp.load(dict(sharded.named_parameters()), checkpoint_id=f"{folder}/{number}")
+        for parameter, original in zip(sharded.parameters(), plain.parameters()):
+            exactly(parameter, original)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strategy(pool, tmp_path, ranks):
+    saved = pool.run(4, save, "optim_grads_params", str(tmp_path))
+    for strategy in STRATEGIES if ranks == 2 else ["optim_grads_params"]:
+        for loaded in pool.run(ranks, load, strategy, str(tmp_path)):
+            torch.testing.assert_close(loaded, saved[0], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_any_shapes_load_on_other_numbers_of_ranks(pool, tmp_path):
+    pool.run(4, save_bags, str(tmp_path))
+    for ranks in (4, 2, 1):
+        pool.run(ranks, load_bags, str(tmp_path))
