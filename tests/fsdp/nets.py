@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -101,6 +102,11 @@ def train(
         opt.step()
     weights = {name: full(value) for name, value in net.state_dict().items()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def train_here(net: nn.Module, batches: torch.Tensor, **options) -> dict[str, list]:
+    """`train` on this rank's rows."""
+    return train(net, batches, rank=dist.get_rank(), ranks=dist.get_world_size(), **options)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

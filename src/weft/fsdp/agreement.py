@@ -5,6 +5,8 @@ about to: that is an error before the optimizer can use them. A parameter keeps 
 gradient for it, as in a single process.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -38,26 +40,33 @@ class Agreement:
         present: Sequence[bool],
         names: Sequence[str],
         lane: Lane,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         device: torch.device,
     ) -> list[bool]:
-        """Compare the logs and return, per parameter, whether any rank of `group` has a gradient.
+        """Compare the logs and return, per parameter, whether any rank of `groups` has a gradient.
 
-        Raises CollectiveMismatch on every rank where the logs differ.
+        `groups`: of the mesh axes, which together reach every rank. Raises CollectiveMismatch on every rank where logs
+        differ anywhere.
         """
         log, self._log = self._log, []
-        if group.size() == 1:
-            return list(present)
-        words = [_fingerprint(log)]
-        for start in range(0, len(present), _WORD):
-            words.append(sum(flag << bit for bit, flag in enumerate(present[start : start + _WORD])))
-        mine = torch.tensor(words, dtype=torch.int64, device=device)
-        everyone = torch.empty(group.size() * len(words), dtype=torch.int64, device=device)
-        lane.run(collectives.all_gather, everyone, mine, group).wait()
-        rows = everyone.view(group.size(), -1).tolist()
-        if any(row[0] != rows[0][0] for row in rows):
-            raise CollectiveMismatch(_difference(exchange_objects(log, group), names))
-        return [any(row[1 + i // _WORD] >> (i % _WORD) & 1 for row in rows) for i in range(len(present))]
+        mine, differs = _fingerprint(log), False
+        flags = [sum(flag << bit for bit, flag in enumerate(present[i : i + _WORD])) for i in _starts(present)]
+        for group in groups:
+            if group.size() == 1:
+                continue
+            words = torch.tensor([mine, differs, *flags], dtype=torch.int64, device=device)
+            everyone = torch.empty(group.size() * len(words), dtype=torch.int64, device=device)
+            lane.run(collectives.all_gather, everyone, words, group).wait()
+            rows = everyone.view(group.size(), -1).tolist()
+            differs = any(row[0] != mine or row[1] for row in rows)
+            flags = [functools.reduce(operator.or_, column) for column in zip(*(row[2:] for row in rows))]
+        if differs:
+            raise CollectiveMismatch(_difference([exchange_objects(log, group) for group in groups], names))
+        return [bool(flags[i // _WORD] >> (i % _WORD) & 1) for i in range(len(present))]
+
+
+def _starts(present: Sequence[bool]) -> range:
+    return range(0, len(present), _WORD)
 
 
 def _fingerprint(log: list[tuple[int, str, int]]) -> int:
@@ -68,18 +77,16 @@ def _fingerprint(log: list[tuple[int, str, int]]) -> int:
     return value
 
 
-def _difference(logs: list[list[tuple[int, str, int]]], names: Sequence[str]) -> str:
-    """The first place where the logs part, as a sentence."""
-    longest = max(map(len, logs))
-    for position in range(longest):
-        entries = [log[position] if position < len(log) else None for log in logs]
-        if len(set(entries)) > 1:
-            break
-    said = "; ".join(f"rank {rank}: {_spoken(entry, names)}" for rank, entry in enumerate(entries))
-    return (
-        f"ranks issued different collectives, the first at position {position} of this backward ({said}): "
-        "every rank must run the same units in the same order"
-    )
+def _difference(logs_by_group: list[list[list[tuple[int, str, int]]]], names: Sequence[str]) -> str:
+    """The first place where logs part, as a sentence."""
+    rule = "every rank must run the same units in the same order"
+    for logs in logs_by_group:
+        for position in range(max(map(len, logs))):
+            entries = [log[position] if position < len(log) else None for log in logs]
+            if len(set(entries)) > 1:
+                said = "; ".join(f"rank {rank}: {_spoken(entry, names)}" for rank, entry in enumerate(entries))
+                return f"ranks issued different collectives, first at position {position} of this step ({said}): {rule}"
+    return f"ranks of another process group issued different collectives: {rule}"
 
 
 def _spoken(entry: tuple[int, str, int] | None, names: Sequence[str]) -> str:

@@ -1,19 +1,25 @@
 """A flat local tensor that knows its layout and where it lies.
 
-from       to         FlatBuffer method     collective
----------  ---------  --------------------  --------------
-Shard      Replicate  gather_into           all-gather, in place
-Partial    Shard      reduce_into           reduce-scatter
-Partial    Replicate  reduce_into           all-reduce
-Replicate  Shard      shard                 none: a view
+    from       to         over one axis         collective
+    ---------  ---------  --------------------  ----------------------
+    Shard      Replicate  gather_into           all-gather, in place
+    Partial    Shard      reduce_into           reduce-scatter
+    Partial    Replicate  reduce_into           all-reduce
+    Replicate  Shard      part                  none: a view
+
+On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts its shards again:
+
+    shard axis     |        shard 0        |        shard 1        |
+    outer axis     | piece 0   | piece 1   | piece 0   | piece 1   |
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate
 
 from weft.comm import collectives
 from weft.comm.groups import group_of
@@ -23,86 +29,109 @@ from weft.fsdp.layout import Layout
 
 
 class FlatBuffer:
-    """`local`: the whole layout where `placement` is Replicate or Partial, one shard of it where it is Shard."""
+    """`local`: what lies on this rank of the layout, under one placement per mesh axis."""
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh, placement: Placement, local: torch.Tensor) -> None:
+    def __init__(
+        self, layout: Layout, mesh: DeviceMesh, placements: tuple[Placement, ...], local: torch.Tensor
+    ) -> None:
         self.layout = layout
         self.mesh = mesh
-        self.placement = placement
+        self.placements = placements
         self.local = local
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group over which the shards lie."""
-        return group_of(self.mesh, 0)
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes over which it is cut, that of the coarsest cuts first."""
+        return sharded_axes(self.placements)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the layout is cut."""
+        return math.prod(self.mesh.size(axis) for axis in self.axes)
 
     @property
     def index(self) -> int:
-        """Which shard lies on this rank."""
-        return self.mesh.get_local_rank(0) if self.layout.shards > 1 else 0
+        """Which piece lies on this rank."""
+        index = 0
+        for axis in self.axes:
+            index = index * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return index
 
-    def shard(self) -> "FlatBuffer":
-        """This rank's shard of a whole buffer, as a view."""
-        return FlatBuffer(self.layout, self.mesh, Shard(0), self.local[self.layout.shard(self.index)])
+    def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
+        """The part of this buffer that lies here under `placements`, which cut it further; a view."""
+        cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
+        numel = self.layout.numel // cut.pieces
+        start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
+        cut.local = self.local[start : start + numel]
+        return cut
 
     def views(self) -> list[torch.Tensor]:
-        """What lies here of each tensor: the tensor itself in a whole buffer, its part in a shard."""
-        if not self.placement.is_shard():
+        """What lies here of each tensor: the tensor itself in a whole buffer, its part in a piece."""
+        if not self.axes:
             return [self.local[extent.offset : extent.end].view(extent.shape) for extent in self.layout.extents]
-        begin = self.index * self.layout.shard_numel
+        index = self.index
+        begin = index * (self.layout.numel // self.pieces)
         parts = []
         for number, extent in enumerate(self.layout.extents):
             cuts = self.cuts(number)
-            start = extent.offset - begin + cuts.borders[self.index]
-            stop = extent.offset - begin + cuts.borders[self.index + 1]
+            start, stop = (extent.offset - begin + border for border in cuts.borders[index : index + 2])
             part = self.local[start:stop] if stop > start else self.local[:0]
-            parts.append(part.view(cuts.part_shape(self.index)))
+            parts.append(part.view(cuts.part_shape(index)))
         return parts
 
     def cuts(self, number: int) -> Cuts:
         """Where tensor `number` is cut in this buffer."""
         extent = self.layout.extents[number]
-        borders = self.layout.cuts(number) if self.placement.is_shard() else (0, extent.numel)
-        return Cuts(extent.shape, borders)
+        return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes)
 
     def dtensors(self) -> list[UnevenDTensor]:
         """A DTensor for each tensor, its part being a view of this buffer."""
         return [
-            UnevenDTensor.make(view, self.cuts(number), self.mesh, (self.placement,))
+            UnevenDTensor.make(view, self.cuts(number), self.mesh, self.placements)
             for number, view in enumerate(self.views())
         ]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy full tensors in; the padding becomes zero."""
         self.local.zero_()
+        index = self.index
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
-            borders = self.cuts(number).borders
-            part = self.index if self.placement.is_shard() else 0
-            view.view(-1).copy_(tensor.detach().reshape(-1)[borders[part] : borders[part + 1]])
+            start, stop = self.cuts(number).borders[index : index + 2]
+            view.view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
 
-    def gather_into(self, full: "FlatBuffer", lane: Lane, group: dist.ProcessGroup) -> Ticket:
-        """Start filling `full` from every rank's shard, casting to its dtype on the way."""
+    def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup) -> Ticket:
+        """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`, casting to its
+        dtype on the way."""
         source = self.local
-        own = full.local[self.layout.shard(self.index)]
+        own = target.part(self.placements).local
         if source.dtype != own.dtype:
             own.copy_(source)
             source = own
-        return lane.run(collectives.all_gather, full.local, source, group)
+        return lane.run(collectives.all_gather, target.local, source, group)
+
+    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane) -> Ticket | None:
+        """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first."""
+        ticket = None
+        axes = sharded_axes(inner)
+        while axes != self.axes:
+            if ticket is not None:
+                ticket.wait()
+            outer = tuple(Replicate() if axis == axes[-1] else inner[axis] for axis in range(len(inner)))
+            ticket = self.part(inner).gather_into(self.part(outer), lane, group_of(self.mesh, axes[-1]))
+            inner, axes = outer, axes[:-1]
+        return ticket
 
     def reduce_into(
-        self, output: "FlatBuffer", lane: Lane, *, scale: float, accumulate: bool, inbox: torch.Tensor
+        self, output: "FlatBuffer", axis: int, lane: Lane, *, scale: float, accumulate: bool, inbox: torch.Tensor
     ) -> Ticket:
-        """Start `output` (+)= `scale` times the sum of this partial buffer over the ranks."""
-        if output.placement.is_shard():
-            return lane.run(
-                collectives.reduce_scatter,
-                output.local,
-                self.local,
-                self.group,
-                scale=scale,
-                accumulate=accumulate,
-                inbox=inbox,
-            )
-        return lane.run(
-            collectives.all_reduce, output.local, self.local, self.group, scale=scale, accumulate=accumulate
-        )
+        """Start `output` (+)= `scale` times the sum of this buffer, partial over `axis`, over the ranks of that axis."""
+        group = group_of(self.mesh, axis)
+        amounts = {"scale": scale, "accumulate": accumulate}
+        if output.placements[axis].is_shard():
+            return lane.run(collectives.reduce_scatter, output.local, self.local, group, inbox=inbox, **amounts)
+        return lane.run(collectives.all_reduce, output.local, self.local, group, **amounts)
+
+
+def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """The axes that placements shard, that of the coarsest cuts, the last, first."""
+    return tuple(axis for axis in reversed(range(len(placements))) if placements[axis].is_shard())

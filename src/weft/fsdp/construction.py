@@ -21,11 +21,14 @@ from weft.fsdp.parameter_group import Slot
 
 
 def materialize(
-    modules: Iterable[nn.Module], slots: dict[nn.Parameter, Slot], device: torch.device, group: dist.ProcessGroup
+    modules: Iterable[nn.Module],
+    slots: dict[nn.Parameter, Slot],
+    device: torch.device,
+    groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Slot]:
     """Give what `modules` own on the meta device memory on `device` and rank 0's initial values.
 
-    `slots`: the parameters of the modules, each with its owners. Returns them with the new parameters, tied ones still
+    `groups`: of the mesh axes. `slots`: the parameters of the modules, each with its owners. Returns them with the new parameters, tied ones still
     tied. Raises ValueError for a module that cannot fill what it owns.
     """
     empty = [module for module in modules if _owns_meta(module)]
@@ -52,7 +55,8 @@ def materialize(
     for module in empty:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
-                broadcast(tensor.detach(), group)
+                for group in groups:
+                    broadcast(tensor.detach(), group)
     return placed
 
 

@@ -13,10 +13,14 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where one tensor is cut: part r holds elements `[borders[r], borders[r + 1])`. One part: the tensor is whole."""
+    """Where one tensor is cut: part r holds elements `[borders[r], borders[r + 1])`. One part: the tensor is whole.
+
+    `axes`: the mesh axes over which the parts lie, that of the coarsest cuts first.
+    """
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]
+    axes: tuple[int, ...]
 
     @property
     def parts(self) -> int:

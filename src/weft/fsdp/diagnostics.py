@@ -41,7 +41,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
     persistent = {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:
-            persistent["weights"] += sum(nbytes for _, nbytes in group.persistent_weights())
+            persistent["weights"] += sum(group.persistent_weights().values())
             if group.main_grad is not None:
                 persistent["gradients"] += group.main_grad.local.nbytes
     runtimes = list({id(unit.runtime): unit.runtime for unit in units}.values())
@@ -72,7 +72,7 @@ def _units(model: nn.Module) -> list[Unit]:
 
 
 def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:
-    nbytes = sum(size for _, size in group.persistent_weights())
+    nbytes = sum(group.persistent_weights().values())
     return (
         unit.name or "(root)",
         unit.kind if group.trainable else f"{unit.kind}, frozen",

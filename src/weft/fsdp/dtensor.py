@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -30,7 +29,7 @@ from weft.fsdp.cuts import Cuts
 
 
 class UnevenDTensor(DTensor):
-    """A DTensor over a 1-D mesh whose parts are those of `cuts`."""
+    """A DTensor whose parts are those of `cuts`."""
 
     _cuts: Cuts
 
@@ -66,12 +65,16 @@ class UnevenDTensor(DTensor):
     @property
     def part(self) -> int:
         """Which part of the cuts lies on this rank."""
-        return self._spec.mesh.get_local_rank(0) if self._cuts.parts > 1 else 0
+        mesh, part = self._spec.mesh, 0
+        for axis in self._cuts.axes:
+            part = part * mesh.size(axis) + mesh.get_local_rank(axis)
+        return part
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group over which the parts lie."""
-        return group_of(self._spec.mesh, 0)
+    def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
+        """All-reduce a small tensor, in place, over the ranks that hold parts."""
+        for axis in self._cuts.axes:
+            collectives.reduce_now(value, op, group_of(self._spec.mesh, axis))
+        return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's part."""
@@ -104,9 +107,16 @@ class UnevenDTensor(DTensor):
             return self._local_tensor.detach().clone().view(self._cuts.shape)
         full = torch.empty(self._cuts.shape, dtype=self.dtype, device=self._local_tensor.device)
         borders = self._cuts.borders
-        parts = [full.view(-1)[start:stop] for start, stop in pairwise(borders)]
-        parts[self.part].copy_(self._local_tensor.detach().view(-1))
-        collectives.all_gather_uneven(parts, self.part, self.group)
+        flat, part = full.view(-1), self.part
+        flat[borders[part] : borders[part + 1]] = self._local_tensor.detach().view(-1)
+        span = 1  # neighbouring parts that are here already: the finest cuts are gathered first
+        for axis in reversed(self._cuts.axes):
+            size, rank = self._spec.mesh.size(axis), self._spec.mesh.get_local_rank(axis)
+            first = part // (span * size) * (span * size)
+            edges = [borders[first + step * span] for step in range(size + 1)]
+            pieces = [flat[start:stop] for start, stop in pairwise(edges)]
+            collectives.all_gather_uneven(pieces, rank, group_of(self._spec.mesh, axis))
+            span *= size
         return full
 
     def __deepcopy__(self, memo: dict) -> "UnevenDTensor":

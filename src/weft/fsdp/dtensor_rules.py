@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from weft.comm import collectives
 from weft.fsdp.dtensor import UnevenDTensor
 
 _LOCAL_BY_NAME = {
@@ -109,8 +108,15 @@ def _local_lists(func: Any, args: tuple, kwargs: dict) -> Any:
                 )
     result = func(*_localized(args), **_localized(kwargs))
     if func._schema.is_mutable:
+        _count_change(args)
         return None
     return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, result)]
+
+
+def _count_change(values: Any) -> None:
+    """Raise the version of tensors in lists: torch counts what it sees of them, not what happens inside wrappers, and
+    gathers look at the count."""
+    torch.autograd.graph.increment_version(_uneven(values))
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -136,6 +142,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
 def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
     for target, source in zip(args[0], args[1]):
         target.copy_(source, *args[2:], **kwargs)
+    _count_change(args[0])
 
 
 def _replicated(value: torch.Tensor, like: UnevenDTensor) -> DTensor:
@@ -148,10 +155,10 @@ def _combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) ->
         return locals_
     if math.isinf(order):
         op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-        return collectives.reduce_now(locals_, op, like.group)
+        return like.combine(locals_, op)
     if order == 0:
-        return collectives.reduce_now(locals_, dist.ReduceOp.SUM, like.group)
-    return collectives.reduce_now(locals_.pow(order), dist.ReduceOp.SUM, like.group).pow(1 / order)
+        return like.combine(locals_, dist.ReduceOp.SUM)
+    return like.combine(locals_.pow(order), dist.ReduceOp.SUM).pow(1 / order)
 
 
 def _part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -213,7 +220,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
         value = func(local, **kwargs) if func._schema.name != "aten::mean" else local.sum(**kwargs)
     if tensor._cuts.parts > 1:
         small = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
-        value = collectives.reduce_now(small, op, tensor.group).to(value.dtype)
+        value = tensor.combine(small, op).to(value.dtype)
     if func._schema.name == "aten::mean":
         value = value / tensor.numel()
     return _replicated(value, tensor)
@@ -226,7 +233,7 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
         return torch.equal(_whole(one), _whole(other))
     same = torch.tensor(int(torch.equal(_localized(one), _localized(other))))
     if like._cuts.parts > 1:
-        same = collectives.reduce_now(same.to(like._local_tensor.device), dist.ReduceOp.MIN, like.group)
+        same = like.combine(same.to(like._local_tensor.device), dist.ReduceOp.MIN)
     return bool(same)
 
 

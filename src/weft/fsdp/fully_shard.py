@@ -47,9 +47,9 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
-        mesh: a 1-D DeviceMesh over the ranks that share the work. Default: all ranks.
+        mesh: a DeviceMesh over the ranks that share the work: 1-D, or 2-D (outer, shard). Default: all ranks, 1-D.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
-        outer_strategy: for 2-D meshes.
+        outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
             for the root, whose backward follows at once.
         shard_placement_fn: for other cuts than those of dim 0.
@@ -74,19 +74,19 @@ def fully_shard(
             raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
     if not modules:
         raise ValueError("fully_shard got an empty list: pass at least one module")
-    _refuse_unavailable(outer_strategy, reshard_after_forward, shard_placement_fn)
+    _refuse_unavailable(reshard_after_forward, shard_placement_fn)
     if gradient_divide_factor is not None and gradient_divide_factor <= 0:
         raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
-    placements = placements_of(strategy)
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
     check_offload(offload_policy if offload_policy is not None else OffloadPolicy())
     mesh = _checked_mesh(mesh, modules)
+    placements = placements_of(strategy, outer_strategy, mesh.ndim)
     device = _device_of(mesh)
 
     ignored = {id(parameter) for parameter in ignored_params or ()}
     owners = _owners(modules)
     found = {key: value for key, value in _owned_parameters(owners).items() if id(key) not in ignored}
-    found = materialize(owners, found, device, group_of(mesh, 0))
+    found = materialize(owners, found, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
     tied = {key: _sharded_elsewhere[key] for key in found if key in _sharded_elsewhere}
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
     for parameter, slot in own.items():
@@ -125,9 +125,7 @@ def fully_shard(
     return module
 
 
-def _refuse_unavailable(outer_strategy: str, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
-    if outer_strategy != "no_shard":
-        raise ValueError(f"outer_strategy={outer_strategy!r}: meshes are 1-D so far, which have no outer axis")
+def _refuse_unavailable(reshard_after_forward: Any, shard_placement_fn: Any) -> None:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not available yet; "
@@ -146,9 +144,9 @@ def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMe
         first = next((parameter for module in modules for parameter in module.parameters()), None)
         device_type = first.device.type if first is not None else "cpu"
         return _whole_world("cpu" if device_type == "meta" else device_type)
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D mesh of the ranks that shard"
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D mesh (shard) or a 2-D one (outer, shard)"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

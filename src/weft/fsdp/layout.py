@@ -70,16 +70,12 @@ class Layout:
         """Padding as a fraction of the data."""
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
-    def shard(self, index: int) -> slice:
-        """Where shard `index` lies in the flat buffer."""
-        return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
-
-    def cuts(self, tensor: int) -> tuple[int, ...]:
-        """Borders of the shards in one tensor, in its elements: shard r holds `[cuts[r], cuts[r + 1])`."""
+    def cuts(self, tensor: int, pieces: int) -> tuple[int, ...]:
+        """Borders inside one tensor, in its own elements, of the buffer in `pieces`, a divisor of the shards: piece r
+        holds `[cuts[r], cuts[r + 1])`."""
         extent = self.extents[tensor]
-        return tuple(
-            min(max(border * self.shard_numel - extent.offset, 0), extent.numel) for border in range(self.shards + 1)
-        )
+        numel = self.numel // pieces
+        return tuple(min(max(border * numel - extent.offset, 0), extent.numel) for border in range(pieces + 1))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:

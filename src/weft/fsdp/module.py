@@ -43,11 +43,17 @@ class FSDPModule:
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """For a replicated outer axis; on a 1-D mesh there is none to reduce over, so only True is accepted."""
-        if not requires_all_reduce:
-            raise ValueError(
-                "set_requires_all_reduce(False): a 1-D mesh has no all-reduce; use set_requires_gradient_sync"
-            )
+        """Say whether backward reduces gradients over the outer axis of a 2-D mesh, or accumulates them before it.
+
+        Raises ValueError for False where a unit's mesh is 1-D, which has no such axis.
+        """
+        for unit in units_under(self, recurse):
+            if not requires_all_reduce and any(group.mesh.ndim == 1 for group in unit.groups):
+                raise ValueError(
+                    f"set_requires_all_reduce(False): {unit.kind} is sharded over a 1-D mesh, which has no outer axis to "
+                    "reduce over; use set_requires_gradient_sync"
+                )
+            unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether the full weights go after forward."""

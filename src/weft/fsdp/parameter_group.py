@@ -2,14 +2,17 @@
 
 buffer        lives       placement    dtype        holds
 main_weight   always      optimizer    main         what the optimizer updates; registered at rest
-full          gathered*   Replicate    compute      what forward and backward read; registered while held
-partial       a moment    Partial      reduce       this rank's gradients, packed
-main_grad     always**    optimizer    main_grad    reduced gradients; `.grad` of the registered parameters
+model_weight  always*     parameter    compute      what gathers start from
+full          gathered**  Replicate    compute      what forward and backward read; registered while held
+packed        a moment    Partial      reduce       this rank's gradients
+main_grad     always***   optimizer    main_grad    reduced gradients; `.grad` of the registered parameters
 
-*  always where the parameter placement is Replicate; then it shares memory with main_weight if the dtypes agree
-** from the first reduction on, and only where the group is trainable
+*   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
+**  always, as model_weight, where the parameter placement is Replicate on every axis
+*** from the first reduction on, and only where the group is trainable
 """
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate
 
-from weft.comm.collectives import inbox_numel
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
-from weft.fsdp.buffer import FlatBuffer
-from weft.fsdp.layout import Layout, plan_layout
+from weft.fsdp.buffer import FlatBuffer, sharded_axes
+from weft.fsdp.gradient_stage import GradientStage
+from weft.fsdp.layout import plan_layout
 from weft.fsdp.placement import Placements
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.precision import Recipe
@@ -63,124 +66,155 @@ class ParameterGroup:
         self.recipe = recipe
         self.trainable = parameters[0].requires_grad
         self.device = parameters[0].device
-        self.group = group_of(mesh, 0)
-        self.layout = self._plan([tuple(parameter.shape) for parameter in parameters])
-        self.main_weight, self.full, self._transient = self._weights(parameters)
+        self.layout = plan_layout(
+            [tuple(parameter.shape) for parameter in parameters],
+            math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
+            itemsize=recipe.smallest_itemsize,
+        )
+        self.main_weight, self.model_weight = self._weights(parameters)
+        self.full = self.model_weight
+        self.transient: Transient | None = None
+        if self.model_weight.axes and self.layout.shards > 1:
+            self.transient = Transient(self.layout.numel, recipe.compute, self.device, on_move=self._follow)
+            self.full = FlatBuffer(self.layout, mesh, self._whole, self.transient.tensor)
         self.full_parameters = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
             nn.Parameter(view.data, requires_grad=self.trainable)
-            for view in self.full.views()
+            for view in FlatBuffer(self.layout, mesh, self._whole, self.full.local).views()
         ]
-        if self._transient is not None:
-            self._transient.settle()
+        if self.transient is not None:
+            self.transient.settle()
         self.sharded_parameters = [
             nn.Parameter(tensor, requires_grad=self.trainable) for tensor in self.main_weight.dtensors()
         ]
         for parameter, full, sharded in zip(parameters, self.full_parameters, self.sharded_parameters):
-            for name, value in vars(parameter).items():
-                setattr(full, name, value)
-                setattr(sharded, name, value)
+            vars(full).update(vars(parameter))
+            vars(sharded).update(vars(parameter))
         self.main_grad: FlatBuffer | None = None
         self.has_gradient = [False] * len(self.slots)
         self._gradients: list[Any] = []
+        self._stages = self._gradient_stages() if self.trainable else []
         self._gathered_version = -1
-        self._packed: FlatBuffer | None = None
-        self._packing: dict[torch.dtype, Transient] = {}
 
-    def _plan(self, shapes: list[tuple[int, ...]]) -> Layout:
-        shards = self.mesh.size(0) if self.placements.shards_optimizer else 1
-        return plan_layout(shapes, shards, itemsize=self.recipe.smallest_itemsize)
-
-    def _weights(self, parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer, Transient | None]:
-        layout, recipe = self.layout, self.recipe
-        where = Shard(0) if self.placements.shards_optimizer else Replicate()
-        aliased = recipe.main == recipe.compute and not (self.placements.shards_parameters and layout.shards > 1)
-        if aliased:  # one memory: the main weights are this rank's slice of the full ones, or all of them
-            full = FlatBuffer(layout, self.mesh, Replicate(), self._new(layout.numel, recipe.compute))
-            full.fill(parameters)
-            return (full.shard() if self.placements.shards_optimizer else full), full, None
-        numel = layout.shard_numel if self.placements.shards_optimizer else layout.numel
-        main = FlatBuffer(layout, self.mesh, where, self._new(numel, recipe.main))
+    def _weights(self, parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer]:
+        """The main weights, filled, and the model weights, which share their memory where they can."""
+        recipe, where = self.recipe, self.placements
+        aliased = recipe.main == recipe.compute
+        if aliased and where.parameter != where.optimizer:
+            model = self._new_buffer(where.parameter, recipe.compute)
+            model.fill(parameters)
+            return model.part(where.optimizer), model
+        main = self._new_buffer(where.optimizer, recipe.main)
         main.fill(parameters)
-        if self.placements.shards_parameters:
-            transient = Transient(layout.numel, recipe.compute, self.device, on_move=self._follow)
-            return main, FlatBuffer(layout, self.mesh, Replicate(), transient.tensor), transient
-        return main, FlatBuffer(layout, self.mesh, Replicate(), self._new(layout.numel, recipe.compute)), None
+        if aliased or (where.parameter == where.optimizer and self.layout.shards > 1):
+            return main, main  # gathers cast on their way
+        return main, self._new_buffer(where.parameter, recipe.compute)
 
-    def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
+    def _new_buffer(self, placements: Any, dtype: torch.dtype) -> FlatBuffer:
+        pieces = math.prod(self.mesh.size(axis) for axis in sharded_axes(placements))
+        local = torch.empty(self.layout.numel // pieces, dtype=dtype, device=self.device)
+        return FlatBuffer(self.layout, self.mesh, placements, local)
+
+    @property
+    def _whole(self) -> tuple[Replicate, ...]:
+        return (Replicate(),) * self.mesh.ndim
 
     def _follow(self, full: torch.Tensor) -> None:
         """The gathered weights have moved: the full parameters are views of the new place."""
-        self.full = FlatBuffer(self.layout, self.mesh, Replicate(), full)
+        self.full = FlatBuffer(self.layout, self.mesh, self._whole, full)
         for parameter, view in zip(self.full_parameters, self.full.views()):
             parameter.data = view
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of the mesh axes, the shard axis last."""
+        return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of memory that a gather takes, 0 where the full weights stay."""
-        return self._transient.nbytes if self._transient is not None else 0
-
-    def persistent_weights(self) -> list[tuple[int, int]]:
-        """`(storage, bytes)` of the weights that stay at rest on this rank, each memory once."""
-        buffers = [self.main_weight.local] if self._transient is not None else [self.main_weight.local, self.full.local]
-        return list(
-            {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}.items()
-        )
-
-    def gather(self, lane: Lane, group: dist.ProcessGroup, pool: Pool) -> Ticket | None:
-        """Start making the full weights those of the main weights; None where they already are."""
-        if self._transient is not None:
-            pool.take(self._transient)
-        else:
-            version = self._version()
-            if version == self._gathered_version:
-                return None
-            self._gathered_version = version
-        with torch.no_grad():
-            if self.layout.shards == 1:
-                if self.full.local.data_ptr() != self.main_weight.local.data_ptr():
-                    self.full.local.copy_(self.main_weight.local)
-                return None
-            return self.main_weight.gather_into(self.full, lane, group)
-
-    def guard(self, is_fixed: Callable[[], bool], evict: Callable[[], bool]) -> None:
-        """Say when the gathered weights must not move, and how to free them early."""
-        if self._transient is not None:
-            self._transient.is_fixed, self._transient.evict = is_fixed, evict
+        return self.transient.nbytes if self.transient is not None else 0
 
     @property
     def moves(self) -> int:
         """How often the gathered weights have moved."""
-        return self._transient.moves if self._transient is not None else 0
+        return self.transient.moves if self.transient is not None else 0
 
-    @property
-    def transient(self) -> Transient | None:
-        """The memory of the gathered weights; None where they stay."""
-        return self._transient
+    def persistent_weights(self) -> dict[int, int]:
+        """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
+        storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+    def guard(self, is_fixed: Callable[[], bool], evict: Callable[[], bool]) -> None:
+        """Say when the gathered weights must not move, and how to free them early."""
+        if self.transient is not None:
+            self.transient.is_fixed, self.transient.evict = is_fixed, evict
+
+    def gather(self, lane: Lane, outer_lane: Lane, group: dist.ProcessGroup, pool: Pool) -> Ticket | None:
+        """Start making the full weights those of the main weights; None where they already are.
+
+        `group`: the shard axis' ranks, on the communicator that gathers use.
+        """
+        with torch.no_grad():
+            ticket = self._refresh(lane, outer_lane)
+            if self.transient is None:
+                return ticket
+            if ticket is not None:
+                ticket.wait()
+            pool.take(self.transient)
+            return self.model_weight.gather_into(self.full, lane, group)
+
+    def _refresh(self, lane: Lane, outer_lane: Lane) -> Ticket | None:
+        """Bring the model weights up to date with the main weights, if the optimizer or anyone else changed them."""
+        if self.model_weight is self.main_weight:
+            return None
+        version = self._version()
+        if version == self._gathered_version:
+            return None
+        self._gathered_version = version
+        own = self.model_weight.part(self.placements.optimizer).local
+        if own.data_ptr() != self.main_weight.local.data_ptr():
+            own.copy_(self.main_weight.local)
+        return self.model_weight.gather_in_place(
+            self.placements.optimizer, outer_lane if self.model_weight.axes else lane
+        )
+
+    def _version(self) -> int:
+        """Grows with every change of the main weights, through the registered parameters or their local parts."""
+        return self.main_weight.local._version + sum(parameter._version for parameter in self.sharded_parameters)
 
     def free(self, pool: Pool) -> None:
         """Give the memory of the gathered weights back."""
-        if self._transient is not None:
-            pool.give(self._transient)
+        if self.transient is not None:
+            pool.give(self.transient)
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones."""
         for slot, parameter in zip(self.slots, self.full_parameters if full else self.sharded_parameters):
             slot.register(parameter)
 
-    def _version(self) -> int:
-        """Grows with every change of the main weights, through the registered parameters or their local parts."""
-        return self.main_weight.local._version + sum(parameter._version for parameter in self.sharded_parameters)
+    # --- gradients ------------------------------------------------------------------------------------------------
 
-    # --- gradients --------------------------------------------------------------------------------------------------
+    def _gradient_stages(self) -> list[GradientStage]:
+        stages = []
+        placements: tuple[Any, ...] = (Partial(),) * self.mesh.ndim
+        for axis in reversed(range(self.mesh.ndim)):
+            goal = (*placements[:axis], self.placements.optimizer[axis], *placements[axis + 1 :])
+            stages.append(GradientStage(self.layout, self.mesh, placements, axis, goal, self.recipe, self.device))
+            placements = goal
+        return stages
 
     @property
     def gradients_arrived(self) -> bool:
         """Whether autograd left gradients that `pack` has not taken."""
         return any(parameter.grad is not None for parameter in self.full_parameters)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait here for a later reduction."""
+        return any(stage.buffer is not None for stage in self._stages)
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move the gradients that autograd left on the full parameters into a flat buffer, adding to what is there.
@@ -188,13 +222,14 @@ class ParameterGroup:
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
         gradients = [parameter.grad for parameter in self.full_parameters]
-        fresh = self._packed is None
-        if self._packed is None:
-            self._packed = self._take(pool, accumulating=defer)
+        stage = self._stages[0]
+        fresh = stage.buffer is None
+        packed = stage.buffer or stage.open(pool, accumulating=defer)
+        if fresh:
             for start, stop in self.layout.gaps:
-                self._packed.local[start:stop].zero_()
+                packed.local[start:stop].zero_()
         targets, present = [], []
-        for view, gradient in zip(self._packed.views(), gradients):
+        for view, gradient in zip(packed.views(), gradients):
             if gradient is not None:
                 targets.append(view)
                 present.append(gradient)
@@ -206,36 +241,31 @@ class ParameterGroup:
             self.has_gradient[number] |= gradients[number] is not None
             parameter.grad = None
 
-    def reduce(self, lane: Lane, pool: Pool, scale: float) -> Ticket:
-        """Start adding the packed gradients of all ranks, times `scale`, to the main gradients."""
-        assert self._packed is not None, "pack first"
-        if self._packed.local.dtype != self.recipe.reduce:
-            narrow = self._take(pool, accumulating=False)
-            narrow.local.copy_(self._packed.local)
-            pool.give(self._packing[self._packed.local.dtype])
-            self._packed = narrow
-        if self.main_grad is None:
-            local = self._new(self.main_weight.local.numel(), self.recipe.main_grad)
-            self.main_grad = FlatBuffer(self.layout, self.mesh, self.main_weight.placement, local)
-            self._gradients = list(self.main_grad.dtensors())
-        transient = self._packing[self.recipe.reduce]
-        return self._packed.reduce_into(
-            self.main_grad,
-            lane,
-            scale=scale,
-            accumulate=self._keep_accumulated(),
-            inbox=transient.tensor[self.layout.numel :],
-        )
+    def reduce(self, number: int, lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
+        """Start the reduction of stage `number` into the next stage, or from the last into the main gradients.
 
-    def _take(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
-        """Memory for packed gradients and, behind them, for what other ranks send."""
-        dtype = self.recipe.main_grad if accumulating else self.recipe.reduce
-        if dtype not in self._packing:
-            inbox = self.placements.shards_optimizer and inbox_numel(self.layout.numel, self.group, self.device)
-            self._packing[dtype] = Transient(self.layout.numel + inbox, dtype, self.device)
-            self._packing[dtype].settle()
-        packed = pool.take(self._packing[dtype])[: self.layout.numel]
-        return FlatBuffer(self.layout, self.mesh, Partial(), packed)
+        `defer`: the next stage will wait for more microbatches.
+        """
+        stage = self._stages[number]
+        if number + 1 < len(self._stages):
+            following = self._stages[number + 1]
+            accumulate = following.buffer is not None
+            output = following.buffer or following.open(pool, accumulating=defer)
+        else:
+            if self.main_grad is None:
+                self.main_grad = self._new_buffer(self.placements.optimizer, self.recipe.main_grad)
+                self._gradients = list(self.main_grad.dtensors())
+            output, accumulate = self.main_grad, self._keep_accumulated()
+        return stage.reduce_into(output, lane, pool, scale=scale, accumulate=accumulate)
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the stage that reduces into the main gradients."""
+        return len(self._stages) - 1
+
+    def reduced(self, number: int, pool: Pool) -> None:
+        """The reduction of stage `number` is done: give its memory back."""
+        self._stages[number].close(pool)
 
     def _keep_accumulated(self) -> bool:
         """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
@@ -250,17 +280,6 @@ class ParameterGroup:
                 mine.copy_(gradient)
         return True
 
-    def reduced(self, pool: Pool) -> None:
-        """The reduction, if there was one, is done: give its buffer back."""
-        if self._packed is not None:
-            pool.give(self._packing[self._packed.local.dtype])
-            self._packed = None
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether packed gradients wait here for a later reduction."""
-        return self._packed is not None
-
     def publish_gradients(self) -> None:
         """Set `.grad` of the sharded parameters that have a gradient on any rank."""
         for parameter, gradient, present in zip(self.sharded_parameters, self._gradients, self.has_gradient):
@@ -272,5 +291,6 @@ class ParameterGroup:
         """Forget gradients that were not reduced."""
         for parameter in self.full_parameters:
             parameter.grad = None
-        self.reduced(pool)
+        for stage in self._stages:
+            stage.close(pool)
         self.has_gradient = [False] * len(self.slots)

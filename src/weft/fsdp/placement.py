@@ -6,13 +6,24 @@
     optim_grads           2      Replicate    Shard(0)     Shard(0)
     optim_grads_params    3      Shard(0)     Shard(0)     Shard(0)
 
-A `Partial` gradient stays unreduced on each rank until the last microbatch, a sharded one is reduced after each.
+On a 2-D mesh (outer, shard) the table is that of the shard axis. The outer axis has the row no_shard (HSDP) or, where the
+shard axis shards the optimizer state, the row optim (HFSDP).
+
+A `Partial` gradient stays unreduced over its axis until the last microbatch, a sharded one is reduced after each.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+_ROWS: dict[str, tuple[Placement, Placement, Placement]] = {
+    "no_shard": (Replicate(), Partial(), Replicate()),
+    "optim": (Replicate(), Partial(), Shard(0)),
+    "optim_grads": (Replicate(), Shard(0), Shard(0)),
+    "optim_grads_params": (Shard(0), Shard(0), Shard(0)),
+}
+_OUTER_ROWS = ("no_shard", "optim")
 
 
 @dataclass(frozen=True, init=False)
@@ -34,44 +45,57 @@ class Placements:
     ) -> None:
         for name, value in (("parameter", parameter), ("gradient", gradient), ("optimizer", optimizer)):
             object.__setattr__(self, name, (value,) if isinstance(value, Placement) else tuple(value))
-        row = (self.parameter, self.gradient, self.optimizer)
-        if row not in _ROWS.values():
-            table = "; ".join(
-                f"{name}: {parameter[0]}, {gradient[0]}, {optimizer[0]}"
-                for name, (parameter, gradient, optimizer) in _ROWS.items()
-            )
+        axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
+        if len(axes) > 1 or not axes & {1, 2}:
             raise ValueError(
-                f"Placements{row}: no such combination of (parameter, gradient, optimizer); choose one of {table}"
+                f"{self}: parameter, gradient and optimizer need one placement per mesh axis each, for one or two axes"
+            )
+        self._row(-1, tuple(_ROWS))
+        if len(self.parameter) == 2:
+            self._row(0, _OUTER_ROWS if self.optimizer[-1].is_shard() else ("no_shard",))
+
+    def _row(self, axis: int, allowed: tuple[str, ...]) -> None:
+        row = (self.parameter[axis], self.gradient[axis], self.optimizer[axis])
+        if row not in [_ROWS[name] for name in allowed]:
+            table = "; ".join(f"{name}: {', '.join(map(str, _ROWS[name]))}" for name in allowed)
+            where = "shard" if axis else "outer"
+            raise ValueError(
+                f"(parameter, gradient, optimizer) = ({', '.join(map(str, row))}) on the {where} axis: choose one of {table}"
             )
 
     @property
-    def shards_parameters(self) -> bool:
-        """Whether a rank keeps only its shard of the parameters at rest."""
-        return self.parameter[-1].is_shard()
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether a rank updates only its shard of the weights."""
-        return self.optimizer[-1].is_shard()
+    def axes(self) -> int:
+        """How many mesh axes they are for."""
+        return len(self.parameter)
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Whether gradients are reduced after every backward, the last of a step or not."""
+        """Whether gradients are reduced over the shard axis after every backward, the last of a step or not."""
         return self.gradient[-1].is_shard()
 
 
-def placements_of(strategy: "str | Placements") -> Placements:
-    """The placements that a strategy's name stands for. Raises ValueError for an unknown name."""
+def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
+    """The placements on a mesh of `axes` axes that the strategies' names stand for.
+
+    Raises ValueError for unknown names, and for strategies that do not go together or with the mesh.
+    """
     if isinstance(strategy, Placements):
+        if strategy.axes != axes:
+            raise ValueError(f"{strategy} is for {strategy.axes} mesh axes, the mesh has {axes}: give one per axis")
         return strategy
     if strategy not in _ROWS:
         raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(map(repr, _ROWS))} or weft.Placements(...)")
-    return Placements(*_ROWS[strategy])
-
-
-_ROWS: dict[str, tuple[tuple[Placement, ...], ...]] = {
-    "no_shard": ((Replicate(),), (Partial(),), (Replicate(),)),
-    "optim": ((Replicate(),), (Partial(),), (Shard(0),)),
-    "optim_grads": ((Replicate(),), (Shard(0),), (Shard(0),)),
-    "optim_grads_params": ((Shard(0),), (Shard(0),), (Shard(0),)),
-}
+    if outer_strategy not in _OUTER_ROWS:
+        raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {', '.join(map(repr, _OUTER_ROWS))}")
+    if axes == 1:
+        if outer_strategy != "no_shard":
+            raise ValueError(
+                f"outer_strategy={outer_strategy!r}: a 1-D mesh has no outer axis; pass a 2-D mesh (outer, shard)"
+            )
+        return Placements(*_ROWS[strategy])
+    if outer_strategy == "optim" and strategy == "no_shard":
+        raise ValueError(
+            "outer_strategy='optim' with strategy='no_shard': the outer axis shards further what the shard axis shards; "
+            "choose 'optim' or more as strategy"
+        )
+    return Placements(*zip(_ROWS[outer_strategy], _ROWS[strategy]))

@@ -53,6 +53,17 @@ class RuntimeOptions:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
 
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction under way; `finishes`: the stages behind it follow in this backward."""
+
+    unit: int
+    group: ParameterGroup
+    stage: int
+    finishes: bool
+    ticket: Ticket
+
+
 class Runtime:
     """The shared state of the units under one root."""
 
@@ -63,12 +74,13 @@ class Runtime:
         self.gradients = Pool(options.allocator == "trace")
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device)
+        self.outer_lane = Lane("outer", device)
         self.last_backward = True
         self.in_forward = 0
         self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._units: list[weakref.ref[Unit]] = []
         self._agreement = Agreement(options.check_collectives)
-        self._reducing: deque[tuple[weakref.ref[Unit], ParameterGroup, Ticket]] = deque()
+        self._reducing: deque[_Reduction] = deque()
         self._reduced = False
         self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward")}
         self._current = "forward"
@@ -92,15 +104,18 @@ class Runtime:
         if self.options.separate_all_gather_group:
             for unit in units:
                 for group in unit.groups:
-                    if group.group not in self._gather_groups:
-                        self._gather_groups[group.group] = twin_group(group.group)
+                    shard_group = group.groups[-1]
+                    if shard_group not in self._gather_groups:
+                        self._gather_groups[shard_group] = twin_group(shard_group)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def gather(self, unit: "Unit", group: ParameterGroup) -> Ticket | None:
         """Start a group's gather."""
         with record_function(f"weft/{unit.name}/gather"):
-            ticket = group.gather(self.gather_lane, self._gather_groups.get(group.group, group.group), self.weights)
+            shard_group = group.groups[-1]
+            gather_group = self._gather_groups.get(shard_group, shard_group)
+            ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
         if ticket is not None:
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
@@ -164,28 +179,33 @@ class Runtime:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def reduce(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
-        """Pack a group's gradients and, unless deferred, start their reduction."""
-        while any(other is group for _, other, _ in self._reducing):
+        """Pack a group's gradients and, unless deferred, start their reduction over the shard axis."""
+        while any(reduction.group is group for reduction in self._reducing):
             self._finish_oldest()
         if not defer:
-            while (
-                len({ref for ref, _, _ in self._reducing} - {weakref.ref(unit)}) >= self.options.max_live_reduce_buffers
-            ):
+            while len({entry.unit for entry in self._reducing} - {unit.number}) >= self.options.max_live_reduce_buffers:
                 self._finish_oldest()
         with torch.no_grad(), record_function(f"weft/{unit.name}/reduce"):
             group.pack(self.gradients, defer=defer)
-            if defer:
-                return
-            ticket = group.reduce(self.reduce_lane, self.gradients, unit.scale_of(group))
-        self._agreement.note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
-        self._reducing.append((weakref.ref(unit), group, ticket))
+        if not defer:
+            self._start_reduction(unit.number, group, 0, unit.scale_of(group), unit.requires_all_reduce)
+
+    def _start_reduction(self, unit: int, group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
+        finishes = finishes and self.last_backward
+        lane = self.outer_lane if stage else self.reduce_lane
+        with torch.no_grad():
+            ticket = group.reduce(stage, lane, self.gradients, scale, defer=not finishes)
+        self._agreement.note(unit, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
+        self._reducing.append(_Reduction(unit, group, stage, finishes, ticket))
         self._reduced = True
 
     def _finish_oldest(self) -> None:
-        _, group, ticket = self._reducing.popleft()
+        done = self._reducing.popleft()
         with torch.no_grad():
-            ticket.wait()
-        group.reduced(self.gradients)
+            done.ticket.wait()
+        done.group.reduced(done.stage, self.gradients)
+        if done.stage < done.group.last_stage and done.finishes:
+            self._start_reduction(done.unit, done.group, done.stage + 1, 1.0, True)
 
     # --- the backward pass ------------------------------------------------------------------------------------------
 
@@ -236,8 +256,8 @@ class Runtime:
         present = [flag for group in groups for flag in group.has_gradient]
         names = [unit.name for unit in units]
         if self.options.check_collectives:
-            axis = max((group.group for group in groups), key=lambda group: group.size())
-            present = self._agreement.reach(present, names, self.reduce_lane, axis, self.device)
+            everyone = list(dict.fromkeys(each for group in groups for each in group.groups))
+            present = self._agreement.reach(present, names, self.reduce_lane, everyone, self.device)
         for group in groups:
             mine, present = present[: len(group.slots)], present[len(group.slots) :]
             group.has_gradient = mine

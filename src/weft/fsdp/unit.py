@@ -52,6 +52,7 @@ class Unit:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backwards = 0
@@ -184,7 +185,7 @@ class Unit:
         """What the sum of gradients over the ranks is multiplied with."""
         if self._replaced_factor is not None:
             return 1 / self._replaced_factor
-        return 1 / (group.group.size() * (self._divide_factor or 1))
+        return 1 / (group.mesh.size() * (self._divide_factor or 1))
 
     def reduce(self) -> None:
         """Pack the gradients and start their reduction, unless they are to be accumulated here first."""

@@ -1,0 +1,74 @@
+"""Gradients on their way from autograd to the main gradients: one buffer, from its first packing to its reduction.
+
+    1-D    packed    --shard axis-->    main gradients
+    2-D    packed    --shard axis-->    summed    --outer axis-->    main gradients
+
+A stage that waits for more microbatches accumulates in the main gradients' dtype; what travels has the reduce dtype.
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from weft.comm.collectives import inbox_numel
+from weft.comm.groups import group_of
+from weft.comm.lanes import Lane, Ticket
+from weft.fsdp.buffer import FlatBuffer, sharded_axes
+from weft.fsdp.layout import Layout
+from weft.fsdp.pool import Pool, Transient
+from weft.fsdp.precision import Recipe
+
+
+class GradientStage:
+    """A buffer of gradients that are partial over `axis`; `goal` are the placements after their reduction over it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        axis: int,
+        goal: tuple[Placement, ...],
+        recipe: Recipe,
+        device: torch.device,
+    ) -> None:
+        self.axis = axis
+        self.goal = goal
+        self._layout = layout
+        self._mesh = mesh
+        self._placements = placements
+        self._recipe = recipe
+        self._device = device
+        pieces = 1
+        for sharded in sharded_axes(placements):
+            pieces *= mesh.size(sharded)
+        self._numel = layout.numel // pieces
+        self._inbox = inbox_numel(self._numel, group_of(mesh, axis), device) if goal[axis].is_shard() else 0
+        self._memory: dict[torch.dtype, Transient] = {}
+        self.buffer: FlatBuffer | None = None
+
+    def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
+        """Take memory, with unspecified contents; `accumulating`: for more than one microbatch."""
+        dtype = self._recipe.main_grad if accumulating else self._recipe.reduce
+        if dtype not in self._memory:
+            self._memory[dtype] = Transient(self._numel + self._inbox, dtype, self._device)
+            self._memory[dtype].settle()
+        local = pool.take(self._memory[dtype])[: self._numel]
+        self.buffer = FlatBuffer(self._layout, self._mesh, self._placements, local)
+        return self.buffer
+
+    def reduce_into(self, output: FlatBuffer, lane: Lane, pool: Pool, *, scale: float, accumulate: bool) -> Ticket:
+        """Start the reduction over the stage's axis; `close` when it is done."""
+        assert self.buffer is not None, "open first"
+        wide = self.buffer.local
+        if wide.dtype != self._recipe.reduce:
+            self.open(pool, accumulating=False).local.copy_(wide)
+            pool.give(self._memory[wide.dtype])
+        inbox = self._memory[self._recipe.reduce].tensor[self._numel :]
+        return self.buffer.reduce_into(output, self.axis, lane, scale=scale, accumulate=accumulate, inbox=inbox)
+
+    def close(self, pool: Pool) -> None:
+        """Give the memory back."""
+        if self.buffer is not None:
+            pool.give(self._memory[self.buffer.local.dtype])
+            self.buffer = None
