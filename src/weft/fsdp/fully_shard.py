@@ -117,7 +117,7 @@ def fully_shard(
         if (other := ref()) is not None and other not in unit.tied:
             unit.tied.append(other)
     below = list(dict.fromkeys(inner for one in modules for inner in units_under(one)))
-    driver = HookDriver(unit, modules)
+    driver = HookDriver(unit, len(modules))
     for one in modules:
         attach(one, unit, driver)
     _name_units(modules)

@@ -1,15 +1,16 @@
 """The hook driver: a module's forward and backward drive its unit.
 
-    forward   pre    acquire, note the inputs' gradients as the end of this call's backward
-              post   release, or keep where the weights stay until backward; note the outputs' gradients as its begin
-    backward  begin  acquire
-              end    release, reduce
-              over   (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
+    forward   before  acquire, note the inputs' gradients as the end of this call's backward
+              after   release, or keep where the weights stay until backward; note the outputs' gradients as its begin
+    backward  begin   acquire
+              end     release, reduce
+              over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
 
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward is under way, its
 weights are held and the hooks stand back; if that backward is still to come, the weights are kept for it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,55 +80,63 @@ class _EndOfBackward(torch.autograd.Function):
 
 
 class HookDriver:
-    """The forward hooks of one unit, whose modules run as one."""
+    """What runs around the calls of one unit's modules, outside of anything compiled in them."""
 
-    def __init__(self, unit: Unit, modules: list[nn.Module]) -> None:
+    def __init__(self, unit: Unit, modules: int) -> None:
         self.unit = unit
-        self._entered: list[int] = []
-        self._modules = len(modules)
+        self._modules = modules
+        self._entered: set[int] = set()
         self._call: ForwardCall | None = None
-        for module in modules:
-            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, always_call=True)
 
-    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`forward(*args, **kwargs)` of `module` with the unit's weights."""
+        if self.unit.backwards or id(module) in self._entered:
+            args, kwargs = self.unit.policy.cast_inputs((args, kwargs))
+            return cast_floating(forward(*args, **kwargs), self.unit.policy.output_dtype)
+        args, kwargs = self._before(module, args, kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            self._let_go()
+            raise
+        return self._after(output)
+
+    @torch.compiler.disable
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked."""
-        unit = self.unit
-        recomputing = torch._C._current_graph_task_id() != -1
-        if unit.backwards:
-            return unit.policy.cast_inputs((args, kwargs))
-        runtime = unit.runtime
+        unit, runtime = self.unit, self.unit.runtime
         if not self._entered:
-            if not runtime.in_forward and not recomputing:
+            if not runtime.in_forward and not _in_backward():
                 runtime.begin_forward(torch.is_grad_enabled())
             runtime.in_forward += 1
             with record_function(f"weft/{unit.name}/forward"):
                 runtime.visit(unit, unit.forward_prefetch)
             self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
-        self._entered.append(id(module))
+        self._entered.add(id(module))
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         if self._call is not None:
             args, kwargs = _marked(self._call, (args, kwargs))
         return args, kwargs
 
-    def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Release or keep; returns the output, cast and marked. Runs after an exception too, with no output."""
-        unit = self.unit
-        output = cast_floating(output, unit.policy.output_dtype)
-        if id(module) not in self._entered:
-            return output
-        call = self._call
-        if call is not None:
+    @torch.compiler.disable
+    def _after(self, output: Any) -> Any:
+        """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
+        output = cast_floating(output, self.unit.policy.output_dtype)
+        if self._call is not None:
             for leaf in tree_flatten(output)[0]:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(call.begin)
-        if output is not None and len(set(self._entered)) < self._modules:
-            return output  # the rest of the unit's modules are still to come
+                    leaf.register_hook(self._call.begin)
+        if len(self._entered) == self._modules:
+            self._let_go()
+        return output
+
+    def _let_go(self) -> None:
+        """The unit's forward is over, one way or the other."""
+        unit, runtime = self.unit, self.unit.runtime
+        call, self._call = self._call, None
         self._entered.clear()
-        self._call = None
-        runtime = unit.runtime
         runtime.in_forward -= 1
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = _in_backward()
         if call is not None and (recomputing or not self._reshards(runtime.in_forward == 0)):
             unit.keep()
         elif not recomputing:
@@ -137,11 +146,14 @@ class HookDriver:
             runtime.finish(unit)
         if not runtime.in_forward and not recomputing:
             runtime.end_forward()
-        return output
 
     def _reshards(self, outermost: bool) -> bool:
         choice = self.unit.reshard_after_forward
         return not outermost if choice is None else choice
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _marked(call: ForwardCall, inputs: Any) -> Any:

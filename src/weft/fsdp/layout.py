@@ -70,10 +70,11 @@ class Layout:
         """Padding as a fraction of the data."""
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
-    def cuts(self, tensor: int, pieces: int) -> tuple[int, ...]:
-        """Borders inside one tensor, in its own elements, of the buffer in `pieces`, a divisor of the shards: piece r
+    def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
+        """Borders inside one tensor, in its own elements: piece r of the buffer in `pieces` (default: the shards)
         holds `[cuts[r], cuts[r + 1])`."""
         extent = self.extents[tensor]
+        pieces = pieces or self.shards
         numel = self.numel // pieces
         return tuple(min(max(border * numel - extent.offset, 0), extent.numel) for border in range(pieces + 1))
 

@@ -1,5 +1,6 @@
 """`FSDPModule`: what a module can do after `fully_shard`."""
 
+import functools
 import weakref
 from typing import Any
 
@@ -14,6 +15,10 @@ class FSDPModule:
 
     _weft_unit: Unit
     _weft_driver: HookDriver
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call, with its parameters gathered around it."""
+        return self._weft_driver.run(self, super().__call__, args, kwargs)  # type: ignore[misc,arg-type]
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather the parameters and register them, until `reshard` or the next pass ends. `async_op`: return a handle
@@ -105,21 +110,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make `module.method_name` gather and release like `forward`. Raises ValueError where there is no such method."""
     if not isinstance(module, FSDPModule):
         return
-    method = getattr(module, method_name, None)
+    method = getattr(type(module), method_name, None)
     if method is None:
         raise ValueError(f"{kind_of(module)} has no method {method_name!r}")
-    driver = module._weft_driver
+    myself = weakref.ref(module)
 
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = driver.before_forward(self, args, kwargs)
-        output = None
-        try:
-            output = getattr(type(self), method_name)(self, *args, **kwargs)
-        finally:
-            output = driver.after_forward(self, args, output)
-        return output
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        alive = myself()
+        assert alive is not None
+        return alive._weft_driver.run(alive, functools.partial(method, alive), args, kwargs)
 
-    object.__setattr__(module, method_name, wrapped.__get__(module))
+    vars(module)[method_name] = gathered
 
 
 _classes: dict[type, type] = {}
