@@ -89,9 +89,7 @@ class Pool:
         if any(not good for good, _ in answers.values()):
             self.stop()
             failures = [
-                f"--- rank {rank} of {ranks}: {said}"
-                for rank, (good, said) in sorted(answers.items())
-                if not good
+                f"--- rank {rank} of {ranks}: {said}" for rank, (good, said) in sorted(answers.items()) if not good
             ]
             raise RankFailed("\n".join(failures))
         return [answers[rank][1] for rank in range(ranks)]
@@ -137,9 +135,7 @@ def _run_job(
     import torch
     import torch.distributed as dist
 
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     body: Any = importlib.import_module(name[0])
     for part in name[1].split("."):
         body = getattr(body, part)

@@ -28,9 +28,7 @@ def die_on_rank_1():
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "body, message", [(fail_on_rank_1, "broken on purpose"), (die_on_rank_1, "the process died")]
-)
+@pytest.mark.parametrize("body, message", [(fail_on_rank_1, "broken on purpose"), (die_on_rank_1, "the process died")])
 def test_a_failing_rank_fails_the_job_and_the_pool_serves_the_next(pool, body, message):
     with pytest.raises(RankFailed, match=message):
         pool.run(2, body)

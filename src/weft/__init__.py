@@ -1,6 +1,6 @@
 """weft: sharded training for large PyTorch models, with its communication woven into the computation."""
 
-from weft import models
+from weft import models, optim
 from weft.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -27,6 +27,7 @@ __all__ = [
     "init_meshes",
     "memory_report",
     "models",
+    "optim",
     "padding_of",
     "register_fsdp_forward_method",
 ]

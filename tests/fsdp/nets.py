@@ -81,14 +81,15 @@ def train(
     ranks: int = 1,
     microbatches: int = 1,
     on_microbatch: Callable[[bool], None] = lambda last: None,
-    optimizer: Callable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    optimizer: Callable = lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1),
+    clip: Callable = lambda net, most: torch.nn.utils.clip_grad_norm_(net.parameters(), most),
 ) -> dict[str, list]:
     """AdamW with clipping over `batches` `[steps, rows, 8]`; each rank takes its rows of each microbatch.
 
     Returns this rank's losses per microbatch, the clipped norms, and full gradients and weights by name after the last
     step.
     """
-    opt = optimizer(net.parameters())
+    opt = optimizer(net)
     losses, norms = [], []
     for batch in batches:
         opt.zero_grad()
@@ -97,7 +98,7 @@ def train(
             loss = loss_of(net, part.chunk(ranks)[rank])
             (loss / microbatches).backward()
             losses.append(loss.detach())
-        norms.append(full(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        norms.append(full(clip(net, 0.5)))
         gradients = {name: full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
         opt.step()
     weights = {name: full(value) for name, value in net.state_dict().items()}

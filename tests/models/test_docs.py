@@ -35,9 +35,7 @@ def test_the_examples_run_one_after_another():
 
 def test_the_configuration_table_lists_every_field_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", PAGE, re.MULTILINE)
-    fields = [
-        (field.name, repr(field.default).replace("'", '"')) for field in dataclasses.fields(HybridConfig)
-    ]
+    fields = [(field.name, repr(field.default).replace("'", '"')) for field in dataclasses.fields(HybridConfig)]
     assert rows == fields
 
 

@@ -26,9 +26,7 @@ LAYERS = 3
 def pair(noise=0.2, **options):
     """A Llama with random weights and the hybrid model that holds the same weights."""
     torch.manual_seed(3)
-    cfg = HybridConfig(
-        pattern="[*-]" * LAYERS, vocab_size=61, hidden_size=48, intermediate_size=80, **options
-    )
+    cfg = HybridConfig(pattern="[*-]" * LAYERS, vocab_size=61, hidden_size=48, intermediate_size=80, **options)
     llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=cfg.vocab_size,
@@ -80,9 +78,7 @@ def test_logits_and_gradients_are_those_of_llama(options):
     model(tokens, labels=labels).backward()
     gradients = {name: weight.grad for name, weight in llama.named_parameters()}
     for name, weight in model.named_parameters():
-        assert_close(
-            weight.grad, gradients.pop(llama_name(name)), msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_close(weight.grad, gradients.pop(llama_name(name)), msg=lambda text, name=name: f"{name}: {text}")
     assert not gradients, "every weight of Llama has its counterpart"
 
 

@@ -119,9 +119,7 @@ def test_shallow_layers_start_the_same_whatever_follows_them():
 
 
 @pytest.mark.parametrize("when", ["before construction", "before materialisation"])
-@pytest.mark.parametrize(
-    "order", [list, lambda modules: list(reversed(modules))], ids=["forward", "backward"]
-)
+@pytest.mark.parametrize("order", [list, lambda modules: list(reversed(modules))], ids=["forward", "backward"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_materialised_module_by_module_equals_one_built_directly(when, order, tied):
     cfg = small(tie_word_embeddings=tied)
@@ -133,9 +131,7 @@ def test_a_model_materialised_module_by_module_equals_one_built_directly(when, o
     if when == "before materialisation":
         torch.manual_seed(0)
     owners = [
-        module
-        for module in model.modules()
-        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        module for module in model.modules() if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     ]
     for module in order(owners):
         module.to_empty(device="cpu", recurse=False)

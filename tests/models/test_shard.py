@@ -14,9 +14,7 @@ from tests.pool import distributed
 from weft.mesh import Meshes, init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 
-CFG = HybridConfig(
-    pattern="[*-]*-", vocab_size=37, hidden_size=32, intermediate_size=48, num_attention_heads=4
-)
+CFG = HybridConfig(pattern="[*-]*-", vocab_size=37, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 
 
 def recorded(model, **options):
@@ -58,9 +56,7 @@ def test_a_sharded_model_trains_like_one_process(tied):
     assert all(isinstance(weight, DTensor) for weight in parts.parameters())
 
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    tokens, labels = torch.randint(
-        cfg.vocab_size, (2, 2 * size, 9), generator=torch.Generator().manual_seed(1)
-    )
+    tokens, labels = torch.randint(cfg.vocab_size, (2, 2 * size, 9), generator=torch.Generator().manual_seed(1))
     mine = slice(2 * rank, 2 * rank + 2)
     for _ in range(3):
         expected = whole(tokens, labels=labels)

@@ -1,0 +1,263 @@
+"""Optimizers and norms over flat tensors: a handful of kernels for thousands of parameters.
+
+    optimizer = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=3e-4, fused=True)
+    ...
+    norm = weft.optim.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+Each parameter group of a sharded model is one flat tensor on a rank. An element-wise optimizer does not care where one
+parameter ends and the next begins, so it runs over runs of neighbouring parameters with the same weight decay:
+
+    main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
+    decay          |  no  |         yes         |  no  |            yes              |  no  |
+    flat tensors      1             2              3                 4                  5
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import group_of
+from weft.fsdp.dtensor import UnevenDTensor
+from weft.fsdp.module import FSDPModule, units_under
+from weft.fsdp.parameter_group import ParameterGroup
+
+ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+"""The optimizers of torch.optim that update each element from that element's gradient and state alone."""
+
+
+class _Run:
+    """Neighbouring parameters of one group as one flat parameter that shares their memory."""
+
+    def __init__(self, group: ParameterGroup, members: list[int], names: list[str]) -> None:
+        self.group = group
+        self.names = names
+        self.parameters = [group.sharded_parameters[number] for number in members]
+        places = _places(group)
+        self.start, self.stop = places[members[0]][0], places[members[-1]][1]
+        self.places = [(places[n][0] - self.start, places[n][1] - self.start) for n in members]
+        self.flat = nn.Parameter(group.main_weight.local[self.start : self.stop])
+
+    def attach(self) -> None:
+        """Give the flat parameter the gradient that its members have."""
+        present = [parameter.grad is not None for parameter in self.parameters]
+        if any(present) and self.group.main_grad is not None:
+            self.flat.grad = self.group.main_grad.local[self.start : self.stop]
+        else:
+            self.flat.grad = None
+
+    def idle(self) -> list[tuple[int, int]]:
+        """Places of members without a gradient beside others that have one: the step must not touch them."""
+        if self.flat.grad is None:
+            return []
+        return [place for place, parameter in zip(self.places, self.parameters) if parameter.grad is None]
+
+    def part(self, number: int, value: Any) -> Any:
+        """What a state `value` of the flat parameter means for one member."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        like = self.parameters[number].detach()
+        start, stop = self.places[number]
+        assert isinstance(like, UnevenDTensor)
+        return like.like(value[start:stop].view(like._local_tensor.shape))
+
+
+def flat(
+    optimizer: type[torch.optim.Optimizer],
+    model: nn.Module,
+    *,
+    no_decay: Callable[[str, nn.Parameter], bool] | None = None,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """An `optimizer` over the flat tensors of a sharded model: same numbers, far fewer tensors.
+
+    Args:
+        optimizer: an element-wise class of `torch.optim`.
+        model: a module on which `weft.fully_shard` was called, the root.
+        no_decay: which parameters, by name and sharded parameter, get `weight_decay=0`.
+        options: of the optimizer.
+
+    The result is an instance of `optimizer`; learning-rate schedulers work on it. Its `state_dict` has one entry per
+    parameter name, with DTensors that Distributed Checkpoint saves and reshards.
+
+    Raises ValueError for an optimizer that is not element-wise, and for trainable parameters outside of any unit.
+    """
+    if optimizer.__name__ not in ELEMENT_WISE:
+        raise ValueError(
+            f"{optimizer.__name__} is not element-wise: it needs each parameter by itself; "
+            f"pass model.parameters() to it, or choose one of {', '.join(ELEMENT_WISE)}"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    runs: dict[bool, list[_Run]] = {True: [], False: []}
+    known: set[int] = set()
+    for group in _trainable_groups(model):
+        known.update(map(id, group.sharded_parameters))
+        for decays, members in _neighbours(group, names, no_decay):
+            runs[decays].append(_Run(group, members, [names[id(group.sharded_parameters[n])] for n in members]))
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if outside:
+        raise ValueError(f"{', '.join(outside)}: not sharded, so not part of a flat tensor; shard the root as well")
+    groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
+    if runs[False]:
+        groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})
+    cls = _classes.setdefault(optimizer, type(f"Flat{optimizer.__name__}", (_FlatOptimizer, optimizer), {}))
+    made = cls([group for group in groups if group["params"]], **options)
+    made._runs = [*runs[True], *runs[False]]
+    return made
+
+
+class _FlatOptimizer(torch.optim.Optimizer):
+    """The part of a flat optimizer that knows parameters from flat tensors; mixed into a class of torch.optim."""
+
+    _runs: list[_Run]
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights from the gradients of the sharded parameters."""
+        for run in self._runs:
+            run.attach()
+        kept = [(tensor, tensor.clone()) for run in self._runs for tensor in self._idle_tensors(run)]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)
+        # The flat parameters count their changes by themselves; gathers look at the weights' own count.
+        torch.autograd.graph.increment_version([run.group.main_weight.local for run in self._runs])
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop, or with `set_to_none=False` clear, the gradients of the sharded parameters."""
+        for run in self._runs:
+            run.flat.grad = None
+            for parameter in run.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`."""
+        state = {
+            name: {key: run.part(number, value) for key, value in self.state.get(run.flat, {}).items()}
+            for run in self._runs
+            for number, name in enumerate(run.names)
+        }
+        of = {id(run.flat): run.names for run in self._runs}
+        groups = [
+            {**group, "params": [name for flat in group["params"] for name in of[id(flat)]]}
+            for group in self.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, of this or another sharding of the same model.
+
+        Raises ValueError where the parameter names differ.
+        """
+        mine = {name for run in self._runs for name in run.names}
+        theirs = set(state_dict["state"])
+        if mine != theirs:
+            raise ValueError(
+                f"optimizer state of other parameters: missing {sorted(mine - theirs)}, "
+                f"unexpected {sorted(theirs - mine)}"
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        # Some parameters have no dimensions, as a step count has none: which states have an element for each of the
+        # parameter's is seen on the others.
+        entries = [entry for saved in state_dict["state"].values() for entry in saved.items()]
+        shaped = {key for key, value in entries if isinstance(value, DTensor) or getattr(value, "ndim", 0)}
+        with torch.no_grad():
+            for run in self._runs:
+                for number, name in enumerate(run.names):
+                    for key, value in state_dict["state"][name].items():
+                        self._load(run, number, key, value, key in shaped)
+
+    def _load(self, run: _Run, number: int, key: str, value: Any, shaped: bool) -> None:
+        state = self.state[run.flat]
+        if not shaped:
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            return
+        if key not in state:
+            state[key] = torch.zeros_like(run.flat, dtype=value.dtype)
+        run.part(number, state[key]).copy_(value)
+
+    def _idle_tensors(self, run: _Run) -> Iterator[torch.Tensor]:
+        for start, stop in run.idle():
+            for tensor in (run.flat, *self.state.get(run.flat, {}).values()):
+                if isinstance(tensor, torch.Tensor) and tensor.dim():
+                    yield tensor.detach()[start:stop]
+
+
+_classes: dict[type, Any] = {}
+
+
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
+
+    One kernel per parameter group, one small all-reduce per mesh axis.
+    """
+    powers: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
+    groups = [group for group in _trainable_groups(model) if group.main_grad is not None]
+    for group in groups:
+        if any(parameter.grad is not None for parameter in group.sharded_parameters):
+            local = torch.linalg.vector_norm(group.main_grad.local, norm_type, dtype=torch.float32)  # type: ignore[union-attr]
+            powers.setdefault((group.mesh, group.main_weight.axes), []).append(local)
+    if not powers:
+        return torch.zeros(())
+    infinite = math.isinf(norm_type)
+    totals = []
+    for (mesh, axes), norms in powers.items():
+        stacked = torch.stack(norms)
+        total = stacked.max() if infinite else stacked.pow(norm_type).sum()
+        for axis in axes:
+            reduce_now(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group_of(mesh, axis))
+        totals.append(total)
+    combined = torch.stack(totals)
+    return combined.max() if infinite else combined.sum().pow(1 / norm_type)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before."""
+    norm = grad_norm(model, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    locals_ = [group.main_grad.local for group in _trainable_groups(model) if group.main_grad is not None]
+    if locals_:
+        torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+    return norm
+
+
+def _trainable_groups(model: nn.Module) -> list[ParameterGroup]:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
+    return [group for unit in units_under(model) for group in unit.trainable_groups]
+
+
+def _places(group: ParameterGroup) -> list[tuple[int, int]]:
+    """Where each parameter's part lies in the rank's flat main weights."""
+    buffer = group.main_weight
+    numel = buffer.local.numel()
+    begin = buffer.index * numel
+    return [
+        (min(max(extent.offset - begin, 0), numel), min(max(extent.end - begin, 0), numel))
+        for extent in group.layout.extents
+    ]
+
+
+def _neighbours(
+    group: ParameterGroup, names: dict[int, str], no_decay: Callable[[str, nn.Parameter], bool] | None
+) -> list[tuple[bool, list[int]]]:
+    """Runs of members that lie here, side by side, with the same weight decay: `(decays, numbers)`."""
+    runs: list[tuple[bool, list[int]]] = []
+    for number, parameter in enumerate(group.sharded_parameters):
+        decays = no_decay is None or not no_decay(names[id(parameter)], parameter)
+        if runs and runs[-1][0] == decays:
+            runs[-1][1].append(number)
+        else:
+            runs.append((decays, [number]))
+    return runs
