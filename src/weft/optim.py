@@ -171,7 +171,11 @@ class _FlatOptimizer(torch.optim.Optimizer):
         # Some parameters have no dimensions, as a step count has none: which states have an element for each of the
         # parameter's is seen on the others.
         entries = [entry for saved in state_dict["state"].values() for entry in saved.items()]
-        shaped = {key for key, value in entries if isinstance(value, DTensor) or getattr(value, "ndim", 0)}
+        shaped = {
+            key
+            for key, value in entries
+            if isinstance(value, torch.Tensor) and (value.ndim or isinstance(value, DTensor))
+        }
         with torch.no_grad():
             for run in self._runs:
                 for number, name in enumerate(run.names):

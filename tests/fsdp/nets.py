@@ -81,7 +81,7 @@ def train(
     ranks: int = 1,
     microbatches: int = 1,
     on_microbatch: Callable[[bool], None] = lambda last: None,
-    optimizer: Callable = lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1),
+    optimizer: Callable = lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, foreach=True),
     clip: Callable = lambda net, most: torch.nn.utils.clip_grad_norm_(net.parameters(), most),
 ) -> dict[str, list]:
     """AdamW with clipping over `batches` `[steps, rows, 8]`; each rank takes its rows of each microbatch.
