@@ -110,9 +110,7 @@ def _fit(world: int, **axes: int) -> int:
         takes_rest = name == "dp_shard" and size == -1
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not takes_rest):
             default = ", or -1 for what the other axes leave" if name == "dp_shard" else ""
-            raise ValueError(
-                f"{name}={size!r}: an axis has at least 1 rank; give a positive integer{default}"
-            )
+            raise ValueError(f"{name}={size!r}: an axis has at least 1 rank; give a positive integer{default}")
 
     factors = {name: axes[name] for name in ("pp", "dp_replicate", "dp_shard", "tp")}
     others = math.prod(size for name, size in factors.items() if name != "dp_shard")

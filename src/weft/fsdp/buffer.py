@@ -100,8 +100,10 @@ class FlatBuffer:
             view.view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
 
     def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup) -> Ticket:
-        """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`, casting to its
-        dtype on the way."""
+        """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`.
+
+        The values are cast to its dtype on the way.
+        """
         source = self.local
         own = target.part(self.placements).local
         if source.dtype != own.dtype:
@@ -124,7 +126,7 @@ class FlatBuffer:
     def reduce_into(
         self, output: "FlatBuffer", axis: int, lane: Lane, *, scale: float, accumulate: bool, inbox: torch.Tensor
     ) -> Ticket:
-        """Start `output` (+)= `scale` times the sum of this buffer, partial over `axis`, over the ranks of that axis."""
+        """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks."""
         group = group_of(self.mesh, axis)
         amounts = {"scale": scale, "accumulate": accumulate}
         if output.placements[axis].is_shard():

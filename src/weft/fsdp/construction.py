@@ -28,8 +28,8 @@ def materialize(
 ) -> dict[nn.Parameter, Slot]:
     """Give what `modules` own on the meta device memory on `device` and rank 0's initial values.
 
-    `groups`: of the mesh axes. `slots`: the parameters of the modules, each with its owners. Returns them with the new parameters, tied ones still
-    tied. Raises ValueError for a module that cannot fill what it owns.
+    `groups`: of the mesh axes. `slots`: the parameters of the modules, each with its owners. Returns them with the new
+    parameters, tied ones still tied. Raises ValueError for a module that cannot fill what it owns.
     """
     empty = [module for module in modules if _owns_meta(module)]
     for module in empty:

@@ -146,7 +146,7 @@ def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMe
         return _whole_world("cpu" if device_type == "meta" else device_type)
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D mesh (shard) or a 2-D one (outer, shard)"
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D one (shard) or a 2-D one (outer, shard)"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

@@ -117,7 +117,7 @@ def plan_layout(
     tight = max(_round_up(-(-total // shards), align), align)
     budget = max(total * (1 + PREFERENCE), total + shards * align)
     chains = [_preferred_steps(shape, size, step) for shape, size, step in zip(shapes, sizes, demanded)]
-    shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)})
+    shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)} | {tight + align})
 
     best = None
     for shard_numel in shard_numels:

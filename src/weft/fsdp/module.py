@@ -55,8 +55,8 @@ class FSDPModule:
         for unit in units_under(self, recurse):
             if not requires_all_reduce and any(group.mesh.ndim == 1 for group in unit.groups):
                 raise ValueError(
-                    f"set_requires_all_reduce(False): {unit.kind} is sharded over a 1-D mesh, which has no outer axis to "
-                    "reduce over; use set_requires_gradient_sync"
+                    f"set_requires_all_reduce(False): {unit.kind} is sharded over a 1-D mesh, which has no outer axis "
+                    "to reduce over; use set_requires_gradient_sync"
                 )
             unit.requires_all_reduce = requires_all_reduce
 

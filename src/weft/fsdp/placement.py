@@ -6,8 +6,8 @@
     optim_grads           2      Replicate    Shard(0)     Shard(0)
     optim_grads_params    3      Shard(0)     Shard(0)     Shard(0)
 
-On a 2-D mesh (outer, shard) the table is that of the shard axis. The outer axis has the row no_shard (HSDP) or, where the
-shard axis shards the optimizer state, the row optim (HFSDP).
+On a 2-D mesh (outer, shard) the table is that of the shard axis. The outer axis has the row no_shard (HSDP) or, where
+the shard axis shards the optimizer state, the row optim (HFSDP).
 
 A `Partial` gradient stays unreduced over its axis until the last microbatch, a sharded one is reduced after each.
 """
@@ -60,7 +60,8 @@ class Placements:
             table = "; ".join(f"{name}: {', '.join(map(str, _ROWS[name]))}" for name in allowed)
             where = "shard" if axis else "outer"
             raise ValueError(
-                f"(parameter, gradient, optimizer) = ({', '.join(map(str, row))}) on the {where} axis: choose one of {table}"
+                f"(parameter, gradient, optimizer) = ({', '.join(map(str, row))}) on the {where} axis: "
+                f"choose one of {table}"
             )
 
     @property
@@ -95,7 +96,7 @@ def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) 
         return Placements(*_ROWS[strategy])
     if outer_strategy == "optim" and strategy == "no_shard":
         raise ValueError(
-            "outer_strategy='optim' with strategy='no_shard': the outer axis shards further what the shard axis shards; "
-            "choose 'optim' or more as strategy"
+            "outer_strategy='optim' with strategy='no_shard': the outer axis shards further what the shard axis "
+            "shards; choose 'optim' or more as strategy"
         )
     return Placements(*zip(_ROWS[outer_strategy], _ROWS[strategy]))

@@ -70,9 +70,7 @@ class HybridConfig:
             "moe_intermediate_size",
         ):
             self._require(name, _is_integer(getattr(self, name), 1), "a positive integer")
-        self._require(
-            "head_dim", self.head_dim is None or _is_integer(self.head_dim, 1), "a positive integer or None"
-        )
+        self._require("head_dim", self.head_dim is None or _is_integer(self.head_dim, 1), "a positive integer or None")
         name = "shared_expert_intermediate_size"
         self._require(name, _is_integer(getattr(self, name), 0), "an integer, 0 for no shared expert")
         for name in ("rope_theta", "rms_norm_eps"):

@@ -61,9 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None]:
         if ctx.spent:
-            raise RuntimeError(
-                "a cross-entropy loss can be backpropagated once; compute it again for a second time"
-            )
+            raise RuntimeError("a cross-entropy loss can be backpropagated once; compute it again for a second time")
         ctx.spent = True
         gradient, count = ctx.saved_tensors
         # The mean and what scales the loss come in here and in full precision: rounded to a half precision

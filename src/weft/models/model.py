@@ -31,9 +31,7 @@ class HybridModel(nn.Module):
         self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding")
         self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder")
         self.output_layer = (
-            None
-            if cfg.tie_word_embeddings
-            else Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
+            None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
         )
 
     def head(self, x_BSD: Tensor) -> Tensor:
@@ -60,11 +58,8 @@ def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     for axis in ("pp", "tp"):
         mesh = getattr(meshes, axis)
         if mesh is not None:
-            raise ValueError(
-                f"{axis}={mesh.size()}: hybrid models cannot be split over {axis} yet; use {axis}=1"
-            )
+            raise ValueError(f"{axis}={mesh.size()}: hybrid models cannot be split over {axis} yet; use {axis}=1")
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
-            f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; "
-            f"use ep=1"
+            f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"
         )

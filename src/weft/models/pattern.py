@@ -159,6 +159,4 @@ def require_built(pattern: Pattern) -> None:
         if sign not in BUILT:
             signs = {"|": "a pipeline segment border", "/": "a multi-token-prediction part"}
             what = signs.get(sign) or f"a {LAYER_NAMES[sign]} layer"
-            raise PatternError(
-                pattern.text, position, sign, f"{what} is not available yet; use {' '.join(BUILT)}"
-            )
+            raise PatternError(pattern.text, position, sign, f"{what} is not available yet; use {' '.join(BUILT)}")
