@@ -2,11 +2,13 @@
 
 from weft import models, optim
 from weft.fsdp import (
+    BlockAtomic,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
     RuntimeOptions,
+    TensorAtomic,
     describe,
     fully_shard,
     memory_report,
@@ -16,12 +18,14 @@ from weft.fsdp import (
 from weft.mesh import Meshes, init_meshes
 
 __all__ = [
+    "BlockAtomic",
     "FSDPModule",
     "Meshes",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
+    "TensorAtomic",
     "describe",
     "fully_shard",
     "init_meshes",

@@ -1,5 +1,6 @@
 """Sharding: where the bytes are, and when."""
 
+from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import describe, memory_report
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.fully_shard import fully_shard
@@ -10,11 +11,13 @@ from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from weft.fsdp.runtime import RuntimeOptions
 
 __all__ = [
+    "BlockAtomic",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
+    "TensorAtomic",
     "UnevenDTensor",
     "describe",
     "fully_shard",

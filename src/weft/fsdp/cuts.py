@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class Cuts:
     def parts(self) -> int:
         """Into how many parts."""
         return len(self.borders) - 1
+
+    @cached_property
+    def owner(self) -> int | None:
+        """The part that holds all of a tensor which others hold nothing of; None where it is spread, or whole."""
+        full = [part for part, (start, stop) in enumerate(pairwise(self.borders)) if stop > start]
+        return full[0] if len(full) == 1 and self.parts > 1 else None
 
     @cached_property
     def row_dims(self) -> int | None:

@@ -62,6 +62,19 @@ class UnevenDTensor(DTensor):
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
+    def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
+        """A tensor with `meta`'s shape and strides that lies whole where this one does; `local`: it, on that rank."""
+        owner = self._cuts.owner
+        assert owner is not None
+        borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
+        cuts = Cuts(tuple(meta.shape), borders, self._cuts.axes)
+        if local is None:
+            local = torch.empty(cuts.part_shape(self.part), dtype=meta.dtype, device=self._local_tensor.device)
+        spec = DTensorSpec(
+            self._spec.mesh, self._spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype)
+        )
+        return UnevenDTensor._wrap(local, spec, cuts)
+
     @property
     def part(self) -> int:
         """Which part of the cuts lies on this rank."""

@@ -5,6 +5,7 @@ operator                                        | runs
 element-wise, foreach, fused optimizer steps    | on the local parts, where all have the same cuts
 norms and full reductions                       | on the local parts, then one small all-reduce
 copy_ from a full tensor or from other cuts     | on the slice that lies here
+anything on tensors that one rank holds whole   | on that rank: matrix optimizers step without communication
 everything else, if it changes no argument      | on a replicated DTensor of the same values (communicates)
 """
 
@@ -57,7 +58,7 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
         return _local_lists
     if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
         return _local
-    return _on_whole
+    return _on_owner
 
 
 def _uneven(values: Any) -> list[UnevenDTensor]:
@@ -69,7 +70,7 @@ def _local(func: Any, args: tuple, kwargs: dict) -> Any:
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     like = _uneven((args, kwargs))[0] if changed is None else changed
     if not isinstance(like, UnevenDTensor):
-        return _on_whole(func, args, kwargs)
+        return _on_owner(func, args, kwargs)
 
     def fitted(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) and leaf.shape == like.shape and not _fits(leaf, like):
@@ -78,7 +79,7 @@ def _local(func: Any, args: tuple, kwargs: dict) -> Any:
 
     mine, options = tree_map(fitted, (args, kwargs))
     if any(isinstance(leaf, torch.Tensor) and not _fits(leaf, like) for leaf in tree_flatten((mine, options))[0]):
-        return _on_whole(func, args, kwargs)
+        return _on_owner(func, args, kwargs)
     result = func(*_localized(mine), **_localized(options))
     return like.like(result) if changed is None else changed
 
@@ -183,6 +184,8 @@ def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     tensor = args[0]
+    if tensor._cuts.owner is not None:
+        return _on_owner(func, args, kwargs)
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dims = args[2] if len(args) > 2 else kwargs.get("dim")
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
@@ -235,6 +238,40 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
     if like._cuts.parts > 1:
         same = like.combine(same.to(like._local_tensor.device), dist.ReduceOp.MIN)
     return bool(same)
+
+
+def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The operator on the one rank that holds all of its operands; elsewhere the result has an empty part."""
+    operands = _uneven((args, kwargs))
+    like = operands[0]
+    owner = like._cuts.owner
+    plain = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    together = owner is not None and all(
+        tensor._cuts.owner == owner and tensor.device_mesh == like.device_mesh and tensor._cuts.axes == like._cuts.axes
+        if isinstance(tensor, UnevenDTensor)
+        else not isinstance(tensor, DTensor) and tensor.dim() == 0
+        for tensor in plain
+    )
+    if not together:
+        return _on_whole(func, args, kwargs)
+    here = like.part == owner
+    if func._schema.is_mutable:
+        if here:
+            func(*_localized(args), **_localized(kwargs))
+        return kwargs.get("out", args[0])
+    shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+    values = func(*_localized(args), **_localized(kwargs)) if here else shapes
+
+    def owned(value: Any, shape: Any) -> Any:
+        return like.owned_alike(value if here else None, shape) if isinstance(shape, torch.Tensor) else shape
+
+    return tree_map(owned, values, shapes)
+
+
+def _as_meta(leaf: Any) -> Any:
+    if isinstance(leaf, UnevenDTensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from weft.comm.groups import group_of
+from weft.fsdp.atomic import granularity_of
 from weft.fsdp.construction import materialize
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.hooks import HookDriver
@@ -52,7 +53,8 @@ def fully_shard(
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
             for the root, whose backward follows at once.
-        shard_placement_fn: for other cuts than those of dim 0.
+        shard_placement_fn: called with each parameter; may return `weft.TensorAtomic()` (never cut),
+            `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least).
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, or torch's.
         ignored_params: parameters to leave alone.
@@ -74,7 +76,7 @@ def fully_shard(
             raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
     if not modules:
         raise ValueError("fully_shard got an empty list: pass at least one module")
-    _refuse_unavailable(reshard_after_forward, shard_placement_fn)
+    _check_reshard(reshard_after_forward)
     if gradient_divide_factor is not None and gradient_divide_factor <= 0:
         raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
@@ -96,7 +98,14 @@ def fully_shard(
     for parameter in own:
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     groups = [
-        ParameterGroup([own[p] for p in members], members, mesh, placements, policy.resolve(dtype))
+        ParameterGroup(
+            [own[p] for p in members],
+            members,
+            mesh,
+            placements,
+            policy.resolve(dtype),
+            [granularity_of(p, own[p].name, shard_placement_fn) for p in members],
+        )
         for (dtype, _), members in kinds.items()
     ]
     unit = Unit(
@@ -125,14 +134,12 @@ def fully_shard(
     return module
 
 
-def _refuse_unavailable(reshard_after_forward: Any, shard_placement_fn: Any) -> None:
+def _check_reshard(reshard_after_forward: Any) -> None:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not available yet; "
             "choose True, False or None"
         )
-    if shard_placement_fn is not None:
-        raise ValueError("shard_placement_fn: parameters are cut along dim 0 so far; leave it out")
 
 
 def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMesh:

@@ -59,6 +59,7 @@ class ParameterGroup:
         mesh: DeviceMesh,
         placements: Placements,
         recipe: Recipe,
+        granularities: Sequence[int],
     ) -> None:
         self.slots = list(slots)
         self.mesh = mesh
@@ -70,6 +71,7 @@ class ParameterGroup:
             [tuple(parameter.shape) for parameter in parameters],
             math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
             itemsize=recipe.smallest_itemsize,
+            granularities=granularities,
         )
         self.main_weight, self.model_weight = self._weights(parameters)
         self.full = self.model_weight
