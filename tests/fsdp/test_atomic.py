@@ -98,7 +98,7 @@ def test_what_cannot_be_cut_so_is_named():
         weft.BlockAtomic(0)
 
 
-@distributed(2)
+@distributed(4)
 def test_muon_on_matrices_that_are_cut_needs_communication():
     net = nets.shard(nets.make())
     with pytest.raises(AssertionError, match="communication in a step that needs none"):
