@@ -1,0 +1,174 @@
+"""weft's collectives do what torch's do."""
+
+import torch
+import torch.distributed as dist
+
+from tests.pool import distributed
+from weft.comm import collectives
+from weft.comm.groups import exchange_objects, twin_group
+from weft.comm.lanes import Lane, Ticket
+
+SIZES = (1, 7, 64, 5000)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def values(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Different on every rank."""
+    generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
+    return (torch.randn(numel, generator=generator) * 10).to(dtype)
+
+
+def lane(name: str = "gather") -> Lane:
+    return Lane(name, torch.device("cpu"))
+
+
+@distributed(2, 4)
+def test_all_gather_equals_torch_s_in_place_and_not():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    for dtype in DTYPES:
+        for numel in SIZES:
+            source = values(numel, dtype)
+            expected = torch.empty(ranks * numel, dtype=dtype)
+            dist.all_gather_into_tensor(expected, source)
+            full = torch.zeros_like(expected)
+            lane().run(collectives.all_gather, full, source, group).wait()
+            assert torch.equal(full, expected)
+            in_place = torch.zeros_like(expected)
+            own = in_place.view(ranks, -1)[rank]
+            own.copy_(source)
+            lane().run(collectives.all_gather, in_place, own, group).wait()
+            assert torch.equal(in_place, expected)
+
+
+@distributed(2, 4)
+def test_reduce_scatter_equals_torch_s_scaled_and_accumulated():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in SIZES:
+            partial = values(ranks * numel, dtype)
+            expected = partial.to(torch.float32, copy=True)
+            dist.all_reduce(expected)  # of exact copies: what bf16 terms add up to in fp32
+            expected = expected.view(ranks, -1)[rank]
+            for scale in (1.0, 1 / ranks, 0.3):
+                for accumulate in (False, True):
+                    output = torch.full((numel,), 2.0)
+                    inbox = partial.new_empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+                    before = partial.clone()
+                    ticket = lane("reduce").run(
+                        collectives.reduce_scatter,
+                        output,
+                        partial,
+                        group,
+                        scale=scale,
+                        accumulate=accumulate,
+                        inbox=inbox,
+                    )
+                    ticket.wait()
+                    torch.testing.assert_close(output, scale * expected + 2.0 * accumulate, rtol=1e-5, atol=1e-4)
+                    assert torch.equal(partial, before)
+
+
+@distributed(2, 4)
+def test_reductions_are_bit_equal_from_run_to_run():
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    partial = values(ranks * 999, torch.float32)
+    runs = []
+    for _ in range(3):
+        output = torch.empty(999)
+        inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+        lane("reduce").run(
+            collectives.reduce_scatter, output, partial, group, scale=0.7, accumulate=False, inbox=inbox
+        ).wait()
+        runs.append(output)
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+@distributed(2, 4)
+def test_all_reduce_equals_torch_s_scaled_and_accumulated():
+    group = dist.group.WORLD
+    for dtype, tolerance in ((torch.float32, {}), (torch.bfloat16, {"rtol": 2e-2, "atol": 0.2})):
+        for numel in SIZES:
+            expected = values(numel, dtype).float()
+            dist.all_reduce(expected)
+            for scale in (1.0, 0.25):
+                for accumulate in (False, True):
+                    output = torch.full((numel,), 2.0)
+                    ticket = lane("reduce").run(
+                        collectives.all_reduce,
+                        output,
+                        values(numel, dtype),
+                        group,
+                        scale=scale,
+                        accumulate=accumulate,
+                    )
+                    ticket.wait()
+                    torch.testing.assert_close(output, scale * expected + 2.0 * accumulate, **tolerance)
+
+
+@distributed(2, 4)
+def test_uneven_parts_are_gathered_empty_ones_too():
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for sizes in ([3, 0, 5, 1], [0, 4, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]):
+        parts = [torch.zeros(size) for size in sizes[:ranks]]
+        parts[rank].copy_(values(sizes[rank], torch.float32))
+        expected = exchange_objects(parts[rank].clone(), dist.group.WORLD)
+        collectives.all_gather_uneven(parts, rank, dist.group.WORLD)
+        assert all(torch.equal(part, whole) for part, whole in zip(parts, expected))
+
+
+@distributed(2, 4)
+def test_a_broadcast_brings_rank_0_s_values():
+    for dtype in DTYPES:
+        tensor = values(9, dtype)
+        first = exchange_objects(tensor.clone(), dist.group.WORLD)[0]
+        collectives.broadcast(tensor, dist.group.WORLD)
+        assert torch.equal(tensor, first)
+
+
+@distributed(2, 4)
+def test_lanes_run_side_by_side_and_their_tickets_may_be_waited_for_in_any_order():
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    gather, reduce = lane("gather"), lane("reduce")
+    sources = [values(50, torch.float32, seed) for seed in range(3)]
+    partials = [values(50 * ranks, torch.float32, seed) for seed in range(3)]
+    fulls = [torch.empty(50 * ranks) for _ in range(3)]
+    outputs = [torch.empty(50) for _ in range(3)]
+    tickets: list[Ticket] = []
+    for full, source, output, partial in zip(fulls, sources, outputs, partials):
+        inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+        tickets.append(gather.run(collectives.all_gather, full, source, group))
+        tickets.append(
+            reduce.run(collectives.reduce_scatter, output, partial, group, scale=1.0, accumulate=False, inbox=inbox)
+        )
+    for ticket in reversed(tickets):
+        ticket.wait()
+    for full, source, output, partial in zip(fulls, sources, outputs, partials):
+        assert torch.equal(full, torch.cat(exchange_objects(source, group)))
+        summed = torch.stack(exchange_objects(partial, group)).sum(0).view(ranks, -1)[dist.get_rank()]
+        torch.testing.assert_close(output, summed)
+
+
+@distributed(2)
+def test_waiting_again_for_a_ticket_changes_nothing():
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    output, partial = torch.ones(4), values(4 * ranks, torch.float32)
+    inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+    ticket = lane("reduce").run(
+        collectives.reduce_scatter, output, partial, group, scale=1.0, accumulate=True, inbox=inbox
+    )
+    ticket.wait()
+    once = output.clone()
+    ticket.wait()
+    assert torch.equal(output, once)
+
+
+@distributed(4)
+def test_a_twin_group_has_the_same_ranks_in_every_part_of_the_world():
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[dist.get_rank() // 2]
+    twin = twin_group(mine)
+    assert twin is not mine
+    assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(mine)
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=twin)
+    assert total == sum(dist.get_process_group_ranks(mine))

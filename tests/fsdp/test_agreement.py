@@ -1,0 +1,75 @@
+"""Ranks that issue different collectives learn it before an optimizer can use the result."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.comm.lanes import Lane
+from weft.fsdp.agreement import Agreement, CollectiveMismatch
+
+CPU = torch.device("cpu")
+
+
+def reach(agreement: Agreement, present: list[bool], names=("", "blocks.0", "blocks.1")) -> list[bool]:
+    return agreement.reach(present, names, Lane("reduce", CPU), [dist.group.WORLD], CPU)
+
+
+@distributed(2, 4)
+def test_a_parameter_is_present_where_any_rank_has_a_gradient():
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 1, 61, 62, 63, 200):  # around the number of flags in a word
+        flags = torch.rand(dist.get_world_size(), count, generator=generator) < 0.3
+        agreement = Agreement(True)
+        agreement.note(1, "all-gather", 8)
+        assert reach(agreement, flags[dist.get_rank()].tolist()) == flags.any(0).tolist()
+
+
+@pytest.mark.parametrize("difference", ["unit", "operation", "bytes", "order", "number"])
+@distributed(2, 4)
+def test_every_rank_learns_which_unit_differed_first(difference):
+    last = dist.get_rank() == dist.get_world_size() - 1
+    agreement = Agreement(True)
+    agreement.note(0, "all-gather", 64)
+    log = [(1, "all-gather", 128), (2, "reduction", 128)]
+    if last:
+        log = {
+            "unit": [(2, "all-gather", 128), log[1]],
+            "operation": [(1, "reduction", 128), log[1]],
+            "bytes": [(1, "all-gather", 256), log[1]],
+            "order": log[::-1],
+            "number": [],
+        }[difference]
+    for entry in log:
+        agreement.note(*entry)
+    with pytest.raises(CollectiveMismatch, match=r"position 1 .*rank 0: all-gather of blocks\.0 \(128 bytes\)"):
+        reach(agreement, [True])
+    agreement.note(0, "all-gather", 64)
+    assert reach(agreement, [True]) == [True], "the next step starts anew"
+
+
+@distributed(2)
+def test_nothing_is_compared_without_the_check():
+    agreement = Agreement(False)
+    agreement.note(dist.get_rank(), "all-gather", 64)
+    assert reach(agreement, [dist.get_rank() == 1]) == [True]
+
+
+@distributed(2)
+def test_ranks_that_run_blocks_in_different_orders_fail_before_the_optimizer():
+    net = nets.shard(nets.make())
+    if dist.get_rank() == 1:
+        net.blocks = torch.nn.ModuleList([net.blocks[1], net.blocks[0], net.blocks[2]])
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: .*blocks.*rank 1: .*blocks.*same units in the same order"):
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+@distributed(2)
+def test_equal_steps_agree():
+    net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(check_collectives=True))
+    for seed in range(3):
+        nets.loss_of(net, nets.data(1, 4, seed + dist.get_rank())[0]).backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())

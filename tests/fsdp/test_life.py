@@ -1,0 +1,221 @@
+"""At rest everything is sharded, and a deleted model takes all its memory with it."""
+
+import gc
+import weakref
+from collections import deque
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+
+
+def storages(*tensors: torch.Tensor) -> dict[int, int]:
+    """Bytes of the distinct storages behind local tensors, by address."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    found = [tensor.detach().untyped_storage() for tensor in local]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def full_bytes(net: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
+
+
+def step(net, optimizer=None, seed=1) -> None:
+    nets.loss_of(net, nets.data(1, 4, seed)[0]).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("allocator", ["trace", "caching"])
+@distributed(2, 4)
+def test_at_rest_a_rank_holds_its_share_and_nothing_gathered(allocator):
+    net = nets.make(width=64, hidden=128)
+    whole = full_bytes(net)
+    nets.shard(net, runtime=weft.RuntimeOptions(allocator=allocator))
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def passes():
+        yield "construction"
+        for _ in range(2):
+            step(net, optimizer)
+            yield "a training step"
+        with torch.no_grad():
+            net(nets.data(1, 4)[0])
+        yield "an evaluation"
+        net.unshard()
+        net.reshard()
+        yield "unshard and reshard"
+        net.state_dict()
+        yield "a state dict"
+
+    for event in passes():
+        registered = storages(*net.parameters())
+        assert all(isinstance(parameter, DTensor) for parameter in net.parameters()), event
+        assert sum(registered.values()) < 1.1 * whole / dist.get_world_size(), event
+        report = weft.memory_report(net)
+        assert sum(registered.values()) == report["persistent"]["weights"], event
+        assert [role["live"] for role in report["transient"].values()] == [0, 0], event
+        for unit in units(net):
+            for group in unit.groups:
+                memory = group.transient.own.untyped_storage().nbytes()
+                assert memory == 0, f"{unit.name} kept {memory} gathered bytes after {event}"
+
+
+@distributed(2)
+def test_gradients_take_one_share_and_go_with_zero_grad_or_are_reused():
+    net = nets.shard(nets.make(width=64, hidden=128))
+    step(net)
+    gradients = storages(*(parameter.grad for parameter in net.parameters()))
+    weights = storages(*net.parameters())
+    assert sum(gradients.values()) == sum(weights.values()) == weft.memory_report(net)["persistent"]["gradients"]
+    assert not gradients.keys() & weights.keys()
+    for parameter in net.parameters():
+        parameter.grad = None
+    step(net)
+    assert storages(*(parameter.grad for parameter in net.parameters())) == gradients
+
+
+@distributed(2)
+def test_local_views_of_different_parameters_never_overlap():
+    net = nets.shard(nets.make())
+    step(net)
+    for tensors in ([*net.parameters()], [parameter.grad for parameter in net.parameters()]):
+        ranges = sorted(
+            (local.data_ptr(), local.data_ptr() + local.nbytes)
+            for local in (tensor.to_local() for tensor in tensors)
+            if local.numel()
+        )
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
+
+
+def units(net) -> list:
+    return list(dict.fromkeys(m._weft_unit for m in net.modules() if isinstance(m, weft.FSDPModule)))
+
+
+def watched(net, *more) -> dict[str, weakref.ref]:
+    """Weak references to all of weft's objects and tensors that a model holds, by where they are."""
+    found: dict[str, weakref.ref] = {"model": weakref.ref(net)}
+    seen = set()
+
+    def walk(thing, path: str) -> None:
+        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module)):
+            return
+        seen.add(id(thing))
+        if isinstance(thing, (list, tuple, deque)):
+            for number, each in enumerate(thing):
+                walk(each, f"{path}[{number}]")
+        elif isinstance(thing, dict):
+            for key, each in thing.items():
+                walk(each, f"{path}[{key if isinstance(key, str) else type(key).__name__}]")
+        elif isinstance(thing, torch.Tensor):
+            found[path] = weakref.ref(thing)
+            if isinstance(thing, DTensor):
+                walk(thing._local_tensor, f"{path}.local")
+        elif type(thing).__module__.startswith("weft.") and hasattr(thing, "__dict__"):
+            found[path] = weakref.ref(thing)
+            for name, each in vars(thing).items():
+                walk(each, f"{path}.{name}")
+
+    for unit in units(net):
+        walk(unit, unit.name or "root")
+    walk(list(more), "other")
+    return found
+
+
+def training(net) -> list:
+    optimizer = torch.optim.AdamW(net.parameters())
+    for seed in range(3):
+        step(net, optimizer, seed)
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def training_by_microbatches(net) -> list:
+    for last in (False, True):
+        net.set_is_last_backward(last)
+        step(net)
+    return []
+
+
+def evaluation(net) -> list:
+    with torch.no_grad():
+        net(nets.data(1, 4)[0])
+    return []
+
+
+def forward_without_backward(net) -> list:
+    return [net(nets.data(1, 4)[0])]
+
+
+def failed_forward(net) -> list:
+    step(net)
+    handle = net.blocks[1].down.register_forward_pre_hook(fail)
+    with pytest.raises(Oops):
+        net(nets.data(1, 4)[0])
+    handle.remove()
+    return []
+
+
+def failed_backward(net) -> list:
+    handle = net.blocks[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    with pytest.raises(Oops):
+        step(net)
+    handle.remove()
+    net.reset_iter_state()
+    return []
+
+
+def state_dict(net) -> list:
+    return list(net.state_dict().values())
+
+
+class Oops(Exception):
+    pass
+
+
+def fail(module, args) -> None:
+    raise Oops
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Oops
+
+
+USES = [
+    training,
+    training_by_microbatches,
+    evaluation,
+    forward_without_backward,
+    failed_forward,
+    failed_backward,
+    state_dict,
+]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@distributed(2)
+def test_a_deleted_model_leaves_nothing_behind_without_the_cyclic_collector(strategy):
+    for allocator in ("trace", "caching"):
+        for use in USES:
+            gc.collect()
+            gc.disable()
+            try:
+                net = nets.shard(nets.make(), strategy=strategy, runtime=weft.RuntimeOptions(allocator=allocator))
+                references = watched(net, *use(net)) | watched(net)
+                del net
+                alive = [name for name, reference in references.items() if reference() is not None]
+            finally:
+                gc.enable()
+            assert not alive, f"after {use.__name__}, {allocator}: {alive}"
