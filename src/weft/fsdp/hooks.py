@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.fsdp.precision import cast_floating
+from weft.fsdp.ranges import profiled
 from weft.fsdp.unit import Unit
 
 
@@ -46,7 +46,7 @@ class ForwardCall:
             unit.calls.add(self)
         unit.runtime.begin_backward(self)
         unit.backwards += 1
-        with record_function(f"weft/{unit.name}/backward"):
+        with profiled(unit.name, "backward"):
             unit.runtime.visit(unit, unit.backward_prefetch)
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class HookDriver:
             if not runtime.in_forward and not _in_backward():
                 runtime.begin_forward(torch.is_grad_enabled())
             runtime.in_forward += 1
-            with record_function(f"weft/{unit.name}/forward"):
+            with profiled(unit.name, "forward"):
                 runtime.visit(unit, unit.forward_prefetch)
             self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
         self._entered.add(id(module))

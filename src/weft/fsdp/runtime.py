@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.autograd.profiler import record_function
 
 from weft.comm.groups import twin_group
 from weft.comm.lanes import Lane, Ticket
@@ -21,6 +20,7 @@ from weft.fsdp.agreement import Agreement
 from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.prefetch import Itinerary
+from weft.fsdp.ranges import profiled
 
 if TYPE_CHECKING:
     from weft.fsdp.hooks import ForwardCall
@@ -112,7 +112,7 @@ class Runtime:
 
     def gather(self, unit: "Unit", group: ParameterGroup) -> Ticket | None:
         """Start a group's gather."""
-        with record_function(f"weft/{unit.name}/gather"):
+        with profiled(unit.name, "gather"):
             shard_group = group.groups[-1]
             gather_group = self._gather_groups.get(shard_group, shard_group)
             ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
@@ -147,16 +147,16 @@ class Runtime:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        units = self.units
         budget = self.options.prefetch_bytes
         spent = 0
         for number in itinerary.ahead():
-            ahead = units[number]
-            spent += ahead.gathered_bytes
+            following = self._units[number]()
+            assert following is not None
+            spent += following.gathered_bytes
             if budget is not None and spent > budget:
                 break
-            ahead.prefetch()
-            if budget is None and ahead.gathered_bytes:
+            following.prefetch()
+            if budget is None:
                 break
 
     def finish(self, unit: "Unit") -> None:
@@ -168,8 +168,7 @@ class Runtime:
         upcoming = next(self._passes[self._current].ahead(), None)
         if upcoming is None and self._current == "forward" and self._passes["forward"].on_track:
             backward = self._passes["backward"]
-            units = self.units
-            upcoming = next((n for n in backward.latest if not units[n].held), None)
+            upcoming = next((n for n in backward.latest if (other := self._units[n]()) and not other.held), None)
         return upcoming == unit.number
 
     def _begin(self, kind: str) -> None:
@@ -185,7 +184,7 @@ class Runtime:
         if not defer:
             while len({entry.unit for entry in self._reducing} - {unit.number}) >= self.options.max_live_reduce_buffers:
                 self._finish_oldest()
-        with torch.no_grad(), record_function(f"weft/{unit.name}/reduce"):
+        with torch.no_grad(), profiled(unit.name, "reduce"):
             group.pack(self.gradients, defer=defer)
         if not defer:
             self._start_reduction(unit.number, group, 0, unit.scale_of(group), unit.requires_all_reduce)

@@ -43,6 +43,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
+        self.gathered_bytes = sum(group.gathered_bytes for group in self.groups)
         self.policy = policy
         self.runtime = runtime
         self.name = ""
@@ -85,11 +86,6 @@ class Unit:
     def kept(self) -> bool:
         """Whether the nameless holder is one of them."""
         return self._kept
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes that a gather takes."""
-        return sum(group.gathered_bytes for group in self.groups)
 
     def prefetch(self) -> None:
         """Start the gather, if the weights are neither here nor on their way."""

@@ -1,0 +1,73 @@
+"""Host time of sharding itself, per unit and step: many tiny units, where nothing else costs anything.
+
+    weft bench host --ranks 1
+
+A step is forward, backward and nothing more; the time of the same layers without sharding is taken off.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import weft
+
+UNITS, WIDTH = 64, 8
+
+
+def model(fully_shard: Callable | None) -> nn.Module:
+    """Layers of 72 parameters, each its own unit."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+    if fully_shard is not None:
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    return net
+
+
+def seconds(net: nn.Module, steps: int) -> float:
+    """Seconds of one forward and backward."""
+    rows = torch.ones(2, WIDTH)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        net.zero_grad()
+        net(rows).sum().backward()
+    return (time.perf_counter() - begin) / steps
+
+
+def main() -> None:
+    """Measure in turn and print microseconds per unit and step, and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="steps per side and round")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sides = {"plain": model(None), "weft": model(weft.fully_shard), "FSDP2": model(torch_fully_shard)}
+    rounds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(options.rounds + 1):
+        for name, net in sides.items():
+            taken = seconds(net, options.steps)
+            if number:
+                rounds[name].append(taken)
+    if dist.get_rank() == 0:
+        machine = f"{os.cpu_count()} cores {platform.machine()}"
+        print(f"{dist.get_world_size()} ranks, 1 thread each, gloo, torch {torch.__version__}, {machine}")
+        own = {name: [t - p for t, p in zip(times, rounds["plain"])] for name, times in rounds.items()}
+        print(f"{'side':8}{'us per unit and step':>22}{'weft / side':>13}")
+        for name in ("weft", "FSDP2"):
+            ratio = statistics.median(ours / theirs for ours, theirs in zip(own["weft"], own[name]))
+            print(f"{name:8}{statistics.median(own[name]) / UNITS * 1e6:22.0f}{ratio:13.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
