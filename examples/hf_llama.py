@@ -1,0 +1,107 @@
+"""A Hugging Face Llama, sharded by decoder layer, saved and loaded with torch Distributed Checkpoint.
+
+torchrun --nproc-per-node 2 examples/hf_llama.py --steps 30 --checkpoint /tmp/llama
+"""
+
+import argparse
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import weft
+
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=172,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def make_model(seed: int, device: torch.device) -> LlamaForCausalLM:
+    """Random weights, the same on every rank. `from_pretrained` in its place starts from a trained model."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(CONFIG).to(device)
+
+
+def make_batch(sequences: int, device: torch.device) -> torch.Tensor:
+    """Random tokens `[sequences, 33]`, the same on every rank: something to learn by heart."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(CONFIG.vocab_size, (sequences, 33), generator=generator).to(device)
+
+
+def shard(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """One unit per decoder layer; the root holds the embedding, the final norm and the head."""
+    for layer in model.model.layers:
+        weft.fully_shard(layer)
+    return weft.fully_shard(model)
+
+
+def make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+    """One step on this rank's sequences; returns their mean loss before it."""
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--checkpoint", help="a new folder that all hosts see (default: a temporary one)")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    def mean(loss: torch.Tensor) -> float:
+        dist.all_reduce(loss)
+        return loss.item() / ranks
+
+    tokens = make_batch(4 * ranks, device).chunk(ranks)[rank]
+    model = shard(make_model(0, device))
+    optimizer = make_optimizer(model)
+    for step in range(options.steps):
+        say(f"step {step} loss {mean(train_step(model, optimizer, tokens)):.6f}")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = [options.checkpoint or os.path.join(temporary, "llama")]
+        dist.broadcast_object_list(folder)  # rank 0's, for all
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+        say(f"saved to {folder[0]}")
+
+        loaded = shard(make_model(1, device))  # other weights, until they are loaded
+        loaded_optimizer = make_optimizer(loaded)
+        weights, moments = get_state_dict(loaded, loaded_optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+        set_state_dict(loaded, loaded_optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+    # The second loss comes after a step, so it shows that the optimizer's state came along.
+    for name, pair in {"uninterrupted": (model, optimizer), "loaded": (loaded, loaded_optimizer)}.items():
+        say(f"{name} losses " + " ".join(f"{mean(train_step(*pair, tokens)):.6f}" for _ in range(2)))
+    dist.barrier()  # without it, gloo's threads may still be at work when Python ends, which aborts the process
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

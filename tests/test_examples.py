@@ -1,0 +1,90 @@
+"""The examples do what they say, and the README shows the one that a newcomer copies as it is."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pool import distributed
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(example, *arguments, ranks=2):
+    """What `torchrun --nproc-per-node RANKS examples/EXAMPLE ARGUMENTS` prints on the CPU."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), str(EXAMPLES / example), *map(str, arguments)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_in(output):
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", output, re.MULTILINE)]
+
+
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    assert (EXAMPLES / "any_module.py").read_text() in python_blocks("README.md")
+
+
+@distributed(2)
+def test_the_code_of_the_sharding_page_runs_from_top_to_bottom():
+    names = {}
+    for block in python_blocks("docs/sharding.md"):
+        exec(block, names)
+
+
+@pytest.mark.slow
+def test_any_module_learns_on_two_ranks_and_shows_its_units():
+    output = run("any_module.py", "--steps", 40)
+    losses = losses_in(output)
+    assert len(losses) == 40
+    assert sum(losses[-5:]) < sum(losses[:5]) / 4
+    units = [line.split() for line in output.splitlines() if "TransformerEncoderLayer" in line]
+    shards = output[output.index("unit ") :].split().index("shards")
+    assert [unit[shards] for unit in units] == ["2"] * 4
+
+
+@pytest.fixture(scope="module")
+def hf_llama():
+    spec = importlib.util.spec_from_file_location("hf_llama", EXAMPLES / "hf_llama.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its_checkpoint(hf_llama, tmp_path):
+    output = run("hf_llama.py", "--steps", 8, "--checkpoint", tmp_path / "llama")
+
+    cpu = torch.device("cpu")
+    model = hf_llama.make_model(0, cpu)
+    optimizer = hf_llama.make_optimizer(model)
+    tokens = hf_llama.make_batch(8, cpu)
+    plain = [hf_llama.train_step(model, optimizer, tokens).item() for _ in range(10)]
+
+    losses = losses_in(output)
+    torch.testing.assert_close(losses, plain[:8], rtol=1e-5, atol=1e-5)
+    assert losses[-1] < losses[0] - 1
+
+    continued = dict(re.findall(r"^(uninterrupted|loaded) losses (.*)$", output, re.MULTILINE))
+    assert continued["loaded"] == continued["uninterrupted"]
+    torch.testing.assert_close([float(loss) for loss in continued["loaded"].split()], plain[8:], rtol=1e-5, atol=1e-5)
+    assert (tmp_path / "llama" / ".metadata").exists()
