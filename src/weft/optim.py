@@ -28,7 +28,7 @@ from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.module import FSDPModule, units_under
 from weft.fsdp.parameter_group import ParameterGroup
 
-ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD")
 """The optimizers of torch.optim that update each element from that element's gradient and state alone."""
 
 

@@ -91,10 +91,7 @@ def reduce_scatter(
 
     def add_up() -> None:
         first, *rest = received
-        if accumulate:
-            output.add_(first, alpha=scale)
-        else:
-            torch.mul(first, scale, out=output)
+        _accumulate(output, first, scale, accumulate)
         for part in rest:
             output.add_(part, alpha=scale)
 
@@ -180,8 +177,10 @@ def _built_in_reduce_scatter(
 def _accumulate(output: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
     if accumulate:
         output.add_(value, alpha=scale)
-    else:
+    elif output.dtype == value.dtype:
         torch.mul(value, scale, out=output)
+    else:  # the product in the wider dtype
+        output.copy_(value).mul_(scale)
 
 
 def _peers(rank: int, size: int) -> list[int]:

@@ -8,12 +8,17 @@ On CUDA a lane is a stream and a ticket an event: nobody waits but the compute s
 work, and the wait is where the host collects it.
 """
 
+import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from weft.comm.collectives import Pending
+
+ABANDONED_TIMEOUT = timedelta(seconds=10)
+"""How long transfers of which nobody waits for the result may take to end."""
 
 
 class Ticket:
@@ -22,6 +27,13 @@ class Ticket:
     def __init__(self, pending: Pending | None, event: Any = None) -> None:
         self._pending = pending
         self._event = event
+
+    def __del__(self) -> None:
+        """Let abandoned transfers end: their messages would pair with those of whoever uses the lane next."""
+        if self._pending is not None:
+            for work in self._pending.works:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(ABANDONED_TIMEOUT)
 
     def wait(self) -> None:
         """Make the computation that follows see the result."""

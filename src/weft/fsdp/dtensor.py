@@ -121,7 +121,7 @@ class UnevenDTensor(DTensor):
         full = torch.empty(self._cuts.shape, dtype=self.dtype, device=self._local_tensor.device)
         borders = self._cuts.borders
         flat, part = full.view(-1), self.part
-        flat[borders[part] : borders[part + 1]] = self._local_tensor.detach().view(-1)
+        flat[borders[part] : borders[part + 1]] = self._local_tensor.detach().reshape(-1)
         span = 1  # neighbouring parts that are here already: the finest cuts are gathered first
         for axis in reversed(self._cuts.axes):
             size, rank = self._spec.mesh.size(axis), self._spec.mesh.get_local_rank(axis)

@@ -48,6 +48,8 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
         return _foreach_norm
     if name in ("aten::linalg_vector_norm", "aten::norm"):
         return _vector_norm
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale
     if name in _REDUCTIONS:
         return _reduction
     if name == "aten::equal":
@@ -56,6 +58,8 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
         return lambda func, args, kwargs: args[0]._gathered().item()
     if name.startswith("aten::_fused_") or (name.startswith("aten::_foreach_") and name != "aten::_foreach_max"):
         return _local_lists
+    if torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable:
+        return _fill_randomly
     if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
         return _local
     return _on_owner
@@ -144,6 +148,22 @@ def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
     for target, source in zip(args[0], args[1]):
         target.copy_(source, *args[2:], **kwargs)
     _count_change(args[0])
+
+
+def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
+    """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
+    gradients, found, *rest = args
+    func(_localized(gradients), found, *rest, **kwargs)
+    for one_of_mesh in {tensor.device_mesh: tensor for tensor in _uneven(gradients)}.values():
+        one_of_mesh.combine(found, dist.ReduceOp.MAX)
+
+
+def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Random values as one process would draw them: every rank draws all and keeps its part."""
+    target = args[0]
+    drawn = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+    target._local_tensor.copy_(target.slice_of(func(drawn, *args[1:], **kwargs)))
+    return target
 
 
 def _replicated(value: torch.Tensor, like: UnevenDTensor) -> DTensor:

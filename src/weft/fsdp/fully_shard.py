@@ -1,7 +1,7 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.groups import group_of
 from weft.fsdp.atomic import granularity_of
@@ -22,8 +23,7 @@ from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, check_offlo
 from weft.fsdp.runtime import Runtime, RuntimeOptions
 from weft.fsdp.unit import Unit
 
-_sharded_elsewhere: "weakref.WeakKeyDictionary[nn.Parameter, tuple[weakref.ref[Unit], ParameterGroup, Slot]]"
-_sharded_elsewhere = weakref.WeakKeyDictionary()
+_sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", ParameterGroup, Slot]] = WeakTensorKeyDictionary()
 """Where each original parameter went: a tied parameter that a later unit meets again stays tied."""
 
 
@@ -184,17 +184,14 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
     """The modules inside `modules`, outside of any unit below, with their names."""
     names: dict[nn.Module, str] = {}
-
-    def walk(module: nn.Module, name: str) -> None:
+    ahead = [(module, "") for module in reversed(modules)]
+    while ahead:
+        module, name = ahead.pop()
         if isinstance(module, FSDPModule) or module in names:
-            return
+            continue
         names[module] = name
-        for child_name, child in module._modules.items():
-            if child is not None:
-                walk(child, f"{name}{child_name}.")
-
-    for module in modules:
-        walk(module, "")
+        children = [(child, f"{name}{key}.") for key, child in module._modules.items() if child is not None]
+        ahead.extend(reversed(children))
     return names
 
 

@@ -28,6 +28,7 @@ class ForwardCall:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._begun = False
+        self._retained = False
         self._moves = unit.moves
         unit.calls.add(self)
 
@@ -36,6 +37,7 @@ class ForwardCall:
         if self._begun:
             return
         self._begun = True
+        self._retained = torch._C._autograd._get_current_graph_task_keep_graph()
         unit = self.unit
         if self not in unit.calls:  # a second backward through a retained graph
             if unit.moves != self._moves:
@@ -55,7 +57,8 @@ class ForwardCall:
             return
         self._begun = False
         unit = self.unit
-        unit.calls.discard(self)
+        if not self._retained:
+            unit.calls.discard(self)
         unit.backwards -= 1
         unit.reduce()
         if unit.reshard_after_backward:
@@ -112,10 +115,10 @@ class HookDriver:
             with profiled(unit.name, "forward"):
                 runtime.visit(unit, unit.forward_prefetch)
             self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
-        self._entered.add(id(module))
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
-        if self._call is not None:
+        if self._call is not None and not self._entered:  # backward ends where forward began
             args, kwargs = _marked(self._call, (args, kwargs))
+        self._entered.add(id(module))
         return args, kwargs
 
     @torch.compiler.disable

@@ -2,8 +2,10 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.fsdp.hooks import HookDriver
@@ -19,6 +21,30 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own call, with its parameters gathered around it."""
         return self._weft_driver.run(self, super().__call__, args, kwargs)  # type: ignore[misc,arg-type]
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise TypeError(
+            f"deepcopy of the sharded {kind_of(self)}: copy the module before fully_shard, "  # type: ignore[arg-type]
+            "or load its state_dict into another sharded one"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Buffers follow `.to()` and its like; what would change sharded parameters raises."""
+        groups = [group for unit in units_under(self, recurse) for group in unit.groups]
+        for group in groups:
+            probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.device))
+            if (probe.dtype, probe.device) != (group.recipe.main, group.device):
+                raise ValueError(
+                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on {group.device} to "  # type: ignore[arg-type]
+                    f"{probe.dtype} on {probe.device}: convert it before fully_shard, or use weft.MixedPrecisionPolicy"
+                )
+        for group in groups:
+            group.withdraw()
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for unit in units_under(self, recurse):
+                unit.register()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather the parameters and register them, until `reshard` or the next pass ends. `async_op`: return a handle

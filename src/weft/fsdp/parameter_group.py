@@ -41,7 +41,7 @@ class Slot:
     name: str
     owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
 
-    def register(self, parameter: nn.Parameter) -> None:
+    def register(self, parameter: nn.Parameter | None) -> None:
         """Put `parameter` in every place that shares it."""
         for owner, name in self.owners:
             module = owner()
@@ -77,7 +77,10 @@ class ParameterGroup:
         self.full = self.model_weight
         self.transient: Transient | None = None
         if self.model_weight.axes and self.layout.shards > 1:
-            self.transient = Transient(self.layout.numel, recipe.compute, self.device, on_move=self._follow)
+            follow = weakref.WeakMethod(self._follow)  # or neither would be freed without the cyclic collector
+            self.transient = Transient(
+                self.layout.numel, recipe.compute, self.device, on_move=lambda full: (follow() or _ignore)(full)
+            )
             self.full = FlatBuffer(self.layout, mesh, self._whole, self.transient.tensor)
         self.full_parameters = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
@@ -95,8 +98,9 @@ class ParameterGroup:
         self.main_grad: FlatBuffer | None = None
         self.has_gradient = [False] * len(self.slots)
         self._gradients: list[Any] = []
-        self._stages = self._gradient_stages() if self.trainable else []
+        self._stages = self._gradient_stages()
         self._gathered_version = -1
+        self._unpublished = False
 
     def _weights(self, parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -183,6 +187,18 @@ class ParameterGroup:
             self.placements.optimizer, outer_lane if self.model_weight.axes else lane
         )
 
+    def withdraw(self) -> None:
+        """Leave the parameters' places empty, until `register`."""
+        for slot in self.slots:
+            slot.register(None)
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze the full parameters as the user did the registered ones."""
+        for full, sharded in zip(self.full_parameters, self.sharded_parameters):
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad_(sharded.requires_grad)
+        self.trainable = any(full.requires_grad for full in self.full_parameters)
+
     def _version(self) -> int:
         """Grows with every change of the main weights, through the registered parameters or their local parts."""
         return self.main_weight.local._version + sum(parameter._version for parameter in self.sharded_parameters)
@@ -257,7 +273,8 @@ class ParameterGroup:
             if self.main_grad is None:
                 self.main_grad = self._new_buffer(self.placements.optimizer, self.recipe.main_grad)
                 self._gradients = list(self.main_grad.dtensors())
-            output, accumulate = self.main_grad, self._keep_accumulated()
+            output, accumulate = self.main_grad, self._unpublished or self._keep_accumulated()
+            self._unpublished = True
         return stage.reduce_into(output, lane, pool, scale=scale, accumulate=accumulate)
 
     @property
@@ -283,10 +300,13 @@ class ParameterGroup:
         return True
 
     def publish_gradients(self) -> None:
-        """Set `.grad` of the sharded parameters that have a gradient on any rank."""
+        """Set `.grad` of the sharded parameters that have a gradient on any rank, and run their hooks for it."""
+        self._unpublished = False
         for parameter, gradient, present in zip(self.sharded_parameters, self._gradients, self.has_gradient):
             if present:
                 parameter.grad = gradient
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                    hook(parameter)
         self.has_gradient = [False] * len(self.slots)
 
     def discard(self, pool: Pool) -> None:
@@ -295,4 +315,9 @@ class ParameterGroup:
             parameter.grad = None
         for stage in self._stages:
             stage.close(pool)
+        self._unpublished = False
         self.has_gradient = [False] * len(self.slots)
+
+
+def _ignore(full: torch.Tensor) -> None:
+    """The group is gone: nobody follows its weights."""

@@ -128,6 +128,8 @@ class Runtime:
             if unit.kept and unit.reshard_after_backward:
                 unit.drop()
             unit.free()
+            for group in unit.groups:
+                group.follow_requires_grad()
         self._begin("forward" if training else "evaluation")
         self._finished = []
 

@@ -105,21 +105,24 @@ class Unit:
             unit.acquire()
         self.prefetch()
         self._wait()
-        if not self._holders:
-            for group in self.groups:
-                group.register(full=True)
         self._holders += 1
+        if self._holders == 1:
+            self.register()
 
     def release(self) -> None:
         """Let go; with the last holder the sharded parameters are registered and the memory goes."""
         self._holders -= 1
         if not self._holders:
-            for group in self.groups:
-                group.register(full=False)
+            self.register()
             if not self.runtime.is_next(self):
                 self.free()
         for unit in self.tied:
             unit.release()
+
+    def register(self) -> None:
+        """Register what the holders need: full parameters, or the sharded ones if there is no holder."""
+        for group in self.groups:
+            group.register(full=self.held)
 
     def keep(self) -> None:
         """Hold the weights, once, until `drop`."""
