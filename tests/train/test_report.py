@@ -42,9 +42,7 @@ def log(folder, steps=40, bytes_per_token=1.0, name=FILE):
 
 MEMORY = {
     "persistent": {"weights": 3 << 20, "gradients": 2 << 20},
-    "transient_live": {"parameters": 0},
-    "transient_peak": {"parameters": 5 << 20},
-    "allocations": 4,
+    "transient": {"gathered weights": {"live": 0, "peak": 5 << 20, "slab": 5 << 20}},
 }
 
 

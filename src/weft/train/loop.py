@@ -11,6 +11,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
@@ -228,10 +229,12 @@ class Trainer:
             f"validation loss {self.position.validation_loss:.4f} nats per byte, "
             f"bigram table of the same text {baseline:.4f}"
         )
+        memory = weft.memory_report(self.model)
+        memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
         path = write_report(
             self.run_place.directory,
             description=weft.describe(self.model),
-            memory=weft.memory_report(self.model),
+            memory=memory,
             baseline=baseline,
         )
         self.say(f"report: {path}")
@@ -277,6 +280,13 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         eps=config.eps,
         fused=True,
     )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state on this rank."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:

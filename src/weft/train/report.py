@@ -64,7 +64,8 @@ def _memory_groups(memory: Mapping[str, Any] | None) -> dict[str, dict[str, floa
         return {}
     groups: dict[str, Mapping[str, float]] = {"by role": memory}
     if "persistent" in memory:
-        groups = {"at rest": memory["persistent"], "peak in a step": memory.get("transient_peak", {})}
+        peaks = {role: counts["peak"] for role, counts in memory.get("transient", {}).items()}
+        groups = {"at rest": memory["persistent"], "peak in a step": peaks}
     filled = {group: {r: float(v) for r, v in roles.items() if v} for group, roles in groups.items()}
     return {group: roles for group, roles in filled.items() if roles}
 
