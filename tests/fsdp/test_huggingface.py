@@ -1,0 +1,211 @@
+"""Hugging Face models, unchanged, one unit per decoder layer: the numbers of one process."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
+
+
+def mixtral(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts, **options))
+
+
+MODELS = {"llama": llama, "mixtral": mixtral}
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """One unit per decoder layer, the root last."""
+    for layer in model.model.layers:
+        weft.fully_shard(layer, **options)
+    return weft.fully_shard(model, **options)
+
+
+def batches(steps: int = 3, rows: int = 4) -> torch.Tensor:
+    """Tokens `[steps, rows, 10]`."""
+    return torch.randint(0, SIZES["vocab_size"], (steps, rows, 10), generator=torch.Generator().manual_seed(1))
+
+
+def mine(batch: torch.Tensor) -> torch.Tensor:
+    """This rank's rows."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def compare(plain: nn.Module, sharded: nn.Module) -> None:
+    """Three AdamW steps: losses, gradients and weights of the sharded model are those of the plain one."""
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3) for model in (plain, sharded)
+    ]
+    for batch in batches():
+        expected = plain(input_ids=batch, labels=batch, use_cache=False).loss
+        actual = sharded(input_ids=mine(batch), labels=mine(batch), use_cache=False).loss
+        expected.backward()
+        actual.backward()
+        mean = actual.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / dist.get_world_size(), expected.detach())
+        torch.testing.assert_close(gradients(sharded), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(weights(sharded), weights(plain))
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Full gradients by name; a parameter without gradient is left out."""
+    return {name: nets.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full state dict."""
+    return {name: nets.full(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@distributed(2)
+def test_a_model_trains_like_one_process(name):
+    for tied in (False, True):
+        compare(MODELS[name](tie_word_embeddings=tied), shard(MODELS[name](tie_word_embeddings=tied)))
+
+
+@distributed(2)
+def test_every_way_to_run_the_experts():
+    for way in ("eager", "batched_mm", "grouped_mm"):
+        compare(mixtral(experts_implementation=way), shard(mixtral(experts_implementation=way)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@distributed(2)
+def test_the_model_s_own_gradient_checkpointing(name):
+    for reentrant in (True, False):
+        model = recomputing(MODELS[name](), reentrant)
+        calls: list[str] = []
+        hook = functools.partial(note, calls)
+        model.model.layers[0].self_attn.q_proj.register_forward_hook(hook)
+        compare(MODELS[name](), shard(model))
+        assert len(calls) == 2 * len(batches())  # once in forward, once more in backward
+
+
+def recomputing(model: nn.Module, reentrant: bool) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+def note(calls: list[str], *_: Any) -> None:
+    calls.append("forward")
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer and a trainable correction of low rank, as LoRA does it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def adapted(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build().requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapter(getattr(layer.self_attn, name)))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@distributed(2)
+def test_low_rank_adapters_on_a_frozen_base(name):
+    plain, sharded = adapted(MODELS[name]), shard(adapted(MODELS[name]))
+    before = weights(plain)
+    compare(plain, sharded)
+    after = weights(sharded)
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {name for name, p in plain.named_parameters() if p.requires_grad}
+
+
+@distributed(2)
+def test_checkpointed_adapters_train_through_inputs_that_need_no_gradient():
+    """The embedding is frozen: `enable_input_require_grads` is what reentrant checkpoints need, weft or not."""
+    for reentrant in (True, False):
+        plain, sharded = (recomputing(adapted(llama), reentrant) for _ in range(2))
+        for model in (plain, sharded):
+            model.enable_input_require_grads()
+        compare(plain, shard(sharded))
+
+
+@distributed(2)
+def test_generation_from_a_sharded_model():
+    plain, sharded = llama().eval(), shard(llama()).eval()
+    prompt = batches()[0][:, :5]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(sharded.generate(prompt, **options), plain.generate(prompt, **options))
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+@distributed(2)
+def test_accelerate_runs_the_loop_around_a_sharded_model():
+    """The loader, the optimizer, accumulation, backward, clipping; the model is sharded before, and not prepared."""
+    import accelerate
+
+    rows = batches(steps=4)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = shard(llama())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(rows.flatten(0, 1), batch_size=2)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    norms = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=batch, labels=batch, use_cache=False).loss)
+            if accelerator.sync_gradients:
+                norms.append(nets.full(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+    plain = llama()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    expected = []
+    for pair in rows.view(2, 2, *rows.shape[1:]):
+        for batch in pair:
+            (plain(input_ids=batch, labels=batch, use_cache=False).loss / 2).backward()
+        expected.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(norms, expected)
+    torch.testing.assert_close(weights(model), weights(plain))
