@@ -670,6 +670,7 @@ def prefetch_by_hand(net: nets.Net) -> None:
     net.set_modules_to_forward_prefetch(blocks[:2])
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_options_for_speed_give_bit_equal_results():
     reference = run()
