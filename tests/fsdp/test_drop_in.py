@@ -6,6 +6,7 @@ What it returns must be equal: numbers, and what kind of tensor is registered wh
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import weft
@@ -462,6 +463,15 @@ def frozen_parameters(fsdp):
     return steps(net, seen=seen, parameters=[p for p in net.parameters() if p.requires_grad]), seen
 
 
+def one_unit_of_several_modules(fsdp):
+    net, seen = make(), []
+    returned = fsdp.fully_shard(list(net.blocks[:2]), mesh=mesh_of())
+    assert [isinstance(block, fsdp.FSDPModule) for block in returned] == [True, True]
+    fsdp.fully_shard([net.blocks[2], net.norm], mesh=mesh_of())
+    fsdp.fully_shard(net, mesh=mesh_of())
+    return steps(net, seen=seen), seen
+
+
 def left_alone(fsdp):
     net, seen = make(), []
     ignored = {net.norm.weight, net.blocks[1].down.weight}
@@ -516,6 +526,7 @@ SCRIPTS = [
     clipped_without_foreach,
     weights_not_needed_in_backward,
     frozen_parameters,
+    one_unit_of_several_modules,
     left_alone,
     another_forward_method,
 ]
@@ -648,6 +659,102 @@ def test_a_checkpoint_of_one_loads_with_the_other_and_on_one_process(tmp_path):
         a_step(alone, its_own, batch)
         torch.testing.assert_close(whole(other)["weights"], whole(net)["weights"])
         torch.testing.assert_close(whole(alone)["weights"], whole(net)["weights"])
+
+
+# --- what else scripts do -------------------------------------------------------------------------------------------
+
+
+def arithmetic_on_parameters_and_gradients(fsdp):
+    net = bottom_up(fsdp, make())
+    net.loss(batches()[0]).backward()
+    gradients = [p.grad for p in net.parameters()]
+    torch._foreach_mul_(gradients, 0.5)
+    for gradient in gradients:
+        gradient.div_(3).add_(1.0)
+    total = torch.nn.utils.get_total_norm(gradients)
+    torch.nn.utils.clip_grads_with_norm_(net.parameters(), 0.1, total)
+    average = [p.detach().clone() for p in net.parameters()]
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(p.grad, alpha=-0.1)
+            p.data.mul_(1.5)
+    torch._foreach_lerp_(average, [p.detach() for p in net.parameters()], 0.1)
+    weight = net.blocks[1].up.weight
+    figures = [total, weight.grad.norm(), weight.detach().abs().max(), weight.grad.pow(2).sum(), weight.detach().mean()]
+    facts = [weight.placements, weight.device_mesh.shape, weight.numel(), sum(p.numel() for p in net.parameters())]
+    return [whole(net), [nets.full(value) for value in [*figures, *average]]], facts
+
+
+def gradients_set_to_zero(fsdp):
+    net = bottom_up(fsdp, make())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    numbers, seen = [], []
+    for batch in batches():
+        net.loss(batch).backward()
+        optimizer.step()
+        net.zero_grad(set_to_none=False)
+        numbers.append(whole(net))
+        seen.append(with_gradients(net))
+    return numbers, seen
+
+
+def built_on_the_meta_device(fsdp):
+    with torch.device("meta"):
+        net = Net()
+    bottom_up(fsdp, net)
+    net.to_empty(device="cpu")
+    values = torch.Generator().manual_seed(dist.get_world_size())
+    with torch.no_grad():
+        for p in net.parameters():
+            nn.init.constant_(p, torch.rand((), generator=values).item())
+        nn.init.zeros_(net.norm.bias)
+        nn.init.ones_(net.norm.weight)
+    return steps(net), kinds(net)
+
+
+def loaded_from_distributed_tensors(fsdp):
+    net, full = bottom_up(fsdp, make()), make(1).state_dict()
+    sharded = {
+        name: distribute_tensor(full[name], value.device_mesh, value.placements)
+        for name, value in net.state_dict().items()
+    }
+    report = net.load_state_dict(sharded)
+    return [whole(net), steps(net)], [list(report.missing_keys), kinds(net)]
+
+
+def moved_to_where_it_is(fsdp):
+    net = bottom_up(fsdp, make())
+    before = list(net.parameters())
+    net.to("cpu").float().cpu()
+    assert all(p is q for p, q in zip(net.parameters(), before, strict=True))
+    return steps(net), kinds(net)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "arithmetic_on_parameters_and_gradients",
+        "gradients_set_to_zero",
+        "built_on_the_meta_device",
+        "loaded_from_distributed_tensors",
+        "moved_to_where_it_is",
+    ],
+)
+@distributed(2)
+def test_parameters_are_used_the_same(script):
+    assert_same(globals()[script])
+
+
+def test_functions_and_methods_take_the_same_arguments():
+    def arguments(of: Callable) -> list[tuple]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(of).parameters.values()]
+
+    shared = {name for name in dir(torch_fsdp.FSDPModule) if not name.startswith("_")} & set(dir(weft.FSDPModule))
+    assert {"unshard", "reshard", "set_requires_gradient_sync", "set_modules_to_backward_prefetch"} <= shared
+    for name in shared:
+        assert arguments(getattr(weft.FSDPModule, name)) == arguments(getattr(torch_fsdp.FSDPModule, name)), name
+    theirs, ours = (inspect.signature(fsdp.fully_shard).parameters for fsdp in (torch_fsdp, weft))
+    assert set(theirs) - set(ours) <= {"dp_mesh_dims"}  # weft takes the mesh of the data-parallel axes itself
 
 
 # --- HSDP -----------------------------------------------------------------------------------------------------------
