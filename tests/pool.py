@@ -84,8 +84,9 @@ class Pool:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = (False, "the process died")
+        failed = any(not good for good, _ in answers.values())
         for rank in waiting.values():
-            answers[rank] = (False, f"no answer within {timeout} s")
+            answers[rank] = (False, "still running when another failed" if failed else f"silent for {timeout} s")
         if any(not good for good, _ in answers.values()):
             self.stop()
             failures = [

@@ -140,7 +140,7 @@ class HookDriver:
         self._entered.clear()
         runtime.in_forward -= 1
         recomputing = _in_backward()
-        if call is not None and (recomputing or not self._reshards(runtime.in_forward == 0)):
+        if call is not None and (recomputing or not self._reshards()):
             unit.keep()
         elif not recomputing:
             unit.drop()
@@ -150,9 +150,10 @@ class HookDriver:
         if not runtime.in_forward and not recomputing:
             runtime.end_forward()
 
-    def _reshards(self, outermost: bool) -> bool:
+    def _reshards(self) -> bool:
+        """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""
         choice = self.unit.reshard_after_forward
-        return not outermost if choice is None else choice
+        return self.unit.number > 0 if choice is None else choice
 
 
 def _in_backward() -> bool:
