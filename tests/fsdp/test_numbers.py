@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fsdp import nets
 from tests.pool import distributed
 
+RECOMPUTE = [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reentrant", "non-reentrant"))]
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -22,7 +23,7 @@ def compare(sharded, plain, again):
     torch.testing.assert_close(sharded, again, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2, 4)
@@ -36,9 +37,11 @@ def test_five_clipped_adamw_steps_equal_one_process(strategy, microbatches, reco
     compare(runs[0], plain, runs[1])
 
 
-@pytest.mark.parametrize("flagged", [True, False])
-@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(
+    "microbatches, flagged",
+    [(3, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, True), (3, False)])],
+)
 @pytest.mark.parametrize(
     "strategy, outer_strategy",
     [

@@ -52,10 +52,14 @@ class CheckpointManager:
         self.keep = keep
         self._progress = progress
         self._group: dist.ProcessGroup | None = None
+        self._writers: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            # A group of its own: the background thread's collectives must not mix with those of training.
+            # Groups of its own, and one for the background thread alone: its collectives must mix neither with those
+            # of training nor with questions that are asked while it writes.
             members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-            self._group = dist.new_group(members, backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+            self._group, self._writers = (
+                dist.new_group(members, backend="gloo", timeout=_COLLECTIVE_TIMEOUT) for _ in range(2)
+            )
         self.rank = dist.get_rank(self._group) if self._group else 0
         self.ranks = dist.get_world_size(self._group) if self._group else 1
         self._stager = Stager()
@@ -218,7 +222,7 @@ class CheckpointManager:
     def _write(self, step: int, staged: Staged) -> None:
         started = time.monotonic()
         self._say(f"saving step {step} …")
-        temporary = self._on_first_rank(lambda: folder.begin(self.directory, step))
+        temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
         try:
             if not temporary.is_dir():
                 raise CheckpointError(
@@ -228,11 +232,11 @@ class CheckpointManager:
                 {},
                 storage_writer=dcp.FileSystemWriter(temporary),
                 planner=staged,
-                process_group=self._group,
-                no_dist=self._group is None,
+                process_group=self._writers,
+                no_dist=self._writers is None,
             )
             manifest = Manifest(step, self.ranks, self._measure(temporary))
-            self._on_first_rank(lambda: folder.commit(temporary, manifest))
+            self._on_first_rank(lambda: folder.commit(temporary, manifest), self._writers)
         except BaseException:
             if self.rank == 0:
                 folder.discard([temporary])
@@ -247,22 +251,23 @@ class CheckpointManager:
         own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
         if self.rank == 0:
             own[".metadata"] = File.measure(temporary / ".metadata")
-        if self._group is None:
+        if self._writers is None:
             return own
         of_all: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_all, own, group=self._group)
+        dist.all_gather_object(of_all, own, group=self._writers)
         return {name: file for part in of_all for name, file in part.items()}
 
-    def _on_first_rank(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on the first rank; all ranks get its result, or its error."""
+    def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+        """Run `action` on the first rank; all ranks of `group` (default: the foreground's) get its result or error."""
+        group = group or self._group
         answer: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 answer[0] = action()
             except Exception as error:
                 answer[1] = error
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if group is not None:
+            dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
         if answer[1] is not None:
             raise answer[1]
         return answer[0]
