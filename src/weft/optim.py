@@ -119,6 +119,8 @@ class _FlatOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters."""
+        for group in {id(run.group): run.group for run in self._runs}.values():
+            group.take_over_gradients()
         for run in self._runs:
             run.attach()
         kept = [(tensor, tensor.clone()) for run in self._runs for tensor in self._idle_tensors(run)]
@@ -126,8 +128,6 @@ class _FlatOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for tensor, before in kept:
                 tensor.copy_(before)
-        # The flat parameters count their changes by themselves; gathers look at the weights' own count.
-        torch.autograd.graph.increment_version([run.group.main_weight.local for run in self._runs])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -209,7 +209,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     powers: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
     groups = [group for group in _trainable_groups(model) if group.main_grad is not None]
     for group in groups:
-        if any(parameter.grad is not None for parameter in group.sharded_parameters):
+        if group.take_over_gradients():
             local = torch.linalg.vector_norm(group.main_grad.local, norm_type, dtype=torch.float32)  # type: ignore[union-attr]
             powers.setdefault((group.mesh, group.main_weight.axes), []).append(local)
     if not powers:

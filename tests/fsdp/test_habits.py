@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import weft
 from tests.fsdp import nets
@@ -106,3 +107,123 @@ def test_ranks_that_use_different_blocks_of_one_shape_fail_before_the_optimizer_
         weft.fully_shard(part)
     with pytest.raises(RuntimeError, match=r"rank 0: all-gather of right .*rank 1: all-gather of left"):
         model(torch.ones(2, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@distributed(2)
+def test_weights_may_be_written_in_any_way_between_passes(strategy, dtype):
+    ways = {
+        "in place": lambda p: p.mul_(2),
+        "of the local part": lambda p: p.to_local().mul_(2),
+        "of the data": lambda p: p.data.mul_(2),
+        "of the data's local part": lambda p: p.data.to_local().mul_(2),
+    }
+    policy = weft.MixedPrecisionPolicy(param_dtype=dtype)
+    model = weft.fully_shard(nn.Linear(5, 5, bias=False), strategy=strategy, mp_policy=policy)
+    x = torch.randn(2, 5)
+    with torch.no_grad():
+        for name, write in ways.items():
+            before = model(x)
+            write(model.weight)
+            torch.testing.assert_close(model(x), 2 * before, msg=name)
+
+
+@distributed(2)
+def test_a_forward_may_leave_out_modules_of_a_unit():
+    def make():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"one": nn.Linear(5, 5), "other": nn.Linear(5, 5)})
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = make()
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = self.parts["one"](x)
+            return self.parts["other"](x) if both else x
+
+    plain, model = Some(), Some()
+    weft.fully_shard([model.parts["one"], model.parts["other"]])
+    weft.fully_shard(model)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    x = torch.randn(4, 5)
+    for step in range(5):
+        losses = []
+        for net, optimizer in zip((plain, model), optimizers):
+            loss = net(x, both=step % 2 == 0).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0])
+        assert weft.memory_report(model)["transient"]["gathered weights"]["live"] == 0
+
+
+@distributed(2)
+def test_without_the_check_of_collectives_the_gradients_are_the_same():
+    import torch.distributed as dist
+
+    class OneRankUses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.rare = nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(40))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.sum() + (self.rare.sum() if dist.get_rank() == 0 else 0.0)
+
+    for check in (True, False):
+        model = weft.fully_shard(OneRankUses(), runtime=weft.RuntimeOptions(check_collectives=check))
+        model().backward()
+        torch.testing.assert_close(nets.full(model.weight.grad), torch.ones(40))
+        torch.testing.assert_close(nets.full(model.rare.grad), torch.full((40,), 0.5))
+
+
+@distributed(2)
+def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 11))
+
+    tokens = nets.data(1, 4)[0]
+    plain, model = make(), make()
+    for part in (*model, model):
+        weft.fully_shard(part)
+    runtime, visits = model._weft_unit.runtime, []
+    visit, runtime.visit = runtime.visit, lambda unit, ahead: (visits.append(unit.name), visit(unit, ahead))
+    plain(tokens).square().mean().backward()
+    for needed in (True, False):
+        model[0].set_unshard_in_backward(needed)
+        visits.clear()
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        assert visits.count("0") == 1 + needed
+        torch.testing.assert_close(nets.full(model[0].weight.grad), plain[0].weight.grad)
+
+
+@distributed(2)
+def test_an_outer_strategy_beside_placements_is_refused():
+    with pytest.raises(ValueError, match="the placements say it all"):
+        weft.fully_shard(nn.Linear(2, 2), strategy=weft.Placements(*[Shard(0)] * 3), outer_strategy="optim")
+
+
+@distributed(2)
+def test_flat_optimizers_see_gradients_that_the_user_replaced():
+    results = []
+    for flat in (False, True):
+        net = nets.shard(nets.make())
+        make = weft.optim.flat if flat else lambda cls, model, **options: cls(model.parameters(), **options)
+        optimizer = make(torch.optim.SGD, net, lr=0.1)
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        for parameter in net.parameters():
+            parameter.grad = parameter.grad * 2
+        net.gain.grad = None
+        norm = (
+            weft.optim.grad_norm(net)
+            if flat
+            else nets.full(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]))
+        )
+        optimizer.step()
+        results.append({"norm": norm, **{name: nets.full(p) for name, p in net.named_parameters()}})
+    torch.testing.assert_close(results[1], results[0])

@@ -101,14 +101,15 @@ def test_a_buffer_whose_views_are_in_use_does_not_move():
     assert pool.plan is None, "no plan is made while a buffer must not move"
 
 
-def test_a_buffer_held_in_advance_makes_room():
-    pool = Pool(True)
+def test_a_buffer_held_in_advance_makes_room_for_one_that_must_not_move():
+    pool, views = Pool(True), []
     ahead = transient(evict=lambda: pool.give(ahead) or True)
-    now = transient()
+    now = transient(is_fixed=lambda: bool(views))
     step(pool, ahead)
     step(pool, now)
     pool.end_step(lambda one, other: False)
     assert pool.plan.offsets[ahead] == pool.plan.offsets[now]
+    views.append(step(pool, now))
     pool.take(ahead)
     pool.take(now).fill_(1.0)
     assert pool.fallbacks == 0 and pool.live == now.nbytes

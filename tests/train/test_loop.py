@@ -173,7 +173,7 @@ def test_only_matrices_decay():
 
 
 def train_alone(path):
-    with pytest.raises(RuntimeError, match="the loss of step"):
+    with pytest.raises(RuntimeError, match="the gradient norm after step"):
         train(load_config(path))
 
 

@@ -224,9 +224,10 @@ class CheckpointManager:
         self._say(f"saving step {step} …")
         temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
         try:
-            if not temporary.is_dir():
+            blind = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir())) if not sees]
+            if blind:
                 raise CheckpointError(
-                    f"rank {self.rank} does not see {temporary}: checkpoints need a directory that all ranks share"
+                    f"ranks {blind} do not see {temporary}: checkpoints need a directory that all ranks share"
                 )
             dcp.save(
                 {},
@@ -251,11 +252,15 @@ class CheckpointManager:
         own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
         if self.rank == 0:
             own[".metadata"] = File.measure(temporary / ".metadata")
+        return {name: file for part in self._of_all(own) for name, file in part.items()}
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """Every writer's `value`, in order of rank."""
         if self._writers is None:
-            return own
+            return [value]
         of_all: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_all, own, group=self._writers)
-        return {name: file for part in of_all for name, file in part.items()}
+        dist.all_gather_object(of_all, value, group=self._writers)
+        return of_all
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
         """Run `action` on the first rank; all ranks of `group` (default: the foreground's) get its result or error."""

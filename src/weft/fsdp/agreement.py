@@ -61,7 +61,9 @@ class Agreement:
             differs = any(row[0] != mine or row[1] for row in rows)
             flags = [functools.reduce(operator.or_, column) for column in zip(*(row[2:] for row in rows))]
         if differs:
-            raise CollectiveMismatch(_difference([exchange_objects(log, group) for group in groups], names))
+            raise CollectiveMismatch(
+                _difference([dict(exchange_objects((dist.get_rank(), log), group)) for group in groups], names)
+            )
         return [bool(flags[i // _WORD] >> (i % _WORD) & 1) for i in range(len(present))]
 
 
@@ -77,14 +79,14 @@ def _fingerprint(log: list[tuple[int, str, int]]) -> int:
     return value
 
 
-def _difference(logs_by_group: list[list[list[tuple[int, str, int]]]], names: Sequence[str]) -> str:
+def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> str:
     """The first place where logs part, as a sentence."""
     rule = "every rank must run the same units in the same order"
     for logs in logs_by_group:
-        for position in range(max(map(len, logs))):
-            entries = [log[position] if position < len(log) else None for log in logs]
-            if len(set(entries)) > 1:
-                said = "; ".join(f"rank {rank}: {_spoken(entry, names)}" for rank, entry in enumerate(entries))
+        for position in range(max(map(len, logs.values()))):
+            entries = {rank: log[position] if position < len(log) else None for rank, log in logs.items()}
+            if len(set(entries.values())) > 1:
+                said = "; ".join(f"rank {rank}: {_spoken(entry, names)}" for rank, entry in entries.items())
                 return f"ranks issued different collectives, first at position {position} of this step ({said}): {rule}"
     return f"ranks of another process group issued different collectives: {rule}"
 

@@ -113,15 +113,8 @@ def _local_lists(func: Any, args: tuple, kwargs: dict) -> Any:
                 )
     result = func(*_localized(args), **_localized(kwargs))
     if func._schema.is_mutable:
-        _count_change(args)
         return None
     return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, result)]
-
-
-def _count_change(values: Any) -> None:
-    """Raise the version of tensors in lists: torch counts what it sees of them, not what happens inside wrappers, and
-    gathers look at the count."""
-    torch.autograd.graph.increment_version(_uneven(values))
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -147,7 +140,6 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
 def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
     for target, source in zip(args[0], args[1]):
         target.copy_(source, *args[2:], **kwargs)
-    _count_change(args[0])
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:

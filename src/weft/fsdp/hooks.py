@@ -10,6 +10,7 @@ A forward inside a backward is a recomputation by activation checkpointing. If t
 weights are held and the hooks stand back; if that backward is still to come, the weights are kept for it.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.fsdp.precision import cast_floating
 from weft.fsdp.ranges import profiled
+from weft.fsdp.runtime import in_backward
 from weft.fsdp.unit import Unit
 
 
@@ -29,6 +31,7 @@ class ForwardCall:
         self.unit = unit
         self._begun = False
         self._retained = False
+        self._holds = False
         self._moves = unit.moves
         unit.calls.add(self)
 
@@ -48,8 +51,10 @@ class ForwardCall:
             unit.calls.add(self)
         unit.runtime.begin_backward(self)
         unit.backwards += 1
-        with profiled(unit.name, "backward"):
-            unit.runtime.visit(unit, unit.backward_prefetch)
+        self._holds = unit.unshard_in_backward
+        if self._holds:
+            with profiled(unit.name, "backward"):
+                unit.runtime.visit(unit, unit.backward_prefetch)
 
     def end(self) -> None:
         """The last input's gradient is done; for a call without differentiable inputs, the whole backward is."""
@@ -63,9 +68,10 @@ class ForwardCall:
         unit.reduce()
         if unit.reshard_after_backward:
             unit.drop()
-        else:
+        elif self._holds:
             unit.keep()
-        unit.release()
+        if self._holds:
+            unit.release()
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -87,6 +93,7 @@ class HookDriver:
 
     def __init__(self, unit: Unit, modules: int) -> None:
         self.unit = unit
+        unit.driver = weakref.ref(self)
         self._modules = modules
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
@@ -96,22 +103,21 @@ class HookDriver:
         if self.unit.backwards or id(module) in self._entered:
             args, kwargs = self.unit.policy.cast_inputs((args, kwargs))
             return cast_floating(forward(*args, **kwargs), self.unit.policy.output_dtype)
-        args, kwargs = self._before(module, args, kwargs)
         try:
-            output = forward(*args, **kwargs)
+            args, kwargs = self._before(module, args, kwargs)
+            return self._after(forward(*args, **kwargs))
         except BaseException:
-            self._let_go()
+            self.let_go()
             raise
-        return self._after(output)
+        finally:
+            self.unit.runtime.leave_forward()
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked."""
         unit, runtime = self.unit, self.unit.runtime
+        runtime.enter_forward()
         if not self._entered:
-            if not runtime.in_forward and not _in_backward():
-                runtime.begin_forward(torch.is_grad_enabled())
-            runtime.in_forward += 1
             with profiled(unit.name, "forward"):
                 runtime.visit(unit, unit.forward_prefetch)
             self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
@@ -130,34 +136,29 @@ class HookDriver:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._call.begin)
         if len(self._entered) == self._modules:
-            self._let_go()
+            self.let_go()
         return output
 
-    def _let_go(self) -> None:
-        """The unit's forward is over, one way or the other."""
-        unit, runtime = self.unit, self.unit.runtime
+    def let_go(self) -> None:
+        """The unit's forward, if it is in one, is over: all its modules ran, or the rest will not."""
+        if not self._entered:
+            return
+        unit = self.unit
         call, self._call = self._call, None
         self._entered.clear()
-        runtime.in_forward -= 1
-        recomputing = _in_backward()
+        recomputing = in_backward()
         if call is not None and (recomputing or not self._reshards()):
             unit.keep()
         elif not recomputing:
             unit.drop()
         unit.release()
         if call is not None and not recomputing:
-            runtime.finish(unit)
-        if not runtime.in_forward and not recomputing:
-            runtime.end_forward()
+            unit.runtime.finish(unit)
 
     def _reshards(self) -> bool:
         """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""
         choice = self.unit.reshard_after_forward
         return self.unit.number > 0 if choice is None else choice
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _marked(call: ForwardCall, inputs: Any) -> Any:

@@ -50,6 +50,9 @@ class FSDPModule:
         """Gather the parameters and register them, until `reshard` or the next pass ends. `async_op`: return a handle
         whose `wait()` registers them."""
         unit = unit_of(self)
+        if not unit.held:
+            for group in unit.groups:
+                group.outdate()
         unit.prefetch()
         handle = UnshardHandle(unit)
         if async_op:

@@ -99,7 +99,7 @@ class ParameterGroup:
         self.has_gradient = [False] * len(self.slots)
         self._gradients: list[Any] = []
         self._stages = self._gradient_stages()
-        self._gathered_version = -1
+        self._outdated = True
         self._unpublished = False
 
     def _weights(self, parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer]:
@@ -173,13 +173,10 @@ class ParameterGroup:
             return self.model_weight.gather_into(self.full, lane, group)
 
     def _refresh(self, lane: Lane, outer_lane: Lane) -> Ticket | None:
-        """Bring the model weights up to date with the main weights, if the optimizer or anyone else changed them."""
-        if self.model_weight is self.main_weight:
+        """Bring the model weights up to date with the main weights, if a pass began since the last time."""
+        if self.model_weight is self.main_weight or not self._outdated:
             return None
-        version = self._version()
-        if version == self._gathered_version:
-            return None
-        self._gathered_version = version
+        self._outdated = False
         own = self.model_weight.part(self.placements.optimizer).local
         if own.data_ptr() != self.main_weight.local.data_ptr():
             own.copy_(self.main_weight.local)
@@ -199,9 +196,13 @@ class ParameterGroup:
                 full.requires_grad_(sharded.requires_grad)
         self.trainable = any(full.requires_grad for full in self.full_parameters)
 
-    def _version(self) -> int:
-        """Grows with every change of the main weights, through the registered parameters or their local parts."""
-        return self.main_weight.local._version + sum(parameter._version for parameter in self.sharded_parameters)
+    def outdate(self) -> None:
+        """The main weights may have changed: the next gather starts from them.
+
+        Said at the start of every pass, on all ranks alike, and not found out from the weights: there are too many ways
+        to write to a parameter, and a rank that decided by itself would gather alone.
+        """
+        self._outdated = True
 
     def free(self, pool: Pool) -> None:
         """Give the memory of the gathered weights back."""
@@ -273,7 +274,7 @@ class ParameterGroup:
             if self.main_grad is None:
                 self.main_grad = self._new_buffer(self.placements.optimizer, self.recipe.main_grad)
                 self._gradients = list(self.main_grad.dtensors())
-            output, accumulate = self.main_grad, self._unpublished or self._keep_accumulated()
+            output, accumulate = self.main_grad, self._unpublished or self.take_over_gradients()
             self._unpublished = True
         return stage.reduce_into(output, lane, pool, scale=scale, accumulate=accumulate)
 
@@ -286,9 +287,10 @@ class ParameterGroup:
         """The reduction of stage `number` is done: give its memory back."""
         self._stages[number].close(pool)
 
-    def _keep_accumulated(self) -> bool:
+    def take_over_gradients(self) -> bool:
         """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
-        assert self.main_grad is not None
+        if self.main_grad is None:
+            return False
         held = [parameter.grad for parameter in self.sharded_parameters]
         if all(gradient is None for gradient in held):
             return False

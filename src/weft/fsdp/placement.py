@@ -81,6 +81,10 @@ def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) 
     Raises ValueError for unknown names, and for strategies that do not go together or with the mesh.
     """
     if isinstance(strategy, Placements):
+        if outer_strategy != "no_shard":
+            raise ValueError(
+                f"outer_strategy={outer_strategy!r} beside {strategy}: the placements say it all; leave it out"
+            )
         if strategy.axes != axes:
             raise ValueError(f"{strategy} is for {strategy.axes} mesh axes, the mesh has {axes}: give one per axis")
         return strategy

@@ -126,7 +126,8 @@ class Pool:
         if moves and transient.is_fixed():
             return None
         for other in [each for each in self._alive if _overlap(each.tensor, place)]:
-            if other.evict():
+            # Freeing what was gathered ahead costs a second gather, which other ranks may not do: the last resort.
+            if transient.is_fixed() and other.evict():
                 continue
             self._stale = True
             self.fallbacks += 1

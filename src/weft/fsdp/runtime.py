@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from weft.comm.groups import twin_group
 from weft.comm.lanes import Lane, Ticket
-from weft.fsdp.agreement import Agreement
+from weft.fsdp.agreement import Agreement, CollectiveMismatch
 from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.prefetch import Itinerary
@@ -76,7 +76,8 @@ class Runtime:
         self.reduce_lane = Lane("reduce", device)
         self.outer_lane = Lane("outer", device)
         self.last_backward = True
-        self.in_forward = 0
+        self._depth = 0
+        self._accumulating = False
         self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._units: list[weakref.ref[Unit]] = []
         self._agreement = Agreement(options.check_collectives)
@@ -116,25 +117,38 @@ class Runtime:
             shard_group = group.groups[-1]
             gather_group = self._gather_groups.get(shard_group, shard_group)
             ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
-        if ticket is not None:
+        if ticket is not None and self._current != "evaluation":
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
 
-    def begin_forward(self, training: bool) -> None:
-        """The root's forward begins: whatever an earlier pass left behind goes."""
+    def enter_forward(self) -> None:
+        """A sharded module is called; the outermost call begins a pass: whatever an earlier one left behind goes."""
+        self._depth += 1
+        if self._depth > 1 or in_backward():
+            return
         if self._calls:
             self.reset()
+            self._depth = 1
         for unit in self.units:
             if unit.kept and unit.reshard_after_backward:
                 unit.drop()
             unit.free()
             for group in unit.groups:
                 group.follow_requires_grad()
-        self._begin("forward" if training else "evaluation")
+                if not self._accumulating:
+                    group.outdate()
+        self._begin("forward" if torch.is_grad_enabled() else "evaluation")
         self._finished = []
 
-    def end_forward(self) -> None:
-        """The root's forward ended: what was gathered ahead for nothing goes."""
+    def leave_forward(self) -> None:
+        """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
+        longer, and what was gathered ahead for nothing goes."""
+        self._depth -= 1
+        if self._depth or in_backward():
+            return
+        for unit in self.units:
+            if (driver := unit.driver()) is not None:
+                driver.let_go()
         for unit in self.units:
             if not self.is_next(unit):
                 unit.free()
@@ -238,8 +252,9 @@ class Runtime:
                 unit.drop()
             unit.free()
         self._plan(units)
-        if self._reduced:
-            self._reduced = False
+        reduced, self._reduced = self._reduced, False
+        self._accumulating = not (reduced and self.last_backward)
+        if reduced:
             self._publish(units)
 
     def _plan(self, units: list["Unit"]) -> None:
@@ -256,9 +271,12 @@ class Runtime:
         groups = [group for unit in units for group in unit.trainable_groups]
         present = [flag for group in groups for flag in group.has_gradient]
         names = [unit.name for unit in units]
-        if self.options.check_collectives:
-            everyone = list(dict.fromkeys(each for group in groups for each in group.groups))
+        everyone = list(dict.fromkeys(each for group in groups for each in group.groups))
+        try:
             present = self._agreement.reach(present, names, self.reduce_lane, everyone, self.device)
+        except CollectiveMismatch:
+            self.reset()
+            raise
         for group in groups:
             mine, present = present[: len(group.slots)], present[len(group.slots) :]
             group.has_gradient = mine
@@ -272,7 +290,8 @@ class Runtime:
         self._calls.clear()
         self._callback_queued = False
         self._reduced = False
-        self.in_forward = 0
+        self._depth = 0
+        self._accumulating = False
         self._agreement = Agreement(self.options.check_collectives)
         for itinerary in self._passes.values():
             itinerary.forget()
@@ -281,3 +300,8 @@ class Runtime:
                 group.discard(self.gradients)
         for unit in self.units:
             unit.let_go()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward: a forward inside one is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

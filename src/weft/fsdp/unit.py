@@ -24,6 +24,7 @@ from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
+    from weft.fsdp.hooks import HookDriver
     from weft.fsdp.runtime import Runtime
 
 
@@ -56,6 +57,8 @@ class Unit:
         self.requires_all_reduce = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.driver: Callable[[], HookDriver | None] = lambda: None
+        """What runs around the forward of its modules, as long as they live."""
         self.backwards = 0
         """Backwards of this unit under way: a forward that meets one is a recomputation."""
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -159,6 +162,8 @@ class Unit:
     def let_go(self) -> None:
         """Return to rest from any state: for a pass that was abandoned."""
         self.backwards = 0
+        if (driver := self.driver()) is not None:
+            driver.let_go()
         self._kept = False
         while self._holders:
             self.release()

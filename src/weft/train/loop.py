@@ -1,5 +1,6 @@
 """The training loop: from a configuration to a trained model."""
 
+import math
 import random
 import resource
 import sys
@@ -155,6 +156,8 @@ class Trainer:
             loss.backward()
             loss_sum += loss.detach()
         norm = clip_gradients(self.model, self.config.train.gradient_clip)
+        if not math.isfinite(norm):  # the same on all ranks; the weights are still good
+            raise self._diverged("gradient norm", float(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -166,11 +169,8 @@ class Trainer:
         position.step += 1
         tokens_done = self.config.train.global_batch_size * self.config.data.sequence_length
         position.tokens += tokens_done
-        if not (loss_value - loss_value == 0):
-            raise RuntimeError(
-                f"the loss of step {position.step} is {loss_value}; nothing was saved since step "
-                f"{self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
-            )
+        if not math.isfinite(loss_value):
+            raise self._diverged("loss", loss_value)
         seconds = time.perf_counter() - started
         position.seconds += seconds
         values = {
@@ -181,6 +181,12 @@ class Trainer:
             "memory_bytes": _memory_in_use(self.device),
         }
         return values, stops > 0
+
+    def _diverged(self, what: str, value: float) -> RuntimeError:
+        return RuntimeError(
+            f"the {what} after step {self.position.step} is {value}; nothing was saved since step {self.saved_step}: "
+            "lower optimizer.lr or train.gradient_clip and go on from there"
+        )
 
     @torch.no_grad()
     def _validate(self, metrics: Metrics) -> None:
