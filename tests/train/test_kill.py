@@ -100,19 +100,20 @@ def died(ranks):
     return any(rank.exitcode is not None for rank in ranks)
 
 
-def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_path, victim):
     config = write_config(tmp_path, train__steps=100_000, checkpoint__every=5, train__validate_every=0)
     run = tmp_path / "runs" / "tiny"
     with started("train", config, "--ranks", 2) as process:
         wait_until(lambda: committed_steps(run / "checkpoints"))
         ranks = ranks_of(process.pid)
-        os.kill(ranks[1], signal.SIGKILL)
+        os.kill(ranks[victim], signal.SIGKILL)
         killed_at = time.monotonic()
         _, errors = process.communicate(timeout=30)
     assert time.monotonic() - killed_at < 30
     assert process.returncode == 1
     assert not any(map(is_alive, ranks.values()))
-    assert f"rank 1 (process {ranks[1]}) was killed by SIGKILL" in errors
+    assert f"rank {victim} (process {ranks[victim]}) was killed by SIGKILL" in errors
     assert "Traceback" not in errors
     step = committed_steps(run / "checkpoints")[-1]
     said = re.search(r"the checkpoint of step (\d+) is complete; go on with: weft (.*)", errors)
