@@ -35,6 +35,8 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """`nets.Net` without its 0-D parameter, which FSDP2 refuses."""

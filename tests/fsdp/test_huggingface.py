@@ -15,6 +15,8 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
