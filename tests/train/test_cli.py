@@ -132,7 +132,9 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_p
 def test_bench_runs_a_program_on_local_ranks(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "hello.py").write_text(
-        "import os, sys\nprint(f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\")\n"
+        "import os, sys\n"
+        "line = f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
+        "os.write(1, line.encode())  # one write per line: two ranks share the pipe, and print may write the end apart\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "weft", "bench", "hello", "--ranks", "2", "--", "--rounds", "3"],
