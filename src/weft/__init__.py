@@ -3,22 +3,28 @@
 from weft import models, optim
 from weft.fsdp import (
     BlockAtomic,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
     RuntimeOptions,
     TensorAtomic,
+    UnshardHandle,
     describe,
     fully_shard,
     memory_report,
     padding_of,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from weft.mesh import Meshes, init_meshes
 
 __all__ = [
     "BlockAtomic",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "Meshes",
     "MixedPrecisionPolicy",
@@ -26,6 +32,7 @@ __all__ = [
     "Placements",
     "RuntimeOptions",
     "TensorAtomic",
+    "UnshardHandle",
     "describe",
     "fully_shard",
     "init_meshes",
@@ -34,4 +41,5 @@ __all__ = [
     "optim",
     "padding_of",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from tests.pool import distributed
 from weft.comm import collectives
+from weft.comm.collectives import sends_directly
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
 
@@ -172,3 +173,26 @@ def test_a_twin_group_has_the_same_ranks_in_every_part_of_the_world():
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total, group=twin)
     assert total == sum(dist.get_process_group_ranks(mine))
+
+
+@distributed(2)
+def test_sums_only_never_ask_the_backend_for_an_average():
+    group, partial, output = dist.group.WORLD, values(64, torch.float32), torch.empty(32)
+    asked = []
+
+    def reduce_scatter(*args, op, **kwargs):
+        asked.append(op)
+        return torch_s(*args, op=op, **kwargs)
+
+    torch_s = dist.reduce_scatter_tensor
+    try:
+        dist.reduce_scatter_tensor, collectives.sends_directly = reduce_scatter, lambda group, device: False
+        results = []
+        for sum_only in (False, True):
+            options = {"scale": 0.5, "accumulate": False, "inbox": partial[:0], "sum_only": sum_only}
+            lane("reduce").run(collectives.reduce_scatter, output, partial, group, **options).wait()
+            results.append(output.clone())
+    finally:
+        dist.reduce_scatter_tensor, collectives.sends_directly = torch_s, sends_directly
+    assert asked == [dist.ReduceOp.AVG, dist.ReduceOp.SUM]
+    torch.testing.assert_close(*results)

@@ -4,132 +4,36 @@ Each script takes the namespace that the names come from, `torch.distributed.fsd
 What it returns must be equal: numbers, and what kind of tensor is registered when.
 """
 
-import copy
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.side_by_side import (
+    Net,
+    assert_same,
+    batches,
+    both,
+    bottom_up,
+    kinds,
+    make,
+    mesh_of,
+    steps,
+    whole,
+    with_gradients,
+)
 from tests.pool import distributed
 
 pytestmark = pytest.mark.slow
-
-
-class Net(nn.Module):
-    """`nets.Net` without its 0-D parameter, which FSDP2 refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 13)
-        self.blocks = nn.ModuleList(nets.Block(13, 29) for _ in range(3))
-        self.norm = nn.LayerNorm(13)
-        self.head = nn.Linear(13, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    """Over the ranks, on CPU; the default mesh would be the accelerator's, where there is one."""
-    shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "shard")[-len(shape) :])
-
-
-def make(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def bottom_up(fsdp: ModuleType, net: nn.Module, **options: Any) -> Any:
-    options.setdefault("mesh", mesh_of())
-    for block in net.blocks:
-        fsdp.fully_shard(block, **options)
-    return fsdp.fully_shard(net, **options)
-
-
-def batches(steps: int = 3, rows: int = 8) -> list[torch.Tensor]:
-    """This rank's rows of each step."""
-    return [mine(batch) for batch in nets.data(steps, rows)]
-
-
-def mine(batch: torch.Tensor) -> torch.Tensor:
-    """This rank's rows."""
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def kinds(net: nn.Module) -> dict[str, tuple]:
-    """What is registered under each name: DTensor or plain, its dtype and shape, and whether it trains."""
-    return {
-        name: ("DTensor" if isinstance(p, DTensor) else "plain", p.dtype, tuple(p.shape), p.requires_grad)
-        for name, p in net.named_parameters()
-    }
-
-
-def with_gradients(net: nn.Module) -> list[str]:
-    """The sharded parameters that have a gradient. A plain one tells too much: between backwards that do not reduce,
-    torch keeps what it accumulates in `.grad` of the full parameter, weft in a buffer."""
-    return sorted(name for name, p in net.named_parameters() if isinstance(p, DTensor) and p.grad is not None)
-
-
-def whole(net: nn.Module) -> dict[str, dict]:
-    """Full weights and gradients, by name; a parameter without gradient is left out."""
-    weights = {name: nets.full(value) for name, value in net.state_dict().items()}
-    gradients = {name: nets.full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
-    return {"weights": weights, "gradients": gradients}
-
-
-def both(script: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """What the script returns with weft, and with FSDP2."""
-    return script(weft, *args), script(torch_fsdp, *args)
-
-
-def differences(actual: Any, expected: Any, where: str = "") -> Iterator[str]:
-    """Where two trees of plain values differ."""
-    if isinstance(expected, dict) and isinstance(actual, dict) and actual.keys() == expected.keys():
-        for key, value in expected.items():
-            yield from differences(actual[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, list) and isinstance(actual, list) and len(actual) == len(expected):
-        for number, value in enumerate(expected):
-            yield from differences(actual[number], value, f"{where}[{number}]")
-    elif actual != expected:
-        yield f"{where}: {actual}, with FSDP2 {expected}"
-
-
-def assert_same(script: Callable[..., tuple[Any, Any]], *args: Any, **tolerance: float) -> None:
-    """The script returns numbers, which must be close, and anything else, which must be equal."""
-    (numbers, facts), (expected, expected_facts) = both(script, *args)
-    assert not (found := list(differences(facts, expected_facts))), "\n".join(found[:8])
-    torch.testing.assert_close(numbers, expected, **tolerance)
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -316,27 +220,6 @@ def test_inputs_and_outputs_have_the_same_dtypes():
 # --- the methods of a sharded module --------------------------------------------------------------------------------
 
 
-def steps(net, *, before=lambda number, last: None, micro=3, clip=None, seen=None, parameters=None):
-    """Three steps of three microbatches; returns the numbers on the way."""
-    optimizer = torch.optim.AdamW(parameters or net.parameters(), lr=1e-2)
-    numbers = []
-    for batch in batches(3, 4 * micro):
-        for number, part in enumerate(batch.chunk(micro)):
-            before(number, number == micro - 1)
-            (net.loss(part) / micro).backward()
-            if seen is not None:
-                seen.append([kinds(net), with_gradients(net)])
-        if clip is not None:
-            numbers.append(clip(net))
-        for child in net.modules():
-            if hasattr(child, "reshard"):
-                child.reshard()
-        numbers.append(whole(net))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*numbers, whole(net)]
-
-
 def explicit_prefetch(fsdp):
     net = bottom_up(fsdp, make())
     blocks = list(net.blocks)
@@ -512,6 +395,87 @@ def another_forward_method(fsdp):
     return [output.detach(), whole(net)], seen
 
 
+def hooked_reductions(fsdp):
+    net, seen = bottom_up(fsdp, make()), []
+
+    def doubled(reduced: torch.Tensor) -> None:
+        seen.append((reduced.dim(), reduced.dtype))
+        reduced.mul_(2)
+
+    net.blocks[1].set_all_reduce_hook(doubled)
+    return steps(net), seen
+
+
+def summed_only(fsdp):
+    net = bottom_up(fsdp, make())
+    net.set_force_sum_reduction_for_comms(True)
+    return steps(net), None
+
+
+def separate_communicators_and_more_buffers(fsdp):
+    net = bottom_up(fsdp, make())
+    net.set_separate_reduce_scatter_group()
+    net.set_reduce_scatter_max_input_buffers(3)
+    numbers = steps(net)
+    net.set_separate_reduce_scatter_group(False)
+    return [numbers, steps(net)], None
+
+
+class Choosy(nn.Module):
+    """Rank r uses the r-th of two branches of the same shape, and nobody the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.head = nn.Linear(13, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.branches[dist.get_rank()](x))
+
+
+def parameters_that_some_ranks_or_none_use(fsdp):
+    torch.manual_seed(0)
+    net = fsdp.fully_shard(Choosy(), mesh=mesh_of())
+    net.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(dist.get_rank()))
+    numbers = []
+    for _ in range(3):
+        net(x).square().mean().backward()
+        numbers.append(whole(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, [sorted(each["gradients"]) for each in numbers]
+
+
+def two_models_that_share_their_communication(fsdp):
+    torch.manual_seed(0)
+    stages = [fsdp.fully_shard(nn.Linear(13, 13), mesh=mesh_of()) for _ in range(2)]
+    fsdp.share_comm_ctx(stages)
+    fsdp.share_comm_ctx([])
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(dist.get_rank()))
+    numbers = []
+    for _ in range(3):
+        stages[1](stages[0](x).relu()).square().mean().backward()
+        numbers.append([whole(stage) for stage in stages])
+        for stage in stages:
+            stage.zero_grad()
+    return numbers, [kinds(stage) for stage in stages]
+
+
+def a_slice_of_a_sharded_container(fsdp):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(13, 13) for _ in range(3)))
+    for layer in net:
+        fsdp.fully_shard(layer, mesh=mesh_of())
+    fsdp.fully_shard(net, mesh=mesh_of())
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(dist.get_rank()))
+    net(x).square().mean().backward()
+    front = net[:2]
+    assert isinstance(net, fsdp.FSDPModule) and not isinstance(front, fsdp.FSDPModule)
+    return [front[0].weight.full_tensor().detach(), whole(net)], [type(front), len(front), kinds(front)]
+
+
 SCRIPTS = [
     explicit_prefetch,
     accumulated_without_sync,
@@ -531,6 +495,12 @@ SCRIPTS = [
     one_unit_of_several_modules,
     left_alone,
     another_forward_method,
+    hooked_reductions,
+    summed_only,
+    separate_communicators_and_more_buffers,
+    parameters_that_some_ranks_or_none_use,
+    two_models_that_share_their_communication,
+    a_slice_of_a_sharded_container,
 ]
 
 
@@ -540,127 +510,37 @@ def test_the_methods_mean_the_same(script):
     assert_same(globals()[script])
 
 
-# --- state dicts and checkpoints -------------------------------------------------------------------------------------
+class Event:
+    """What a CUDA event does for the pass that waits for it."""
 
+    waits = 0
 
-def trained_pair(fsdp, seed=0, count=2, mesh=None):
-    """A sharded net and its optimizer after some steps."""
-    net = make(seed)
-    bottom_up(fsdp, net, mesh=mesh or mesh_of())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    for batch in batches()[:count]:
-        a_step(net, optimizer, batch)
-    return net, optimizer
-
-
-def a_step(net, optimizer, batch):
-    net.loss(batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def tensors(tree: Any) -> dict[str, torch.Tensor]:
-    """The whole tensors of a tree, by path."""
-    leaves = tree_flatten_with_path(tree)[0]
-    return {keystr(path): nets.full(leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-
-
-def facts_of(tree: Any) -> dict[str, Any]:
-    """What is at each path of a tree: for a tensor, which kind it is of."""
-    found = {}
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            kind = "DTensor" if isinstance(leaf, DTensor) else "plain"
-            leaf = (kind, leaf.dtype, tuple(leaf.shape), leaf.device.type)
-        found[keystr(path)] = leaf
-    return found
-
-
-WAYS = {
-    "sharded": (StateDictOptions(), StateDictOptions()),
-    "sharded, on CPU": (StateDictOptions(cpu_offload=True), StateDictOptions()),
-}
-
-
-def got_and_set(fsdp, way):
-    getting, setting = WAYS[way]
-    net, optimizer = trained_pair(fsdp)
-    states = (
-        get_model_state_dict(net, options=getting),
-        get_optimizer_state_dict(net, optimizer, options=getting),
-    )
-    seen = [facts_of(state) for state in states]
-    numbers = [tensors(state) for state in states]
-    other, its_optimizer = trained_pair(fsdp, seed=1, count=1)
-    set_model_state_dict(other, copy.deepcopy(states[0]), options=setting)
-    set_optimizer_state_dict(other, its_optimizer, copy.deepcopy(states[1]), options=setting)
-    numbers.append(tensors(its_optimizer.state_dict()["state"]))
-    for batch in batches()[1:]:
-        a_step(other, its_optimizer, batch)
-        numbers.append(whole(other))
-    return numbers, [*seen, kinds(other)]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@distributed(2)
-def test_state_dicts_are_got_and_set(way):
-    assert_same(got_and_set, way)
-
-
-def whole_on_rank_0(fsdp):
-    """What is saved for others to read: everything, in the memory of one rank."""
-    net, optimizer = trained_pair(fsdp)
-    getting = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = [get_model_state_dict(net, options=getting), get_optimizer_state_dict(net, optimizer, options=getting)]
-    return [tensors(state) for state in states], [facts_of(state) for state in states]
-
-
-def a_model_set_from_whole_tensors(fsdp):
-    options = StateDictOptions(full_state_dict=True)
-    net, _ = trained_pair(fsdp)
-    state = get_model_state_dict(net, options=options)
-    other, optimizer = trained_pair(fsdp, seed=1, count=1)
-    report = set_model_state_dict(other, copy.deepcopy(state), options=options)
-    numbers = [tensors(state), whole(other)]
-    a_step(other, optimizer, batches()[2])
-    return [*numbers, whole(other)], [facts_of(state), kinds(other), list(report.missing_keys)]
+    def wait(self) -> None:
+        self.waits += 1
 
 
 @distributed(2)
-def test_whole_state_dicts_are_got_and_a_model_is_set_from_one():
-    assert_same(whole_on_rank_0)
-    assert_same(a_model_set_from_whole_tensors)
+def test_the_next_pass_waits_once_for_an_event_behind_the_optimizer():
+    net, event = bottom_up(weft, make()), Event()
+    net.set_post_optim_event(event)
+    for _ in range(2):
+        net.loss(batches()[0]).backward()
+        assert event.waits == 1
 
 
-def as_checkpoint(net, optimizer):
-    model, optim = get_state_dict(net, optimizer)
-    return {"model": model, "optim": optim}
-
-
-@distributed(2)
-def test_a_checkpoint_of_one_loads_with_the_other_and_on_one_process(tmp_path):
-    for saves, loads in ((weft, torch_fsdp), (torch_fsdp, weft), (weft, weft)):
-        folder = f"{tmp_path}/{saves.__name__}-{loads.__name__}"
-        net, optimizer = trained_pair(saves)
-        dcp.save(as_checkpoint(net, optimizer), checkpoint_id=folder)
-        other, its_optimizer = trained_pair(loads, seed=1, count=1)
-        state = as_checkpoint(other, its_optimizer)
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        alone = make(1)
-        its_own = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-        state = as_checkpoint(alone, its_own)
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-        set_state_dict(alone, its_own, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        expected = tensors(as_checkpoint(net, optimizer))
-        torch.testing.assert_close(tensors(as_checkpoint(other, its_optimizer)), expected, rtol=0, atol=0)
-        torch.testing.assert_close(tensors(as_checkpoint(alone, its_own)), expected, rtol=0, atol=0)
-        batch = nets.data(4, 8)[3]
-        a_step(net, optimizer, mine(batch))
-        a_step(other, its_optimizer, mine(batch))
-        a_step(alone, its_own, batch)
-        torch.testing.assert_close(whole(other)["weights"], whole(net)["weights"])
-        torch.testing.assert_close(whole(alone)["weights"], whole(net)["weights"])
+@distributed(4)
+def test_data_parallel_axes_of_a_larger_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "context"))
+    expected = steps(bottom_up(weft, make()))
+    for dims in (
+        torch_fsdp.DataParallelMeshDims(shard=("replicate", "context")),
+        torch_fsdp.DataParallelMeshDims(shard="context", replicate="replicate"),
+        weft.DataParallelMeshDims(replicate=("replicate", "context")),
+    ):
+        net = bottom_up(weft, make(), mesh=mesh, dp_mesh_dims=dims)
+        torch.testing.assert_close(steps(net), expected)
+        whole_here = all(p.to_local().numel() == p.numel() for p in net.parameters())
+        assert whole_here == (dims.shard is None)
 
 
 # --- what else scripts do -------------------------------------------------------------------------------------------
@@ -747,18 +627,6 @@ def test_parameters_are_used_the_same(script):
     assert_same(globals()[script])
 
 
-def test_functions_and_methods_take_the_same_arguments():
-    def arguments(of: Callable) -> list[tuple]:
-        return [(p.name, p.kind, p.default) for p in inspect.signature(of).parameters.values()]
-
-    shared = {name for name in dir(torch_fsdp.FSDPModule) if not name.startswith("_")} & set(dir(weft.FSDPModule))
-    assert {"unshard", "reshard", "set_requires_gradient_sync", "set_modules_to_backward_prefetch"} <= shared
-    for name in shared:
-        assert arguments(getattr(weft.FSDPModule, name)) == arguments(getattr(torch_fsdp.FSDPModule, name)), name
-    theirs, ours = (inspect.signature(fsdp.fully_shard).parameters for fsdp in (torch_fsdp, weft))
-    assert set(theirs) - set(ours) <= {"dp_mesh_dims"}  # weft takes the mesh of the data-parallel axes itself
-
-
 # --- HSDP -----------------------------------------------------------------------------------------------------------
 
 
@@ -769,7 +637,10 @@ def replicated_and_sharded(fsdp, accumulate):
         "outer axis last": lambda number, last: net.set_requires_all_reduce(last),
         "both axes last": lambda number, last: net.set_requires_gradient_sync(last),
         "told of the last": lambda number, last: net.set_is_last_backward(last),
+        "outer axis last, hooked": lambda number, last: net.set_requires_all_reduce(last),
     }[accumulate]
+    if "hooked" in accumulate:
+        net.blocks[0].set_all_reduce_hook(lambda reduced: reduced.mul_(2))
     numbers = steps(net, before=before, seen=seen)
     if accumulate == "told of the last":
         # torch all-reduces all the same. weft does so once, at the last, and has no gradient until then.
@@ -782,5 +653,5 @@ def replicated_and_sharded(fsdp, accumulate):
 @pytest.mark.slow
 @distributed(4)
 def test_a_mesh_of_two_axes_replicates_over_the_first():
-    for accumulate in ("at once", "outer axis last", "both axes last", "told of the last"):
+    for accumulate in ("at once", "outer axis last", "both axes last", "told of the last", "outer axis last, hooked"):
         assert_same(replicated_and_sharded, accumulate)

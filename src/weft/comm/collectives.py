@@ -72,15 +72,17 @@ def reduce_scatter(
     scale: float,
     accumulate: bool,
     inbox: torch.Tensor,
+    sum_only: bool = False,
 ) -> Pending:
     """`output` (+)= `scale` times the sum over ranks of their slice of `partial` for this rank.
 
-    `output` never aliases `partial`. `inbox`: memory of `inbox_numel` elements in `partial`'s dtype.
+    `output` never aliases `partial`. `inbox`: memory of `inbox_numel` elements in `partial`'s dtype. `sum_only`: never
+    let the backend average, but scale here.
     """
     rank, size = dist.get_rank(group), group.size()
     slices = partial.view(size, -1)
     if not sends_directly(group, partial.device):
-        return _built_in_reduce_scatter(output, partial, group, scale, accumulate)
+        return _built_in_reduce_scatter(output, partial, group, scale, accumulate, sum_only)
     others = _peers(rank, size)
     received = [slices[rank]] * size
     works = []
@@ -120,6 +122,33 @@ def all_reduce(
     return Pending(works, lambda: _accumulate(output, partial, scale, accumulate))
 
 
+def reduce_through(
+    hook: Callable[[torch.Tensor], None],
+    scratch: torch.Tensor,
+    reduction: Callable[..., Pending],
+    output: torch.Tensor,
+    partial: torch.Tensor,
+    group: dist.ProcessGroup,
+    tag: int,
+    *,
+    accumulate: bool,
+    **options: Any,
+) -> Pending:
+    """`reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, which `hook` may change before `output` (+)= it.
+
+    On CUDA the hook runs on the stream of the reduction, behind it.
+    """
+    pending = reduction(scratch, partial, group, tag, accumulate=False, **options)
+
+    def pass_on() -> None:
+        if pending.finish is not None:
+            pending.finish()
+        hook(scratch)
+        _accumulate(output, scratch, 1.0, accumulate)
+
+    return Pending(pending.works, pass_on)
+
+
 def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:
     """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait."""
     if sends_directly(group, parts[rank].device):
@@ -153,14 +182,19 @@ def reduce_now(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch
 
 
 def _built_in_reduce_scatter(
-    output: torch.Tensor, partial: torch.Tensor, group: dist.ProcessGroup, scale: float, accumulate: bool
+    output: torch.Tensor,
+    partial: torch.Tensor,
+    group: dist.ProcessGroup,
+    scale: float,
+    accumulate: bool,
+    sum_only: bool,
 ) -> Pending:
     size = group.size()
     if size == 1:
         _accumulate(output, partial, scale, accumulate)
         return Pending()
     op = dist.ReduceOp.SUM
-    if scale == 1 / size:
+    if scale == 1 / size and not sum_only:
         op, scale = dist.ReduceOp.AVG, 1.0
     elif partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
         partial.mul_(scale)

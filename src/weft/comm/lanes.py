@@ -45,6 +45,19 @@ class Ticket:
             pending.complete()
 
 
+def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """`work` on the CUDA stream `stream`, behind what comes before it and before what comes behind it."""
+
+    def run(tensor: torch.Tensor) -> None:
+        around = torch.cuda.current_stream()
+        stream.wait_stream(around)
+        with torch.cuda.stream(stream):
+            work(tensor)
+        around.wait_stream(stream)
+
+    return run
+
+
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 

@@ -5,13 +5,16 @@ from weft.fsdp.diagnostics import describe, memory_report
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.layout import padding_of
-from weft.fsdp.module import FSDPModule, register_fsdp_forward_method
+from weft.fsdp.mesh_dims import DataParallelMeshDims
+from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
-from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
+from weft.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from weft.fsdp.runtime import RuntimeOptions
 
 __all__ = [
     "BlockAtomic",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -19,9 +22,11 @@ __all__ = [
     "RuntimeOptions",
     "TensorAtomic",
     "UnevenDTensor",
+    "UnshardHandle",
     "describe",
     "fully_shard",
     "memory_report",
     "padding_of",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

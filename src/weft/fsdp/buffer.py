@@ -14,7 +14,8 @@ On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,14 +125,31 @@ class FlatBuffer:
         return ticket
 
     def reduce_into(
-        self, output: "FlatBuffer", axis: int, lane: Lane, *, scale: float, accumulate: bool, inbox: torch.Tensor
+        self,
+        output: "FlatBuffer",
+        axis: int,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        inbox: torch.Tensor,
+        sum_only: bool = False,
+        through: tuple[Callable[[torch.Tensor], None], torch.Tensor] | None = None,
     ) -> Ticket:
-        """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks."""
+        """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks.
+
+        `sum_only`: without averages by the backend. `through`: a function that may change what is reduced before
+        `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on.
+        """
         group = group_of(self.mesh, axis)
-        amounts = {"scale": scale, "accumulate": accumulate}
+        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate}
+        reduction: Callable[..., Any] = collectives.all_reduce
         if output.placements[axis].is_shard():
-            return lane.run(collectives.reduce_scatter, output.local, self.local, group, inbox=inbox, **amounts)
-        return lane.run(collectives.all_reduce, output.local, self.local, group, **amounts)
+            reduction = collectives.reduce_scatter
+            options |= {"inbox": inbox, "sum_only": sum_only}
+        if through is None:
+            return lane.run(reduction, output.local, self.local, group, **options)
+        return lane.run(collectives.reduce_through, *through, reduction, output.local, self.local, group, **options)
 
 
 def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from weft.fsdp.atomic import granularity_of
 from weft.fsdp.construction import materialize
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.hooks import HookDriver
+from weft.fsdp.mesh_dims import data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, kind_of, units_under
 from weft.fsdp.parameter_group import ParameterGroup, Slot
 from weft.fsdp.placement import Placements, placements_of
@@ -26,12 +27,14 @@ from weft.fsdp.unit import Unit
 _sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", ParameterGroup, Slot]] = WeakTensorKeyDictionary()
 """Where each original parameter went: a tied parameter that a later unit meets again stays tied."""
 
+_DEFAULT_STRATEGY = "optim_grads_params"
+
 
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    strategy: str | Placements = "optim_grads_params",
+    strategy: str | Placements = _DEFAULT_STRATEGY,
     outer_strategy: str = "no_shard",
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
@@ -40,6 +43,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_divide_factor: float | None = None,
     runtime: RuntimeOptions | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard the parameters of `module` that no unit below has, as one unit. Call it bottom-up, the root last.
 
@@ -60,6 +64,8 @@ def fully_shard(
         ignored_params: parameters to leave alone.
         gradient_divide_factor: divide averaged gradients by this as well.
         runtime: `weft.RuntimeOptions`; the root's count.
+        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the axes of a larger `mesh` to take. With axes to
+            replicate over and none to shard over, the default strategy is "no_shard".
 
     Raises:
         ValueError: a value that does not fit, a module that is sharded already, a parameter that cannot be sharded; the
@@ -81,6 +87,12 @@ def fully_shard(
         raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
     check_offload(offload_policy if offload_policy is not None else OffloadPolicy())
+    if dp_mesh_dims is not None:
+        if mesh is None:
+            raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
+        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+        if dp_mesh_dims.shard is None and strategy == _DEFAULT_STRATEGY:
+            strategy = "no_shard"
     mesh = _checked_mesh(mesh, modules)
     placements = placements_of(strategy, outer_strategy, mesh.ndim)
     device = _device_of(mesh)

@@ -6,6 +6,8 @@
 A stage that waits for more microbatches accumulates in the main gradients' dtype; what travels has the reduce dtype.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -45,6 +47,8 @@ class GradientStage:
         self._numel = layout.numel // pieces
         self._inbox = inbox_numel(self._numel, group_of(mesh, axis), device) if goal[axis].is_shard() else 0
         self._memory: dict[torch.dtype, Transient] = {}
+        self._hooked: torch.Tensor | None = None
+        """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
         self.buffer: FlatBuffer | None = None
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
@@ -57,15 +61,40 @@ class GradientStage:
         self.buffer = FlatBuffer(self._layout, self._mesh, self._placements, local)
         return self.buffer
 
-    def reduce_into(self, output: FlatBuffer, lane: Lane, pool: Pool, *, scale: float, accumulate: bool) -> Ticket:
-        """Start the reduction over the stage's axis; `close` when it is done."""
+    def reduce_into(
+        self,
+        output: FlatBuffer,
+        lane: Lane,
+        pool: Pool,
+        *,
+        scale: float,
+        accumulate: bool,
+        sum_only: bool = False,
+        hook: Callable[[torch.Tensor], None] | None = None,
+    ) -> Ticket:
+        """Start the reduction over the stage's axis; `close` when it is done.
+
+        `hook`: gets what is reduced, in the reduce dtype, and may change it before `output` takes it.
+        """
         assert self.buffer is not None, "open first"
         wide = self.buffer.local
         if wide.dtype != self._recipe.reduce:
             self.open(pool, accumulating=False).local.copy_(wide)
             pool.give(self._memory[wide.dtype])
         inbox = self._memory[self._recipe.reduce].tensor[self._numel :]
-        return self.buffer.reduce_into(output, self.axis, lane, scale=scale, accumulate=accumulate, inbox=inbox)
+        if hook is not None and self._hooked is None:
+            self._hooked = torch.empty_like(output.local, dtype=self._recipe.reduce)
+        through = (hook, self._hooked) if hook is not None and self._hooked is not None else None
+        return self.buffer.reduce_into(
+            output,
+            self.axis,
+            lane,
+            scale=scale,
+            accumulate=accumulate,
+            inbox=inbox,
+            sum_only=sum_only,
+            through=through,
+        )
 
     def close(self, pool: Pool) -> None:
         """Give the memory back."""

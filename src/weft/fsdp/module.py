@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.comm.lanes import on_stream
 from weft.fsdp.hooks import HookDriver
+from weft.fsdp.runtime import Runtime
 from weft.fsdp.unit import Unit
 
 
@@ -17,6 +19,10 @@ class FSDPModule:
 
     _weft_unit: Unit
     _weft_driver: HookDriver
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The module's own class: a slice of a sharded container is a container, not a sharded module."""
+        return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own call, with its parameters gathered around it."""
@@ -90,7 +96,9 @@ class FSDPModule:
             unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether the full weights go after forward."""
+        """Say whether the full weights go after forward. Raises ValueError for anything but a bool."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): choose True or False")
         for unit in units_under(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -101,17 +109,89 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Gather these units ahead when this one's forward begins, in place of what the record says."""
-        unit_of(self).forward_prefetch = [weakref.ref(unit_of(module)) for module in modules]
+        unit_of(self).forward_prefetch = [weakref.ref(unit_of(checked(module))) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Gather these units ahead when this one's backward begins, in place of what the record says."""
-        unit_of(self).backward_prefetch = [weakref.ref(unit_of(module)) for module in modules]
+        unit_of(self).backward_prefetch = [weakref.ref(unit_of(checked(module))) for module in modules]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` in place of the number of ranks."""
         if factor <= 0:
             raise ValueError(f"gradient divide factor {factor}: choose a positive number")
         unit_of(self).replace_average(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """What torch once called `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
+
+        `reduced`: what lies on this rank, flat, in the reduce dtype, averaged; the hook may change it. On a 2-D mesh it
+        is reduced over both axes. It runs on the stream of the reduction, or on `stream`.
+
+        Raises ValueError for a stream where the mesh is 2-D: there the outer axis has a stream of its own.
+        """
+        unit = unit_of(self)
+        if stream is not None:
+            if any(group.mesh.ndim == 2 for group in unit.groups):
+                raise ValueError("set_all_reduce_hook(stream=...) on a 2-D mesh: its reductions have a stream; omit it")
+            hook = on_stream(stream, hook)
+        for group in unit.groups:
+            group.reduction_hook = hook
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Say whether this unit's reductions must be sums that are scaled before or after, never averages."""
+        for group in unit_of(self).groups:
+            group.sums_only = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Say whether parameters that no rank used get a gradient of zeros where their unit's backward ran.
+
+        By default they get none. A parameter that only some ranks used is reduced either way.
+        """
+        for unit in units_under(self, recurse):
+            for group in unit.groups:
+                group.gives_all_gradients = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Say how many units' partial gradients may be alive at once: `RuntimeOptions.max_live_reduce_buffers`, of all
+        units of the model.
+
+        Raises TypeError for what is no int, ValueError for less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers={max_input_buffers!r}: pass an int of at least 1")
+        for runtime in _runtimes(self, recurse):
+            runtime.change(max_live_reduce_buffers=max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Say whether gathers and reductions have communicators of their own: `RuntimeOptions.
+        separate_all_gather_group`, of all units of the model. Every rank of the world calls it."""
+        for runtime in _runtimes(self, recurse):
+            runtime.change(separate_all_gather_group=enable)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Make the next pass wait for `event`, recorded behind an optimizer step on another stream."""
+        unit_of(self).runtime.post_optimizer_event = event
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: weft gathers in place, into memory that its plan owns."""
+        raise NotImplementedError(f"set_custom_all_gather({comm!r}): {_OWN_COLLECTIVES}")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused: weft reduces from and into memory that its plan owns."""
+        raise NotImplementedError(f"set_custom_reduce_scatter({comm!r}): {_OWN_COLLECTIVES}")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """False changes nothing; True is refused: transient memory is one slab of torch's allocator."""
+        if enable:
+            raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm(True): {_OWN_MEMORY}")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refused: transient memory is one slab of torch's allocator."""
+        raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): {_OWN_MEMORY}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's weights."""
@@ -120,6 +200,16 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Return every unit to rest after an exception in forward or backward."""
         unit_of(self).runtime.reset()
+
+
+_OWN_COLLECTIVES = (
+    "weft moves bytes by collectives of its own, in place, in memory that it plans ahead, and cannot hand them to "
+    "another implementation; leave the call out"
+)
+_OWN_MEMORY = (
+    "weft plans all transient memory as one slab of torch's allocator, registered with no communicator; leave the call "
+    "out"
+)
 
 
 class UnshardHandle:
@@ -153,6 +243,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     vars(module)[method_name] = gathered
 
 
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Make several sharded models, such as the stages of a pipeline, queue their communication as one.
+
+    Raises ValueError for a module that is not sharded.
+    """
+    runtimes = [unit_of(checked(module)).runtime for module in modules]
+    for runtime in runtimes[1:]:
+        runtime.share_lanes(runtimes[0])
+
+
 _classes: dict[type, type] = {}
 
 
@@ -175,6 +275,17 @@ def kind_of(module: nn.Module) -> str:
 def unit_of(module: Any) -> Unit:
     """The unit of a sharded module."""
     return module._weft_unit
+
+
+def checked(module: Any) -> FSDPModule:
+    """`module`, if it is sharded. Raises ValueError if not."""
+    if not isinstance(module, FSDPModule):
+        raise ValueError(f"{type(module).__name__} is not sharded: pass modules on which fully_shard was called")
+    return module
+
+
+def _runtimes(module: Any, recurse: bool) -> list[Runtime]:
+    return list({id(unit.runtime): unit.runtime for unit in units_under(module, recurse)}.values())
 
 
 def units_under(module: Any, recurse: bool = True) -> list[Unit]:

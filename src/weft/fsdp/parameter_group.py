@@ -97,6 +97,12 @@ class ParameterGroup:
             vars(sharded).update(vars(parameter))
         self.main_grad: FlatBuffer | None = None
         self.has_gradient = [False] * len(self.slots)
+        self.gives_all_gradients = False
+        """Whether parameters that no rank used get a gradient of zeros, or none."""
+        self.sums_only = False
+        """Whether reductions are sums that are scaled here, never averages by the backend."""
+        self.reduction_hook: Callable[[torch.Tensor], None] | None = None
+        """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
         self._gradients: list[Any] = []
         self._stages = self._gradient_stages()
         self._outdated = True
@@ -257,7 +263,9 @@ class ParameterGroup:
         if present:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(targets, present)
         for number, parameter in enumerate(self.full_parameters):
-            self.has_gradient[number] |= gradients[number] is not None
+            self.has_gradient[number] |= gradients[number] is not None or (
+                self.gives_all_gradients and parameter.requires_grad
+            )
             parameter.grad = None
 
     def reduce(self, number: int, lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
@@ -276,7 +284,10 @@ class ParameterGroup:
                 self._gradients = list(self.main_grad.dtensors())
             output, accumulate = self.main_grad, self._unpublished or self.take_over_gradients()
             self._unpublished = True
-        return stage.reduce_into(output, lane, pool, scale=scale, accumulate=accumulate)
+        hook = self.reduction_hook if number == self.last_stage else None
+        return stage.reduce_into(
+            output, lane, pool, scale=scale, accumulate=accumulate, sum_only=self.sums_only, hook=hook
+        )
 
     @property
     def last_stage(self) -> int:

@@ -67,6 +67,14 @@ class OffloadPolicy:
     """Keep everything on the device."""
 
 
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded weights, gradients and optimizer state in CPU memory; `pin_memory`: in pages that copies can use
+    while the device computes."""
+
+    pin_memory: bool = True
+
+
 def cast_floating(values: Any, dtype: torch.dtype | None) -> Any:
     """`values`, a tree, with its floating tensors cast to `dtype`; None changes nothing."""
     if dtype is None:
@@ -93,7 +101,7 @@ def precision_of(policy: Any) -> MixedPrecisionPolicy:
 
 def check_offload(policy: Any) -> None:
     """Raise for an offload policy that is none, or that asks for what weft does not do yet."""
-    if isinstance(policy, _TorchCPUOffloadPolicy):
+    if isinstance(policy, (CPUOffloadPolicy, _TorchCPUOffloadPolicy)):
         raise ValueError("offload_policy=CPUOffloadPolicy: not available yet; pass weft.OffloadPolicy()")
     if not isinstance(policy, (OffloadPolicy, _TorchOffloadPolicy)):
         raise TypeError(f"offload_policy={policy!r}: pass weft.OffloadPolicy() or torch's OffloadPolicy()")

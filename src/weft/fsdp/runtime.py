@@ -5,10 +5,11 @@ ahead along the recorded order, keeps at most `max_live_reduce_buffers` reductio
 backward completes, checks and publishes.
 """
 
+import dataclasses
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,8 @@ class Runtime:
         self._finished: list[int] = []
         self._calls: list[ForwardCall] = []
         self._callback_queued = False
+        self.post_optimizer_event: Any = None
+        """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
 
     # --- units ------------------------------------------------------------------------------------------------------
 
@@ -102,12 +105,25 @@ class Runtime:
         for number, unit in enumerate(units):
             unit.runtime = self
             unit.number = number
-        if self.options.separate_all_gather_group:
-            for unit in units:
-                for group in unit.groups:
-                    shard_group = group.groups[-1]
-                    if shard_group not in self._gather_groups:
-                        self._gather_groups[shard_group] = twin_group(shard_group)
+        self._separate_gathers()
+
+    def change(self, **options: Any) -> None:
+        """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
+        self.options = dataclasses.replace(self.options, **options)
+        self._separate_gathers()
+
+    def share_lanes(self, other: "Runtime") -> None:
+        """Queue communication behind that of `other`."""
+        self.gather_lane, self.reduce_lane, self.outer_lane = other.gather_lane, other.reduce_lane, other.outer_lane
+
+    def _separate_gathers(self) -> None:
+        if not self.options.separate_all_gather_group:
+            return
+        for unit in self.units:
+            for group in unit.groups:
+                shard_group = group.groups[-1]
+                if shard_group not in self._gather_groups:
+                    self._gather_groups[shard_group] = twin_group(shard_group)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +131,8 @@ class Runtime:
         """Start a group's gather."""
         with profiled(unit.name, "gather"):
             shard_group = group.groups[-1]
-            gather_group = self._gather_groups.get(shard_group, shard_group)
+            separate = self.options.separate_all_gather_group
+            gather_group = self._gather_groups[shard_group] if separate else shard_group
             ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
         if ticket is not None and self._current != "evaluation":
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
@@ -129,6 +146,9 @@ class Runtime:
         if self._calls:
             self.reset()
             self._depth = 1
+        if self.post_optimizer_event is not None:
+            self.post_optimizer_event.wait()
+            self.post_optimizer_event = None
         for unit in self.units:
             if unit.kept and unit.reshard_after_backward:
                 unit.drop()
