@@ -7,23 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.linear import Linear
 from weft.models.config import HybridConfig
-from weft.models.source import WeightSource
+from weft.source import INITIAL_STD, WeightSource
 
-INITIAL_STD = 0.02
 FIRST_POSITIONS = 1024
-
-
-class Linear(nn.Linear):
-    """`x @ weight.T` without bias; [..., in] -> [..., out]."""
-
-    def __init__(self, in_features: int, out_features: int, source: WeightSource) -> None:
-        self.source = source  # torch's constructor resets the weight
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Set the initial weight."""
-        self.source.normal_(self.weight, INITIAL_STD)
 
 
 class Embedding(nn.Embedding):

@@ -3,12 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.linear import Linear
 from weft.mesh import Meshes
-from weft.models.blocks import Embedding, Linear
+from weft.models.blocks import Embedding
 from weft.models.config import HybridConfig
 from weft.models.loss import cross_entropy
-from weft.models.source import WeightSource
 from weft.models.stack import Stack
+from weft.source import WeightSource
 
 
 class HybridModel(nn.Module):

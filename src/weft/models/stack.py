@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from weft.models.blocks import MLP, Attention, Block, RMSNorm, RotaryEmbedding
 from weft.models.config import HybridConfig
 from weft.models.pattern import LAYER_KEYS, LogicalLayer
-from weft.models.source import WeightSource
+from weft.source import WeightSource
 
 
 class Layer(nn.Module):

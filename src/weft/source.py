@@ -5,6 +5,9 @@ import hashlib
 import torch
 from torch import Tensor
 
+INITIAL_STD = 0.02
+"""Standard deviation of the initial weights of everything that multiplies."""
+
 
 class _Root:
     """One number from torch's global generator, drawn when the first weight needs it and kept."""
