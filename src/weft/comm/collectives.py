@@ -1,15 +1,16 @@
 """Collectives in the form that is best for each backend.
 
-    backend | all-gather               | reduce-scatter                    | all-reduce
-    --------+--------------------------+-----------------------------------+-----------
-    gloo    | direct sends into place  | direct sends, sum in rank order   | built in
-    others  | built in, in place       | built in                          | built in
+    backend | all-gather               | reduce-scatter                    | all-to-all               | all-reduce
+    --------+--------------------------+-----------------------------------+--------------------------+-----------
+    gloo    | direct sends into place  | direct sends, sum in rank order   | direct sends into place  | built in
+    others  | built in, in place       | built in                          | built in                 | built in
 
 gloo's own all-gather and reduce-scatter go through staging copies and are two to three times slower than direct sends.
 Summing in rank order makes a reduction bit-equal from run to run.
 
 Each function starts its transfers and returns a `Pending`, whose `complete()` waits for them and does what is left on
-this rank. Tensors are contiguous and 1-D; `tag` keeps the messages of one lane apart from those of another.
+this rank. Tensors are contiguous, and 1-D but for the rows of `all_to_all`; `tag` keeps the messages of one lane
+apart from those of another.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,6 +148,46 @@ def reduce_through(
         _accumulate(output, scratch, 1.0, accumulate)
 
     return Pending(pending.works, pass_on)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    output_sizes: Sequence[int],
+    source_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    tag: int,
+) -> Pending:
+    """Send the r-th part of `source` to rank r; `output` gets what the ranks sent here, in rank order.
+
+    Sizes are in rows (dim 0) and may be 0; rank r's `source_sizes[p]` is rank p's `output_sizes[r]`.
+    """
+    if not sends_directly(group, output.device):
+        dist.all_to_all_single(output, source, list(output_sizes), list(source_sizes), group=group)
+        return Pending()
+    rank, size = dist.get_rank(group), group.size()
+    arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
+    works = [group.send([leaving[peer]], peer, tag) for peer in _peers(rank, size) if leaving[peer].numel()]
+    works += [group.recv([arriving[peer]], peer, tag) for peer in _peers(rank, size) if arriving[peer].numel()]
+    arriving[rank].copy_(leaving[rank])
+    return Pending(works)
+
+
+def all_to_all_counts(
+    received: torch.Tensor, counts: torch.Tensor, host: torch.Tensor, group: dist.ProcessGroup, tag: int
+) -> Pending:
+    """Send the r-th equal part of `counts` to rank r; `received` gets the parts for this rank.
+
+    `host`, [2, n] in (pinned) CPU memory, gets `counts` and `received`: whoever reads it makes the host wait first.
+    """
+    even = [counts.numel() // group.size()] * group.size()
+    pending = all_to_all(received, counts, even, even, group, tag)
+
+    def read() -> None:
+        host[0].copy_(counts, non_blocking=True)
+        host[1].copy_(received, non_blocking=True)
+
+    return Pending(pending.works, read)
 
 
 def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:

@@ -29,11 +29,20 @@ class Ticket:
         self._event = event
 
     def __del__(self) -> None:
-        """Let abandoned transfers end: their messages would pair with those of whoever uses the lane next."""
-        if self._pending is not None:
-            for work in self._pending.works:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(ABANDONED_TIMEOUT)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let transfers end of which nobody uses the result, before their memory goes to somebody else.
+
+        Their messages would pair with those of whoever uses the lane next.
+        """
+        event, self._event = self._event, None
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        pending, self._pending = self._pending, None
+        for work in pending.works if pending is not None else ():
+            with contextlib.suppress(RuntimeError):
+                work.wait(ABANDONED_TIMEOUT)
 
     def wait(self) -> None:
         """Make the computation that follows see the result."""
@@ -43,6 +52,12 @@ class Ticket:
         elif self._pending is not None:
             pending, self._pending = self._pending, None
             pending.complete()
+
+    def synchronize(self) -> None:
+        """Make the host wait: what arrived in its memory may be read."""
+        if self._event is not None:
+            self._event.synchronize()
+        self.wait()
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -61,7 +76,7 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104}
+    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105}
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 
     def __init__(self, name: str, device: torch.device) -> None:
