@@ -1,0 +1,21 @@
+"""Mixture of experts: tokens to experts and back."""
+
+from weft.moe.dispatch import AllToAll, Arrival, Dispatcher, Handle, LocalDispatcher, exchange
+from weft.moe.experts import GroupedExperts
+from weft.moe.layer import MoE, Sent, load_statistics
+from weft.moe.router import Router, Routing
+
+__all__ = [
+    "AllToAll",
+    "Arrival",
+    "Dispatcher",
+    "GroupedExperts",
+    "Handle",
+    "LocalDispatcher",
+    "MoE",
+    "Router",
+    "Routing",
+    "Sent",
+    "exchange",
+    "load_statistics",
+]

@@ -1,0 +1,247 @@
+"""Tokens to the ranks of their experts, and back.
+
+    handle = dispatcher.plan(counts)              the ranks tell each other how many rows come: starts at once
+    ...                                           computation
+    handle.ready()                                the sizes are known: the only wait of the host
+    there = dispatcher.dispatch(rows, handle)     rows sorted by expert leave in the background
+    ...                                           computation
+    rows = there.wait()                           rows grouped by the rank they come from, then by expert
+    back = dispatcher.combine(rows, handle)       the reverse
+
+Both directions only move rows, so each is the other's backward. They know nothing of autograd; `exchange` is the
+autograd function around them for those who wait at once.
+"""
+
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.collectives import all_to_all, all_to_all_counts
+from weft.comm.groups import group_of, twin_group
+from weft.comm.lanes import Lane, Ticket
+from weft.moe.permutation import Permutation
+from weft.moe.require import require
+
+
+class Handle:
+    """Where one set of rows goes and comes from: integers and index tensors, nothing differentiable.
+
+    `sent`, `received`: how many rows leave this rank and arrive here. `offsets` [local experts] int32: where
+    each expert's rows end once they are sorted by expert. `by_expert`, `by_arrival` [received] int64: indices
+    that sort arrived rows by expert, and back; None where they arrive sorted. `permutation` is the layer's
+    own: which row is whose. All but `permutation` may be read once `ready` has returned.
+    """
+
+    sent: int
+    received: int
+    offsets: Tensor
+    by_expert: Tensor | None = None
+    by_arrival: Tensor | None = None
+    permutation: Permutation | None = None
+
+    def ready(self) -> None:
+        """Wait until the sizes are known. Again is free."""
+
+
+class Arrival:
+    """Rows on their way; `wait` returns them, to be used by what is computed from then on."""
+
+    def __init__(self, rows: Tensor, ticket: Ticket | None = None, source: Tensor | None = None) -> None:
+        self._rows = rows
+        self._ticket = ticket
+        self._source = source
+
+    def __del__(self) -> None:
+        """Memory that is still written or read must not be given away."""
+        if self._ticket is not None:
+            self._ticket.abandon()
+
+    def wait(self) -> Tensor:
+        """The rows; again is free."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = self._source = None
+        return self._rows
+
+
+class Dispatcher(Protocol):
+    """Moves rows between the ranks that share a set of experts. One serves all layers with this many experts."""
+
+    num_experts: int
+    experts: range
+    """The experts of this rank."""
+
+    def plan(self, counts: Tensor) -> Handle:
+        """Start to tell the others how many rows this rank sends to each expert; counts: [num_experts] int64."""
+        ...
+
+    def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
+        """Rows to the ranks of their experts; [sent, hidden], sorted by expert -> [received, hidden]."""
+        ...
+
+    def combine(self, rows: Tensor, handle: Handle) -> Arrival:
+        """Rows back to where they came from; [received, hidden] -> [sent, hidden]."""
+        ...
+
+
+class LocalDispatcher:
+    """One rank holds all experts: nothing moves, and nobody waits."""
+
+    def __init__(self, num_experts: int) -> None:
+        require("num_experts", num_experts, num_experts >= 1, "at least 1")
+        self.num_experts = num_experts
+        self.experts = range(num_experts)
+
+    def plan(self, counts: Tensor) -> Handle:
+        """See `Dispatcher`."""
+        return _LocalHandle(counts)
+
+    def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
+        """See `Dispatcher`."""
+        return Arrival(rows)
+
+    def combine(self, rows: Tensor, handle: Handle) -> Arrival:
+        """See `Dispatcher`."""
+        return Arrival(rows)
+
+
+class _LocalHandle(Handle):
+    def __init__(self, counts: Tensor) -> None:
+        self.offsets = counts.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sent(self) -> int:  # type: ignore[override]
+        """On CUDA this makes the host wait, so it is asked for only where rows were dropped."""
+        return int(self.offsets[-1])
+
+    @property
+    def received(self) -> int:  # type: ignore[override]
+        return self.sent
+
+
+class AllToAll:
+    """All-to-all with uneven splits over a group of `ep` ranks; rank r holds the r-th equal part of the experts.
+
+    Collective: every rank of the world builds it, in the same order. Rows travel on an exchange lane; the
+    counts have a lane and, where communicators run one thing after another, a communicator of their own, so
+    that they never wait behind rows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int) -> None:
+        if isinstance(group, DeviceMesh):
+            group = group_of(group, 0)
+        require("num_experts", num_experts, num_experts >= 1, "at least 1")
+        self.size = group.size()
+        if num_experts % self.size:
+            raise ValueError(
+                f"num_experts={num_experts} cannot be spread evenly over ep={self.size} ranks; choose a multiple of "
+                f"{self.size}, or an ep that divides it"
+            )
+        self.num_experts = num_experts
+        local = num_experts // self.size
+        rank = dist.get_rank(group)
+        self.experts = range(rank * local, (rank + 1) * local)
+        self.group = group
+        self._counts_group = group if dist.get_backend(group) == "gloo" else twin_group(group)
+        self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
+
+    def __deepcopy__(self, memo: dict) -> "AllToAll":
+        return self  # copies of a model talk over the same group
+
+    def plan(self, counts: Tensor) -> Handle:
+        """See `Dispatcher`."""
+        lane, _ = self._lanes_of(counts.device)
+        received = torch.empty_like(counts)
+        host = torch.empty(2, counts.numel(), dtype=counts.dtype, pin_memory=counts.is_cuda)
+        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group)
+        return _ExchangeHandle(self.size, counts, received, host, ticket)
+
+    def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
+        """See `Dispatcher`."""
+        assert isinstance(handle, _ExchangeHandle)
+        return self._move(rows, handle.received_from, handle.sent_to)
+
+    def combine(self, rows: Tensor, handle: Handle) -> Arrival:
+        """See `Dispatcher`."""
+        assert isinstance(handle, _ExchangeHandle)
+        return self._move(rows, handle.sent_to, handle.received_from)
+
+    def _move(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Arrival:
+        # Both ends live on the compute stream, and the arrival keeps them until that has waited for the lane.
+        rows = rows.detach().contiguous()
+        output = rows.new_empty(sum(arriving), *rows.shape[1:])
+        _, lane = self._lanes_of(rows.device)
+        return Arrival(output, lane.run(all_to_all, output, rows, arriving, leaving, self.group), rows)
+
+    def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
+        if device not in self._lanes:
+            self._lanes[device] = Lane("counts", device), Lane("exchange", device)
+        return self._lanes[device]
+
+
+class _ExchangeHandle(Handle):
+    """`sent_to`, `received_from`: rows per rank."""
+
+    def __init__(self, ranks: int, counts: Tensor, received: Tensor, host: Tensor, ticket: Ticket) -> None:
+        self.sent_to: list[int] = []
+        self.received_from: list[int] = []
+        self._ranks = ranks
+        self._arriving: tuple[Tensor, Tensor, Tensor, Ticket] | None = (counts, received, host, ticket)
+
+    def __del__(self) -> None:
+        if self._arriving is not None:
+            self._arriving[-1].abandon()
+
+    def ready(self) -> None:
+        if self._arriving is None:
+            return
+        _, received, host, ticket = self._arriving
+        ticket.synchronize()
+        self._arriving = None
+        self.sent_to, self.received_from = host.view(2, self._ranks, -1).sum(-1).tolist()
+        self.sent, self.received = sum(self.sent_to), sum(self.received_from)
+        blocks = received.view(self._ranks, -1)  # [source rank, local expert]
+        self.offsets = blocks.sum(0).cumsum(0, dtype=torch.int32)
+        if blocks.shape[0] > 1 and blocks.shape[1] > 1:
+            self.by_expert = _sort_blocks(blocks, self.received)
+            arange = torch.arange(self.received, device=received.device)
+            self.by_arrival = torch.empty_like(self.by_expert).scatter_(0, self.by_expert, arange)
+
+
+def _sort_blocks(sizes: Tensor, total: int) -> Tensor:
+    """Rows lie block after block, row-major in `sizes` [m, n]: the index that takes them column-major."""
+    starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
+    lengths = sizes.t().flatten()
+    shift = starts - (lengths.cumsum(0) - lengths)
+    # The total is known here: otherwise torch would ask the device, and the host would wait.
+    return shift.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=sizes.device)
+
+
+Direction = Literal["dispatch", "combine"]
+
+
+def exchange(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
+    """`dispatcher.dispatch` or `.combine`, waited for at once; differentiable once."""
+    return _Exchange.apply(rows, dispatcher, handle, direction)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
+        ctx.dispatcher, ctx.handle, ctx.direction = dispatcher, handle, direction
+        return _start(rows, dispatcher, handle, direction).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back: Direction = "combine" if ctx.direction == "dispatch" else "dispatch"
+        return _start(gradient, ctx.dispatcher, ctx.handle, back).wait(), None, None, None
+
+
+def _start(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Arrival:
+    return dispatcher.dispatch(rows, handle) if direction == "dispatch" else dispatcher.combine(rows, handle)

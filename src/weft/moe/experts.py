@@ -1,0 +1,114 @@
+"""The expert MLPs of one rank, computed as one."""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.linear import Linear
+from weft.moe.require import require
+from weft.source import INITIAL_STD, WeightSource
+
+BACKENDS = ("grouped_mm", "loop")
+ALIGNMENT_BYTES = 16
+"""What the strides of `torch.nn.functional.grouped_mm` must be multiples of."""
+
+log = logging.getLogger(__name__)
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts (arXiv:2002.05202), one 3-D parameter per projection.
+
+    `backend`: "grouped_mm" multiplies the rows of all experts in one call, "loop" expert after expert: the
+    reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
+    the dtype at hand are computed by the loop, with a line in the log.
+    `first_expert`: the number of the first expert here, so that expert n starts from the same weights
+    wherever it is.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        backend: str = "grouped_mm",
+        first_expert: int = 0,
+        source: WeightSource | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_local_experts": num_local_experts, "hidden_size": hidden_size}
+        for name, size in {**sizes, "intermediate_size": intermediate_size}.items():
+            require(name, size, size >= 1, "at least 1")
+        require("backend", backend, backend in BACKENDS, "'grouped_mm' or 'loop'")
+        self.backend = backend
+        self.first_expert = first_expert
+        self.source = source or WeightSource()
+        self.gate_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
+        self.up_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the initial weights."""
+        for name, weight in self.named_parameters():
+            for number, expert in enumerate(weight, start=self.first_expert):
+                (self.source / str(number) / name).normal_(expert, INITIAL_STD)
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
+        multiply = _grouped if self.backend == "grouped_mm" and self._fits(rows) else _loop
+        inner = F.silu(multiply(rows, self.gate_proj, offsets)) * multiply(rows, self.up_proj, offsets)
+        output = multiply(inner, self.down_proj, offsets)
+        if output.requires_grad:
+            output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
+        return output
+
+    def _fits(self, rows: Tensor) -> bool:
+        widths = {"hidden_size": self.gate_proj.shape[1], "intermediate_size": self.gate_proj.shape[2]}
+        odd = [f"{name}={width}" for name, width in widths.items() if width * rows.itemsize % ALIGNMENT_BYTES]
+        if odd:
+            _log_once(
+                f"experts with {' and '.join(odd)} in {rows.dtype} run one after another: "
+                f"grouped_mm needs multiples of {ALIGNMENT_BYTES // rows.itemsize}"
+            )
+        return not odd and rows.shape[0] > 0
+
+    def extra_repr(self) -> str:
+        experts, hidden_size, intermediate_size = self.gate_proj.shape
+        return f"{experts}, {hidden_size}, {intermediate_size}, backend={self.backend!r}"
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token visits: SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, source: WeightSource) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, source / "gate_proj")
+        self.up_proj = Linear(hidden_size, intermediate_size, source / "up_proj")
+        self.down_proj = Linear(intermediate_size, hidden_size, source / "down_proj")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(rows.contiguous(), weight, offs=offsets)
+
+
+def _loop(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    starts = [0, *ends[:-1]]
+    return torch.cat([rows[start:end] @ expert for start, end, expert in zip(starts, ends, weight.unbind())])
+
+
+_logged: set[str] = set()
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        log.warning(message)

@@ -1,0 +1,160 @@
+"""The mixture-of-experts layer: router, exchange, experts, exchange back."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import group_of
+from weft.fsdp.runtime import in_backward
+from weft.linear import Linear
+from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
+from weft.moe.experts import GroupedExperts, SharedExpert
+from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
+from weft.moe.require import require
+from weft.moe.router import Router, Routing, count
+from weft.source import WeightSource
+
+
+class Sent(NamedTuple):
+    """What `MoE.send` leaves behind.
+
+    `rows` [assignments, hidden]: sorted by expert. `weights` [tokens, k] fp32. `shared`: the shared expert's
+    output [batch, seq, hidden], or None. `loss`: the router's, a scalar, or None. `handle`: for the exchange.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    shared: Tensor | None
+    loss: Tensor | None
+    handle: Handle
+
+
+class MoE(nn.Module):
+    """Each token visits `top_k` of `num_experts` SwiGLU experts, which are spread over the dispatcher's ranks.
+
+    `dispatcher`: None keeps all experts here. Layers share one, as long as they have the same number of experts.
+    `shared_intermediate_size`: inner width of an expert that every token visits, 0 for none;
+    `shared_expert_gate` multiplies it by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
+    `backend`: of `GroupedExperts`. `router_options` go to `Router`.
+
+    `forward` is `send`, `exchange`, `run_experts`, `exchange`, `receive`: a schedule calls the parts itself.
+    """
+
+    load: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        dispatcher: Dispatcher | None = None,
+        shared_intermediate_size: int = 0,
+        shared_expert_gate: bool = False,
+        backend: str = "grouped_mm",
+        source: WeightSource | None = None,
+        **router_options: Any,
+    ) -> None:
+        super().__init__()
+        source = source or WeightSource()
+        self.router = Router(hidden_size, num_experts, top_k, source=source / "router", **router_options)
+        self.dispatcher = dispatcher or LocalDispatcher(num_experts)
+        held = self.dispatcher.num_experts
+        require("num_experts", num_experts, num_experts == held, f"the dispatcher's, {held}")
+        size = shared_intermediate_size
+        require("shared_intermediate_size", size, size >= 0, "at least 0, 0 for no shared expert")
+        if shared_expert_gate and not size:
+            raise ValueError("shared_expert_gate=True: there is no shared expert to gate; set shared_intermediate_size")
+        self.experts = GroupedExperts(
+            len(self.dispatcher.experts),
+            hidden_size,
+            intermediate_size,
+            backend=backend,
+            first_expert=self.dispatcher.experts.start,
+            source=source / "experts",
+        )
+        self.shared_expert = SharedExpert(hidden_size, size, source / "shared_expert") if size else None
+        self.shared_expert_gate = Linear(hidden_size, 1, source / "shared_expert_gate") if shared_expert_gate else None
+        self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Forget the load statistics; the parts reset their own parameters."""
+        nn.init.zeros_(self.load)
+
+    def send(self, hidden: Tensor) -> Sent:
+        """Route, compute the shared expert while the ranks exchange counts, and sort the rows for sending."""
+        routing = self.router(hidden)
+        handle = self.dispatcher.plan(routing.counts)
+        self._record(routing)
+        order = by_expert(routing.experts, routing.kept, self.router.num_experts)
+        shared = self._shared(hidden)
+        handle.ready()
+        rows = order.numel() if routing.kept is None else handle.sent
+        batch, seq, _ = hidden.shape
+        handle.permutation = permutation(order, rows, routing.kept, self.router.top_k, (batch, seq))
+        return Sent(spread(hidden.flatten(0, 1), handle.permutation), routing.weights, shared, routing.loss, handle)
+
+    def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
+        """The experts of this rank on the rows that arrived; [received, hidden] -> the same."""
+        rows = reorder(rows, handle.by_expert, handle.by_arrival)
+        return reorder(self.experts(rows, handle.offsets), handle.by_arrival, handle.by_expert)
+
+    def receive(self, rows: Tensor, weights: Tensor, shared: Tensor | None, handle: Handle) -> Tensor:
+        """The weighted sum of the rows that came back, and the shared expert's; -> [batch, seq, hidden]."""
+        assert handle.permutation is not None
+        output = weigh(rows, weights, handle.permutation).unflatten(0, handle.permutation.shape)
+        return output if shared is None else output + shared
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[batch, seq, hidden] -> ([batch, seq, hidden], the router's loss or None)."""
+        rows, weights, shared, loss, handle = self.send(hidden)
+        rows = exchange(rows, self.dispatcher, handle, "dispatch")
+        rows = self.run_experts(rows, handle)
+        rows = exchange(rows, self.dispatcher, handle, "combine")
+        return self.receive(rows, weights, shared, handle), loss
+
+    def _shared(self, hidden: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
+        shared = self.shared_expert(hidden)
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(hidden).sigmoid() * shared
+        return shared
+
+    @torch.no_grad()
+    def _record(self, routing: Routing) -> None:
+        # A forward inside a backward is a recomputation: its tokens were counted when they first came.
+        if self.training and not in_backward():
+            whole = routing.kept is None
+            self.load += routing.counts if whole else count(routing.experts.view(1, -1), self.load.numel())[0]
+
+
+@torch.no_grad()
+def load_statistics(
+    model: nn.Module, reset: bool = True, group: dist.ProcessGroup | DeviceMesh | None = None
+) -> dict[str, Tensor]:
+    """Assignments per expert since the last reset, [num_experts] int64 for each layer by its name in `model`.
+
+    Counted are forwards in training mode, what a capacity dropped included, recomputation excluded. `group`: sum over
+    its ranks (of every axis of a mesh), which all call this; None: this rank's own.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        return {}
+    total = torch.cat([layer.load for layer in layers.values()])
+    if isinstance(group, DeviceMesh):
+        groups = [group_of(group, axis) for axis in range(group.ndim)]
+    else:
+        groups = [group] if group is not None else []
+    for each in groups:
+        reduce_now(total, dist.ReduceOp.SUM, each)
+    if reset:
+        for layer in layers.values():
+            layer.load.zero_()
+    return dict(zip(layers, total.split([layer.load.numel() for layer in layers.values()])))

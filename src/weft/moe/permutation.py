@@ -1,0 +1,125 @@
+"""Local movements of rows, with exact and deterministic backwards.
+
+    spread   one row per assignment: a token's row as often as it is sent, sorted by expert
+    weigh    the reverse: the weighted sum over a token's assignments, in fp32 and always in the same order
+    reorder  any permutation
+
+An assignment is a pair (token, slot), slot in 0 .. k-1, numbered token * k + slot.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Which row belongs to which assignment.
+
+    `assignments` [rows]: the assignment of each row. `rows` [tokens, k]: the row of each assignment; any row
+    for a dropped one. `kept` [tokens, k]: which assignments have a row; None: all. `shape`: (batch, seq).
+    """
+
+    assignments: Tensor
+    rows: Tensor
+    kept: Tensor | None
+    shape: tuple[int, int]
+
+
+def by_expert(experts: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
+    """Assignments sorted by expert, then by number; dropped ones last. [tokens, k] -> [tokens * k]."""
+    if kept is not None:
+        experts = experts.masked_fill(~kept, num_experts)
+    return experts.flatten().argsort(stable=True)
+
+
+def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tuple[int, int]) -> Permutation:
+    """The permutation that sends the first `rows` assignments of `order`."""
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    if kept is not None:
+        places.clamp_(max=max(rows - 1, 0))
+    return Permutation(order[:rows], places.view(-1, k), kept, shape)
+
+
+def spread(hidden: Tensor, places: Permutation) -> Tensor:
+    """The row of each assignment's token; [tokens, hidden] -> [rows, hidden]."""
+    return _Spread.apply(hidden, places)
+
+
+def weigh(rows: Tensor, weights: Tensor, places: Permutation) -> Tensor:
+    """The sum over slots of weight * row; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows' dtype."""
+    return _Weigh.apply(rows, weights, places)
+
+
+def reorder(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
+    """`rows[index]`, where `inverse` is the inverse permutation; None: nothing moves."""
+    return rows if index is None else _Reorder.apply(rows, index, inverse)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, places: Permutation) -> Tensor:
+        ctx.places = places
+        return hidden[places.assignments // places.rows.shape[1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        places: Permutation = ctx.places
+        ones = None if places.kept is None else places.kept.to(_wide(gradient))
+        return _sum_slots(gradient, ones, places.rows).to(gradient.dtype), None
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Permutation) -> Tensor:
+        ctx.places = places
+        ctx.save_for_backward(rows, weights)
+        return _sum_slots(rows, weights, places.rows).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        places: Permutation = ctx.places
+        rows, weights = ctx.saved_tensors
+        k = places.rows.shape[1]
+        of_token = gradient[places.assignments // k]
+        for_rows = for_weights = None
+        if ctx.needs_input_grad[0]:
+            for_rows = (of_token * weights.flatten()[places.assignments].unsqueeze(-1)).to(rows.dtype)
+        if ctx.needs_input_grad[1]:
+            # In rows first, then to where the weights are: a dropped one has no row, and its gradient is 0.
+            dots = (of_token.to(weights.dtype) * rows).sum(-1)
+            for_weights = torch.zeros_like(weights).flatten().scatter_(0, places.assignments, dots).view_as(weights)
+        return for_rows, for_weights, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return rows[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.inverse], None, None
+
+
+def _sum_slots(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
+    """Slot after slot, so that neither ranks nor threads change the order of additions; in fp32 at least."""
+    total = rows.new_zeros(places.shape[0], rows.shape[1], dtype=_wide(rows))
+    for slot in range(places.shape[1]):
+        part = rows[places[:, slot]]
+        if weights is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part.to(total.dtype), weights[:, slot, None])
+    return total
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

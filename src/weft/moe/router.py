@@ -1,0 +1,200 @@
+"""The router: which experts a token visits, and how much each of them counts.
+
+logits  = W x                                       in fp32, whatever the model computes in
+scores  = softmax(logits) or sigmoid(logits)
+choice  = scores (+ bias), in the best groups only  which experts: no gradient
+weights = scores of the chosen (/ their sum) * scaling_factor
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.moe.require import require
+from weft.source import INITIAL_STD, WeightSource
+
+SCORES = ("softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """Where tokens go; tokens are counted over batch and sequence, k is the number of experts of each.
+
+    `experts` [tokens, k] int64: the chosen, best first; of equal ones the lower number first.
+    `weights` [tokens, k] fp32, differentiable; 0 for dropped assignments.
+    `loss`: a scalar, the auxiliary losses with their coefficients applied; None without any.
+    `counts` [num_experts] int64: the rows to send to each expert; dropped assignments are not counted.
+    `kept` [tokens, k] bool: which assignments the capacity left; None where nothing is ever dropped.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    loss: Tensor | None
+    counts: Tensor
+    kept: Tensor | None
+
+
+class Router(nn.Module):
+    """Top-k router (Shazeer et al. 2017, arXiv:1701.06538).
+
+    `score`: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
+    `norm_topk_prob`: divide the weights of a token's experts by their sum; with `top_k=1` they are then always
+    1, and only auxiliary losses teach the router.
+    `num_groups`, `topk_groups`: experts are chosen among the best groups only; a group's score is the sum of
+    its two best (DeepSeek-V3, section 2.1.2).
+    `expert_bias`: a buffer `expert_bias` is added to the scores for the choice, not for the weights;
+    `update_bias` moves it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664).
+    `aux_loss_coef`: the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over experts
+    of (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Because
+    no sequence looks at another, the mean over data-parallel ranks is the loss of one process on all of them.
+    The share counts what was chosen, before anything is dropped.
+    `z_loss_coef`: mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
+    `capacity_factor`: an expert takes at most ceil(factor * seq * k / num_experts) assignments of a sequence,
+    those with the highest score and of equal ones the earlier; the others are dropped and contribute nothing
+    (GShard, arXiv:2006.16668; per sequence, so that the result does not depend on what else is in the batch).
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        norm_topk_prob: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        expert_bias: bool = False,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        capacity_factor: float | None = None,
+        source: WeightSource | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "num_experts": num_experts, "top_k": top_k}
+        for name, size in {**sizes, "num_groups": num_groups, "topk_groups": topk_groups}.items():
+            require(name, size, size >= 1, "at least 1")
+        require("top_k", top_k, top_k <= num_experts, f"at most num_experts={num_experts}")
+        require("score", score, score in SCORES, "'softmax' or 'sigmoid'")
+        for name, coef in (("aux_loss_coef", aux_loss_coef), ("z_loss_coef", z_loss_coef)):
+            require(name, coef, 0 <= coef < math.inf, "a number of at least 0, 0 for no such loss")
+        fits = capacity_factor is None or 0 < capacity_factor < math.inf
+        require("capacity_factor", capacity_factor, fits, "above 0, or None to drop nothing")
+        _require_groups(num_experts, top_k, num_groups, topk_groups)
+
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score = score
+        self.norm_topk_prob = norm_topk_prob
+        self.scaling_factor = scaling_factor
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.aux_loss_coef = aux_loss_coef
+        self.z_loss_coef = z_loss_coef
+        self.capacity_factor = capacity_factor
+        self.source = source or WeightSource()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.register_buffer("expert_bias", torch.empty(num_experts) if expert_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial weight, and a bias of zero."""
+        self.source.normal_(self.weight, INITIAL_STD)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """[batch, seq, hidden] -> Routing of batch * seq tokens."""
+        batch, seq, _ = hidden.shape
+        precision = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden.flatten(0, 1).to(precision), self.weight.to(precision))
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach())
+        chosen = scores.gather(-1, experts)
+        weights = chosen
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights * self.scaling_factor
+
+        load = count(experts.view(batch, -1), self.num_experts)  # [batch, num_experts]
+        loss = self._loss(logits, scores, load)
+        if self.capacity_factor is None:
+            return Routing(experts, weights, loss, load.sum(0), None)
+        capacity = math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
+        kept = _keep_best(chosen.detach().view(batch, -1), experts.view(batch, -1), load, capacity).view_as(experts)
+        return Routing(experts, weights.masked_fill(~kept, 0), loss, load.clamp(max=capacity).sum(0), kept)
+
+    @torch.no_grad()
+    def update_bias(self, global_counts: Tensor, rate: float) -> None:
+        """Raise the bias of experts with less than the mean load by `rate`, lower that of those with more.
+
+        global_counts: [num_experts], the assignments of one step over all data-parallel ranks. Raises
+        RuntimeError for a router without a bias.
+        """
+        if self.expert_bias is None:
+            raise RuntimeError("this router has no expert bias to update; build it with expert_bias=True")
+        counts = global_counts.to(self.expert_bias)
+        self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The k best experts of each token, best first, the lower number first among equals."""
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if self.topk_groups < self.num_groups:
+            grouped = scores.unflatten(-1, (self.num_groups, -1))
+            best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            chosen = _best(best_two, self.topk_groups)
+            outside = torch.ones_like(best_two, dtype=torch.bool).scatter_(-1, chosen, False)
+            scores = grouped.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+        return _best(scores, self.top_k)
+
+    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor) -> Tensor | None:
+        terms = []
+        if self.aux_loss_coef:
+            shares = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            mean = shares.unflatten(0, (load.shape[0], -1)).mean(1)
+            frequency = load * (self.num_experts / (self.top_k * logits.shape[0] / load.shape[0]))
+            terms.append(self.aux_loss_coef * (frequency * mean).sum(-1).mean())
+        if self.z_loss_coef:
+            terms.append(self.z_loss_coef * logits.logsumexp(-1).square().mean())
+        return sum(terms[1:], terms[0]) if terms else None
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
+
+
+def count(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs in each row; [rows, n] -> [rows, num_experts] int64."""
+    zeros = experts.new_zeros(experts.shape[0], num_experts)
+    return zeros.scatter_add_(-1, experts, torch.ones_like(experts))
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    # torch.topk promises no order among equals.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+def _keep_best(scores: Tensor, experts: Tensor, load: Tensor, capacity: int) -> Tensor:
+    """Which of a sequence's assignments are among the `capacity` best of their expert; all [batch, n]."""
+    by_score = scores.argsort(dim=-1, descending=True, stable=True)
+    experts, by_expert = experts.gather(-1, by_score).sort(dim=-1, stable=True)
+    starts = load.cumsum(-1) - load
+    rank = torch.arange(experts.shape[-1], device=experts.device) - starts.gather(-1, experts)
+    return torch.empty_like(experts, dtype=torch.bool).scatter_(-1, by_score.gather(-1, by_expert), rank < capacity)
+
+
+def _require_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
+    require("num_groups", num_groups, num_experts % num_groups == 0, f"a divisor of num_experts={num_experts}")
+    require("topk_groups", topk_groups, topk_groups <= num_groups, f"at most num_groups={num_groups}")
+    size = num_experts // num_groups
+    if topk_groups * size < top_k:
+        raise ValueError(
+            f"topk_groups={topk_groups} groups of {size} experts (num_experts={num_experts}, num_groups="
+            f"{num_groups}) leave {topk_groups * size} for top_k={top_k}: choose more groups or a smaller top_k"
+        )
