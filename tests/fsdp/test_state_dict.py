@@ -1,9 +1,11 @@
 """State dicts and checkpoints: torch's functions do with weft what they do with FSDP2."""
 
 import copy
+import io
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.checkpoint.state_dict import (
@@ -35,14 +37,21 @@ from tests.pool import distributed
 pytestmark = pytest.mark.slow
 
 
+FLAT = {"flatten_optimizer_state_dict": True}
+FULL = {"full_state_dict": True}
+FROM_RANK_0 = {**FULL, "broadcast_from_rank0": True}
 WAYS = {
-    "sharded": (StateDictOptions(), StateDictOptions()),
-    "sharded, on CPU": (StateDictOptions(cpu_offload=True), StateDictOptions()),
+    "sharded": ({}, {}),
+    "sharded, on CPU": ({"cpu_offload": True}, {}),
+    "sharded, flat names": (FLAT, {**FLAT, "strict": False}),
+    "whole": (FULL, FULL),
+    "whole, set from rank 0": (FULL, FROM_RANK_0),
+    "whole on rank 0, set by way of the CPU": ({**FULL, "cpu_offload": True}, {**FROM_RANK_0, "cpu_offload": True}),
 }
 
 
 def got_and_set(fsdp, way):
-    getting, setting = WAYS[way]
+    getting, setting = (StateDictOptions(**options) for options in WAYS[way])
     net, optimizer = trained_pair(fsdp)
     states = (
         get_model_state_dict(net, options=getting),
@@ -69,7 +78,9 @@ def test_state_dicts_are_got_and_set(way):
 def whole_on_rank_0(fsdp):
     """What is saved for others to read: everything, in the memory of one rank."""
     net, optimizer = trained_pair(fsdp)
-    getting = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for parameter in net.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    getting = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, **FLAT)
     states = [get_model_state_dict(net, options=getting), get_optimizer_state_dict(net, optimizer, options=getting)]
     return [tensors(state) for state in states], [facts_of(state) for state in states]
 
@@ -120,3 +131,60 @@ def test_a_checkpoint_of_one_loads_with_the_other_and_on_one_process(tmp_path):
         a_step(alone, its_own, batch)
         torch.testing.assert_close(whole(other)["weights"], whole(net)["weights"])
         torch.testing.assert_close(whole(alone)["weights"], whole(net)["weights"])
+
+
+def saved_by_each_rank(fsdp, folder):
+    """`torch.save` of what a rank has, for the same ranks to load."""
+    net, optimizer = trained_pair(fsdp)
+    file = f"{folder}/{fsdp.__name__}-{dist.get_rank()}.pt"
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    other, its_optimizer = trained_pair(fsdp, seed=1, count=1)
+    states = [torch.load(file, weights_only=weights_only) for weights_only in (True, False)]
+    numbers = [tensors(state) for state in states]
+    other.load_state_dict(states[0]["model"])
+    its_optimizer.load_state_dict(states[0]["optimizer"])
+    a_step(other, its_optimizer, batches()[2])
+    return [*numbers, whole(other)], [facts_of(state) for state in states]
+
+
+@distributed(2)
+def test_torch_save_writes_sharded_tensors_and_empty_parts(tmp_path):
+    assert_same(saved_by_each_rank, str(tmp_path))
+    net = trained_pair(weft)[0]
+    assert any(not p.to_local().numel() for p in net.parameters())
+    parameter = net.blocks[0].up.bias
+    buffer = io.BytesIO()
+    torch.save(parameter, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    assert isinstance(loaded, torch.nn.Parameter) and type(loaded) is type(parameter)
+    assert torch.equal(loaded, parameter)
+
+
+@distributed(2)
+def test_parameters_without_dimensions_are_set_from_whole_tensors():
+    for options in (FULL, FROM_RANK_0):
+        nets_and_optimizers = []
+        for seed in (0, 1):
+            net = nets.shard(nets.make(seed=seed))
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            nets.loss_of(net, nets.data(1, 4, seed)[0]).backward()
+            optimizer.step()
+            nets_and_optimizers.append((net, optimizer))
+        states = get_state_dict(*nets_and_optimizers[0], options=StateDictOptions(**FULL))
+        other, its_optimizer = nets_and_optimizers[1]
+        set_state_dict(
+            other,
+            its_optimizer,
+            model_state_dict=states[0],
+            optim_state_dict=states[1],
+            options=StateDictOptions(**options),
+        )
+        assert isinstance(its_optimizer.state[other.gain]["exp_avg"], weft.fsdp.UnevenDTensor)
+        torch.testing.assert_close(tensors(get_state_dict(other, its_optimizer)), tensors(states), rtol=0, atol=0)
+
+
+def test_torch_s_functions_are_those_that_weft_wraps():
+    """A new torch that changed them must not go unnoticed."""
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        assert hasattr(getattr(torch.distributed.checkpoint.state_dict, name), "__wrapped__"), name

@@ -10,6 +10,9 @@ from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from weft.fsdp.runtime import RuntimeOptions
+from weft.fsdp.state_dict import install
+
+install()
 
 __all__ = [
     "BlockAtomic",

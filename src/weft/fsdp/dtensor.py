@@ -145,6 +145,16 @@ class UnevenDTensor(DTensor):
         vars(made).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in vars(made)})
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `torch.save` writes: this rank's part, with what it is a part of."""
+        return _rebuilt, (
+            self._local_tensor,
+            self._spec,
+            self._cuts,
+            self.requires_grad,
+            isinstance(self, nn.Parameter),
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"UnevenDTensor(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
@@ -209,6 +219,13 @@ class _ToFull(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous())
 
+
+def _rebuilt(local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool, is_parameter: bool) -> Any:
+    made = UnevenDTensor._wrap(local, spec, cuts, requires_grad)
+    return nn.Parameter(made, requires_grad=requires_grad) if is_parameter else made
+
+
+torch.serialization.add_safe_globals([_rebuilt, Cuts])
 
 for _known in (_optim_foreach_types, _util_foreach_types):
     if UnevenDTensor not in _known:
