@@ -44,10 +44,11 @@ def test_the_readme_shows_the_example_as_it_is():
     assert (EXAMPLES / "any_module.py").read_text() in python_blocks("README.md")
 
 
+@pytest.mark.parametrize("page", ["sharding", "gradients"])
 @distributed(2)
-def test_the_code_of_the_sharding_page_runs_from_top_to_bottom():
+def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     names = {}
-    for block in python_blocks("docs/sharding.md"):
+    for block in python_blocks(f"docs/{page}.md"):
         exec(block, names)
 
 

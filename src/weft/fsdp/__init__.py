@@ -2,6 +2,7 @@
 
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import describe, memory_report
+from weft.fsdp.direct_gradient import weight_gradient
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.layout import padding_of
@@ -32,4 +33,5 @@ __all__ = [
     "padding_of",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "weight_gradient",
 ]

@@ -55,6 +55,7 @@ class ForwardCall:
         if self._holds:
             with profiled(unit.name, "backward"):
                 unit.runtime.visit(unit, unit.backward_prefetch)
+        unit.offer_main_gradients()
 
     def end(self) -> None:
         """The last input's gradient is done; for a call without differentiable inputs, the whole backward is."""

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Partial, Replicate
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.buffer import FlatBuffer, sharded_axes
+from weft.fsdp.direct_gradient import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradient_stage import GradientStage
 from weft.fsdp.layout import plan_layout
 from weft.fsdp.placement import Placements
@@ -105,6 +106,11 @@ class ParameterGroup:
         """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
         self._gradients: list[Any] = []
         self._stages = self._gradient_stages()
+        self._filled = [False] * len(self.slots)
+        """Which parts of the packed gradients hold something that a further gradient is added to."""
+        self._declared = [number for number, full in enumerate(self.full_parameters) if declares_writing(full)]
+        self._written: set[int] = set()
+        """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
         self._outdated = True
         self._unpublished = False
 
@@ -233,40 +239,79 @@ class ParameterGroup:
 
     @property
     def gradients_arrived(self) -> bool:
-        """Whether autograd left gradients that `pack` has not taken."""
-        return any(parameter.grad is not None for parameter in self.full_parameters)
+        """Whether autograd or a module left gradients that `pack` has not taken."""
+        return bool(self._written) or any(
+            parameter.grad is not None or says_it_wrote(parameter) for parameter in self.full_parameters
+        )
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients wait here for a later reduction."""
         return any(stage.buffer is not None for stage in self._stages)
 
+    @property
+    def writes_itself(self) -> bool:
+        """Whether modules have declared that they add to `main_grad` themselves."""
+        return bool(self._declared)
+
+    def offer_main_gradients(self, pool: Pool, *, defer: bool) -> None:
+        """Set `main_grad` of the full parameters that were declared so: zeros, or what is there already."""
+        for number in self._declared:
+            parameter = self.full_parameters[number]
+            if not parameter.requires_grad:
+                continue
+            written = number in self._written
+            view, accumulate = self.gradient_to_write(number, pool, defer=defer)
+            parameter.main_grad = view if accumulate else view.zero_()  # type: ignore[attr-defined]
+            if not written:
+                self._written.remove(number)  # until the module says so
+
+    def gradient_to_write(self, number: int, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
+        """Where parameter `number`'s gradient goes, for a module that writes it there, and whether to add to it."""
+        packed = self._stages[0].buffer or self._stages[0].open(pool, accumulating=defer)
+        extent = self.layout.extents[number]
+        view = packed.local[extent.offset : extent.end].view(extent.shape)
+        accumulate, self._filled[number] = self._filled[number], True
+        self._written.add(number)
+        return view, accumulate
+
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move the gradients that autograd left on the full parameters into a flat buffer, adding to what is there.
 
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
-        gradients = [parameter.grad for parameter in self.full_parameters]
-        stage = self._stages[0]
-        fresh = stage.buffer is None
-        packed = stage.buffer or stage.open(pool, accumulating=defer)
-        if fresh:
+        packed = self._stages[0].buffer or self._stages[0].open(pool, accumulating=defer)
+        if not all(self._filled):
             for start, stop in self.layout.gaps:
                 packed.local[start:stop].zero_()
-        targets, present = [], []
-        for view, gradient in zip(packed.views(), gradients):
+        new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for number, (view, parameter) in enumerate(zip(packed.views(), self.full_parameters)):
+            gradient = None if leaves_a_dummy(parameter) else parameter.grad
+            if says_it_wrote(parameter):
+                self._written.add(number)
             if gradient is not None:
+                targets, gradients = more if self._filled[number] else new
                 targets.append(view)
-                present.append(gradient)
-            elif fresh:
+                gradients.append(gradient)
+            elif not self._filled[number]:
                 view.zero_()
-        if present:
-            (torch._foreach_copy_ if fresh else torch._foreach_add_)(targets, present)
-        for number, parameter in enumerate(self.full_parameters):
-            self.has_gradient[number] |= gradients[number] is not None or (
-                self.gives_all_gradients and parameter.requires_grad
-            )
+            given = self.gives_all_gradients and parameter.requires_grad
+            self.has_gradient[number] |= given or gradient is not None or number in self._written
+        if new[0]:
+            torch._foreach_copy_(*new)
+        if more[0]:
+            torch._foreach_add_(*more)
+        self._forget_gradients()
+        self._filled = [True] * len(self.slots)
+
+    def _forget_gradients(self) -> None:
+        """What autograd and modules left on the full parameters goes."""
+        self._written.clear()
+        for parameter in self.full_parameters:
             parameter.grad = None
+        for number in self._declared:
+            withdraw_main_gradient(self.full_parameters[number])
 
     def reduce(self, number: int, lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
         """Start the reduction of stage `number` into the next stage, or from the last into the main gradients.
@@ -297,6 +342,8 @@ class ParameterGroup:
     def reduced(self, number: int, pool: Pool) -> None:
         """The reduction of stage `number` is done: give its memory back."""
         self._stages[number].close(pool)
+        if not number:
+            self._filled = [False] * len(self.slots)
 
     def take_over_gradients(self) -> bool:
         """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
@@ -324,10 +371,9 @@ class ParameterGroup:
 
     def discard(self, pool: Pool) -> None:
         """Forget gradients that were not reduced."""
-        for parameter in self.full_parameters:
-            parameter.grad = None
-        for stage in self._stages:
-            stage.close(pool)
+        self._forget_gradients()
+        for number in range(len(self._stages)):
+            self.reduced(number, pool)
         self._unpublished = False
         self.has_gradient = [False] * len(self.slots)
 

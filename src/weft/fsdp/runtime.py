@@ -215,15 +215,19 @@ class Runtime:
 
     def reduce(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
         """Pack a group's gradients and, unless deferred, start their reduction over the shard axis."""
+        self.make_room(unit, group, defer=defer)
+        with torch.no_grad(), profiled(unit.name, "reduce"):
+            group.pack(self.gradients, defer=defer)
+        if not defer:
+            self._start_reduction(unit.number, group, 0, unit.scale_of(group), unit.requires_all_reduce)
+
+    def make_room(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
+        """Wait until gradients of `group` may be packed: none of its own under way, not too many of other units."""
         while any(reduction.group is group for reduction in self._reducing):
             self._finish_oldest()
         if not defer:
             while len({entry.unit for entry in self._reducing} - {unit.number}) >= self.options.max_live_reduce_buffers:
                 self._finish_oldest()
-        with torch.no_grad(), profiled(unit.name, "reduce"):
-            group.pack(self.gradients, defer=defer)
-        if not defer:
-            self._start_reduction(unit.number, group, 0, unit.scale_of(group), unit.requires_all_reduce)
 
     def _start_reduction(self, unit: int, group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
         finishes = finishes and self.last_backward

@@ -17,9 +17,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from weft.comm.lanes import Ticket
+from weft.fsdp.direct_gradient import settle
 from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
 
@@ -71,6 +73,7 @@ class Unit:
         self._tickets: list[Ticket] = []
         myself = weakref.ref(self)
         for group in self.groups:
+            settle(self, group, [group.full_parameters, group.sharded_parameters])
             group.guard(lambda: _ask(myself, lambda unit: unit.calls), lambda: _ask(myself, Unit.evict))
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -194,10 +197,27 @@ class Unit:
     def reduce(self) -> None:
         """Pack the gradients and start their reduction, unless they are to be accumulated here first."""
         for group in self.trainable_groups:
-            sync = self.requires_gradient_sync and (
-                self.runtime.last_backward or group.placements.reduces_each_microbatch
-            )
-            self.runtime.reduce(self, group, defer=not sync)
+            self.runtime.reduce(self, group, defer=self._defers(group))
+
+    def gradient_to_write(self, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
+        """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
+        defer = self._defers(group)
+        self.runtime.make_room(self, group, defer=defer)
+        return group.gradient_to_write(number, self.runtime.gradients, defer=defer)
+
+    def offer_main_gradients(self) -> None:
+        """Make `main_grad` ready for the modules that declared to use it."""
+        for group in self.trainable_groups:
+            if group.writes_itself:
+                defer = self._defers(group)
+                self.runtime.make_room(self, group, defer=defer)
+                group.offer_main_gradients(self.runtime.gradients, defer=defer)
+
+    def _defers(self, group: ParameterGroup) -> bool:
+        """Whether gradients wait for another backward before they are reduced."""
+        return not self.requires_gradient_sync or not (
+            self.runtime.last_backward or group.placements.reduces_each_microbatch
+        )
 
     @property
     def awaits_reduction(self) -> bool:

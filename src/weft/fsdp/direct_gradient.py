@@ -1,0 +1,95 @@
+"""Gradients that modules write themselves, straight into the buffer that is reduced.
+
+A custom backward that can add its product to a given tensor (`torch.addmm(out=)`, a fused kernel) saves a copy of the
+gradient and, with a wider `reduce_dtype`, its rounding to the computation's dtype:
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x)
+            ctx.weight = weight                   # the parameter itself: checkpoints save copies
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensors
+            buffer, accumulate = weft.fsdp.weight_gradient(ctx.weight)
+            if accumulate: buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
+            else:          torch.mm(dy.t().to(buffer.dtype), x.to(buffer.dtype), out=buffer)
+            return dy @ ctx.weight, None          # autograd has nothing to add
+
+Megatron's convention works too: a module declares `weight.grad_added_to_main_grad = False` on its parameter before
+`fully_shard`, finds `weight.main_grad` in backward, adds to it, and sets `weight.grad_added_to_main_grad = True`. What
+it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` says that it is zeros.
+"""
+
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Home(Protocol):
+    """What knows where the gradient of a parameter goes."""
+
+    def gradient_to_write(self, group: Any, number: int) -> tuple[torch.Tensor, bool]:
+        """The place of parameter `number` of `group`, and whether to add to it."""
+
+
+_homes: MutableMapping[Any, tuple["weakref.ref[Home]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
+
+
+def settle(home: Home, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Say where the gradients of `group` go; `parameters`: its parameters in each of their forms, in one order."""
+    for form in parameters:
+        for number, parameter in enumerate(form):
+            _homes[parameter] = (weakref.ref(home), weakref.ref(group), number)
+
+
+@torch.compiler.disable
+def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
+    """Where to write the gradient of `parameter` in this backward: (buffer, accumulate).
+
+    `buffer` has the parameter's shape, and the dtype in which gradients travel, or accumulate over microbatches. Write
+    to it in full if `accumulate` is False, since it holds garbage; else add. Call it once for each time you write, just
+    before you write, and return None for this gradient to autograd; gradients that autograd brings from other uses of
+    the parameter are added. It may be called in backward, or after it until the unit's `reduce()`.
+
+    `parameter`: as the module sees it in forward, or as it is registered at rest. For a parameter that is not sharded
+    the buffer is its `.grad`. Raises ValueError for a frozen parameter.
+    """
+    if not parameter.requires_grad:
+        raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
+    if parameter in _homes:
+        home_ref, group, number = _homes[parameter]
+        home = home_ref()
+        assert home is not None, "the parameter outlived its model"
+        return home.gradient_to_write(group(), number)
+    accumulate = parameter.grad is not None
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    return parameter.grad, accumulate
+
+
+def declares_writing(parameter: nn.Parameter) -> bool:
+    """Whether the parameter's module adds to `main_grad` itself, by Megatron's convention."""
+    return hasattr(parameter, "grad_added_to_main_grad")
+
+
+def says_it_wrote(parameter: nn.Parameter) -> bool:
+    """Whether the module added to `main_grad` in this backward."""
+    return getattr(parameter, "grad_added_to_main_grad", False)
+
+
+def leaves_a_dummy(parameter: nn.Parameter) -> bool:
+    """Whether what autograd brings for the parameter has no meaning."""
+    return says_it_wrote(parameter) and not getattr(parameter, "zero_out_wgrad", False)
+
+
+def withdraw_main_gradient(parameter: nn.Parameter) -> None:
+    """The place behind `main_grad` is taken: it must not be written to any more."""
+    vars(parameter).pop("main_grad", None)
+    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]

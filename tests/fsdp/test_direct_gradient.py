@@ -1,0 +1,200 @@
+"""Modules that write their weight gradients themselves get the gradients that autograd would have made."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.fsdp import weight_gradient
+
+WIDTH = 13
+
+
+class Writing(torch.autograd.Function):
+    """`x @ weight.t()`; the weight's gradient is `write`'s business, which gets the inputs of its product."""
+
+    @staticmethod
+    def forward(ctx, x, weight, write, returned):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.write, ctx.returned = weight, write, returned
+        return x @ weight.to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        ctx.write(ctx.weight, dy, x)
+        return dy @ ctx.weight.to(dy.dtype), ctx.returned(ctx.weight), None, None
+
+
+def by_helper(weight: nn.Parameter, dy: torch.Tensor, x: torch.Tensor) -> None:
+    buffer, accumulate = weight_gradient(weight)
+    if accumulate:
+        buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
+    else:
+        torch.mm(dy.t().to(buffer.dtype), x.to(buffer.dtype), out=buffer)
+
+
+def by_megatron_s_convention(weight: nn.Parameter, dy: torch.Tensor, x: torch.Tensor) -> None:
+    if not hasattr(weight, "main_grad"):  # the plain model: nobody gives it one
+        return by_helper(weight, dy, x)
+    weight.main_grad.addmm_(dy.t().to(weight.main_grad.dtype), x.to(weight.main_grad.dtype))
+    weight.grad_added_to_main_grad = True
+
+
+def nothing(weight: nn.Parameter) -> None:
+    return None
+
+
+def dummy(weight: nn.Parameter) -> torch.Tensor | None:
+    return torch.full_like(weight, torch.nan) if hasattr(weight, "main_grad") else None
+
+
+class Direct(nn.Module):
+    """Weights whose gradients come from autograd, from their modules, and from both. Rows `[n, WIDTH]` to a scalar."""
+
+    def __init__(self, write: Callable) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.twice, self.both, self.rare, self.convention = (
+            nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(4)
+        )
+        self.convention.grad_added_to_main_grad = False
+        self.write = write
+
+    def forward(self, x: torch.Tensor, use_rare: bool) -> torch.Tensor:
+        x = self.norm(x)
+        for _ in range(2):
+            x = F.gelu(Writing.apply(x, self.twice, self.write, nothing))
+        x = x + Writing.apply(F.linear(x, self.both.to(x.dtype)), self.both, self.write, nothing)
+        for _ in range(2):
+            x = F.gelu(Writing.apply(x, self.convention, by_megatron_s_convention, dummy))
+        if use_rare:
+            x = Writing.apply(x, self.rare, self.write, nothing)
+        return x.float().square().mean()
+
+
+class Net(nn.Module):
+    """Uses `rare` where the first element of the rows is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.direct = Direct(by_helper)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.direct(self.first(x), bool(x[0, 0] > 0))
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def rows(steps: int, microbatches: int) -> torch.Tensor:
+    """`[steps, microbatches, ranks, 6, WIDTH]`, of which one rank's first element is positive in each microbatch."""
+    ranks = dist.get_world_size()
+    x = torch.randn(steps, microbatches, ranks, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+    uses = torch.arange(microbatches)[:, None] % ranks == torch.arange(ranks)
+    x[..., 0, 0] = torch.where(uses, 1.0, -1.0)
+    return x
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: nets.full(p.grad).float() for name, p in model.named_parameters()}
+
+
+def in_the_dtypes_of(policy: weft.MixedPrecisionPolicy, plain: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The plain model on `x` with the same casts: its own weights stay wide, and so do the products for gradients."""
+    if policy.param_dtype is None:
+        return plain(x)
+    narrow = {
+        name: p.to(policy.param_dtype) for name, p in plain.named_parameters() if "norm" in name or "first" in name
+    }
+    return torch.func.functional_call(plain, narrow, (x.to(policy.param_dtype),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@distributed(2)
+def test_gradients_that_modules_write_equal_one_process(strategy):
+    wide = weft.MixedPrecisionPolicy()
+    half = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for policy in (wide, half):
+        for microbatches in (1, 3):
+            plain, sharded = make(), make()
+            weft.fully_shard(sharded.direct, strategy=strategy, mp_policy=policy)
+            weft.fully_shard(sharded, strategy=strategy, mp_policy=policy)
+            for step in rows(3, microbatches):
+                plain.zero_grad()
+                sharded.zero_grad()
+                for number, x in enumerate(step):
+                    for part in x:
+                        (in_the_dtypes_of(policy, plain, part) / len(x)).backward()
+                    sharded.set_is_last_backward(number == microbatches - 1)
+                    sharded(x[dist.get_rank()]).backward()
+                expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+                # bf16: autograd's own gradients, of norm, bias and `both`, round each rank's sum once more.
+                tolerance = {} if policy is wide else {"rtol": 2e-2, "atol": 2e-3}
+                actual = gradients(sharded)
+                torch.testing.assert_close(actual, expected, **tolerance)
+                for name in ("direct.twice", "direct.convention"):  # written wide: no rounding in between
+                    torch.testing.assert_close(actual[name], expected[name])
+                assert not hasattr(sharded._weft_unit.groups[0].full_parameters[0], "main_grad")
+            assert weft.memory_report(sharded)["transient"]["partial gradients"]["live"] == 0
+
+
+@distributed(2)
+def test_weight_gradients_may_come_after_backward_before_the_reduction():
+    """As a schedule does that leaves weight gradients for later: it drives the unit itself."""
+    queue: list[tuple] = []
+
+    def later(weight, dy, x):
+        queue.append((dy, x))
+
+    torch.manual_seed(0)
+    plain, sharded = Late(by_helper), Late(later)
+    sharded.load_state_dict(plain.state_dict())
+    weft.fully_shard(sharded)
+    unit = sharded._weft_unit
+    x = torch.randn(2, 6, WIDTH)
+    for _ in range(2):
+        plain.zero_grad()
+        sharded.zero_grad()
+        (plain(x[0]) / 2).backward()
+        (plain(x[1]) / 2).backward()
+        unit.acquire()
+        loss = nn.Module.__call__(sharded, x[dist.get_rank()])  # no hooks
+        loss.backward()
+        unit.release()
+        with torch.no_grad():
+            for dy, inputs in queue:
+                by_helper(sharded.weight, dy, inputs)
+        queue.clear()
+        unit.reduce()
+        unit.runtime.end_backward()
+        torch.testing.assert_close(gradients(sharded), {name: p.grad for name, p in plain.named_parameters()})
+
+
+class Late(nn.Module):
+    def __init__(self, write: Callable) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(Writing.apply(x, self.weight, self.write, nothing) + self.bias)
+        return x.square().mean()
+
+
+@distributed(2)
+def test_a_frozen_parameter_has_no_place_for_a_gradient():
+    frozen = weft.fully_shard(nn.Linear(4, 4).requires_grad_(False))
+    with pytest.raises(ValueError, match="frozen parameter: ask only where"):
+        weight_gradient(frozen.weight)
