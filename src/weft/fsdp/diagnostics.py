@@ -33,9 +33,15 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Bytes on this rank by storage accounting.
 
-    `persistent`: by role, what stays at rest. `transient`: for gathered weights and partial gradients, bytes `live`
-    now and at their `peak`, which is the lower bound of a plan; bytes of the planned `slab`; how many buffers were
-    allocated so far; how many `fallbacks` the plan had.
+    `persistent`: by role, what stays at rest. `transient`: for gathered weights and partial gradients
+
+        live          bytes in use now
+        peak          the most bytes that ever were
+        slab          bytes of the plan
+        lower bound   the most bytes in use at once in the steps that the plan is for: no plan can take less
+        plans         how many plans were made
+        allocations   how often memory was asked for: for a slab, or for one buffer outside of it
+        fallbacks     how often a buffer was outside of the slab because the plan did not foresee it
     """
     units = _units(model)
     persistent = {"weights": 0, "gradients": 0}
@@ -59,6 +65,8 @@ def _transient(pools: list[Pool]) -> dict[str, int]:
         "live": sum(pool.live for pool in pools),
         "peak": sum(pool.peak for pool in pools),
         "slab": sum(pool.slab_bytes for pool in pools),
+        "lower bound": sum(pool.lower_bound for pool in pools),
+        "plans": sum(pool.plans for pool in pools),
         "allocations": sum(pool.allocations for pool in pools),
         "fallbacks": sum(pool.fallbacks for pool in pools),
     }

@@ -8,6 +8,7 @@ backward completes, checks and publishes.
 import dataclasses
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,7 @@ class Runtime:
         self._reduced = False
         self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward")}
         self._current = "forward"
+        self._foretold: set[int] = set()
         self._finished: list[int] = []
         self._calls: list[ForwardCall] = []
         self._callback_queued = False
@@ -169,31 +171,53 @@ class Runtime:
         for unit in self.units:
             if (driver := unit.driver()) is not None:
                 driver.let_go()
-        for unit in self.units:
+        units = self.units
+        for unit in units:
             if not self.is_next(unit):
                 unit.free()
+        if self._current == "evaluation":
+            self._plan(units)
 
     def visit(self, unit: "Unit", explicit: list["weakref.ref[Unit]"] | None) -> None:
         """Acquire `unit` as the next of this pass, then gather ahead: the `explicit` units, else by record."""
         itinerary = self._passes[self._current]
         itinerary.visit(unit.number)
+        self._foretold.discard(unit.number)
+        if self._foretold and not itinerary.on_track:
+            self._free_foretold()
         unit.acquire()
         if explicit is not None:
             for ref in explicit:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
+        for following in self._look_ahead(itinerary.ahead()):
+            if not following.resident:
+                if not following.fits(self.weights):
+                    break
+                following.prefetch()
+                self._foretold.add(following.number)
+
+    def _look_ahead(self, upcoming: Iterable[int]) -> Iterator["Unit"]:
+        """Of the units to come, those that may be gathered now."""
         budget = self.options.prefetch_bytes
         spent = 0
-        for number in itinerary.ahead():
+        for number in upcoming:
             following = self._units[number]()
             assert following is not None
             spent += following.gathered_bytes
             if budget is not None and spent > budget:
-                break
-            following.prefetch()
+                return
+            yield following
             if budget is None:
-                break
+                return
+
+    def _free_foretold(self) -> None:
+        """The pass left the record: what it foretold may never be used."""
+        for number in sorted(self._foretold):
+            if (unit := self._units[number]()) is not None:
+                unit.free()
+        self._foretold.clear()
 
     def finish(self, unit: "Unit") -> None:
         """`unit` ended its forward in a pass that a backward follows."""
@@ -209,6 +233,7 @@ class Runtime:
 
     def _begin(self, kind: str) -> None:
         self._current = kind
+        self._foretold.clear()
         self._passes[kind].begin()
 
     # --- gradients --------------------------------------------------------------------------------------------------
@@ -282,14 +307,27 @@ class Runtime:
             self._publish(units)
 
     def _plan(self, units: list["Unit"]) -> None:
-        names = {group.transient: unit.name for unit in units for group in unit.groups}
-
-        def nested(one: Transient, other: Transient) -> bool:
-            short, long = sorted((names[one], names[other]), key=len)
-            return not short or long == short or long.startswith(f"{short}.")
-
-        self.weights.end_step(nested)
+        self.weights.end_step(self._foreseen(units) if self.weights.outdated else None)
         self.gradients.end_step()
+
+    def _foreseen(self, units: list["Unit"]) -> Callable[[Transient, Transient], bool]:
+        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
+        unit_of = {group.transient: unit for unit in units for group in unit.groups}
+        ahead = {
+            (visited, following.number)
+            for itinerary in self._passes.values()
+            for position, visited in enumerate(itinerary.latest, start=1)
+            for following in self._look_ahead(itinerary.latest[position:])
+        }
+
+        def together(one: Transient, other: Transient) -> bool:
+            units = (unit_of[one], unit_of[other])
+            short, long = sorted((unit.name for unit in units), key=len)
+            nested = not short or long == short or long.startswith(f"{short}.")
+            pair = (units[0].number, units[1].number)
+            return nested or pair in ahead or pair[::-1] in ahead
+
+        return together
 
     def _publish(self, units: list["Unit"]) -> None:
         groups = [group for unit in units for group in unit.trainable_groups]

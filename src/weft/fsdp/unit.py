@@ -23,6 +23,7 @@ from torch import nn
 from weft.comm.lanes import Ticket
 from weft.fsdp.direct_gradient import settle
 from weft.fsdp.parameter_group import ParameterGroup
+from weft.fsdp.pool import Pool
 from weft.fsdp.precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -156,6 +157,10 @@ class Unit:
             self.drop()
         self.free()
         return not self._resident
+
+    def fits(self, pool: Pool) -> bool:
+        """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
+        return all(pool.has_room(group.transient) for group in self.groups if group.transient is not None)
 
     @property
     def moves(self) -> int:
