@@ -226,5 +226,7 @@ def test_events_change_no_number_are_counted_and_lead_to_a_plan_that_knows_them(
         plain.step({})
         plain.run(event, cycles=4)
         weights = {key: nets.full(value) for key, value in sharded.model.state_dict().items()}
-        torch.testing.assert_close(weights, dict(plain.model.state_dict()), msg=lambda text, event=event: f"{event}: {text}")
+        torch.testing.assert_close(
+            weights, dict(plain.model.state_dict()), msg=lambda text, event=event: f"{event}: {text}"
+        )
         torch.testing.assert_close(sharded.validations, plain.validations)

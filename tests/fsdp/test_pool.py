@@ -81,6 +81,16 @@ def test_buffers_alive_together_never_share_memory_even_when_no_plan_foresaw_it(
         assert buffer.tensor.eq(number).all()
 
 
+def test_steps_that_do_not_go_together_do_not_make_the_slab_grow_without_end():
+    pool, buffers = Pool(True), [transient() for _ in range(12)]
+    orders = [[(first * number) % 13 - 1 for number in range(1, 13)] for first in range(1, 13)]
+    for order in orders:  # every two of them are neighbours somewhere
+        step(pool, *(buffers[number] for number in order))
+    assert pool.plans > 2
+    assert pool.lower_bound <= pool.slab_bytes <= 1.5 * pool.lower_bound
+    assert pool.fallbacks > 0 and pool.live == 0
+
+
 def test_a_move_is_told_and_keeps_views_in_step():
     views = []
     pool, other = Pool(True), transient()

@@ -1,5 +1,7 @@
 """Buffers share memory in a slab exactly where they never meet."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +47,18 @@ def test_equal_blocks_gathered_one_ahead_need_two_places(count, size):
     slab, _ = plan([(size, [(number, number + 2)]) for number in range(count)])
     places = -(-size // ALIGNMENT) * ALIGNMENT
     assert slab.nbytes == min(count, 2) * places
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=14), st.integers(0, 5000))
+def test_layers_of_any_sizes_gathered_one_ahead_take_their_largest_neighbours_and_the_root(sizes, root):
+    alive = [(size, [(number, number + 2)]) for number, size in enumerate(sizes)]
+    slab, _ = plan([*alive, (root, [(0, len(sizes) + 1)])])
+    places = [-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes, 0)]
+    assert slab.nbytes == max(map(sum, pairwise(places))) + -(-root // ALIGNMENT) * ALIGNMENT
+
+
+@given(st.lists(st.integers(1, 50), min_size=4, max_size=14), st.integers(3, 4))
+def test_a_longer_look_ahead_takes_at_most_half_more_than_is_alive(sizes, ahead):
+    slab, _ = plan([(size * ALIGNMENT, [(number, number + ahead)]) for number, size in enumerate(sizes)])
+    live = max(sum(sizes[start : start + ahead]) for start in range(len(sizes))) * ALIGNMENT
+    assert live <= slab.nbytes <= 1.5 * live
