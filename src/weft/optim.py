@@ -65,7 +65,7 @@ class _Run:
         like = self.parameters[number].detach()
         start, stop = self.places[number]
         assert isinstance(like, UnevenDTensor)
-        return like.like(value[start:stop].view(like._local_tensor.shape))
+        return like.like(like._cuts.shaped(value[start:stop], like.part))
 
 
 def flat(

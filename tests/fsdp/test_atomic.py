@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import weft
 from tests.fsdp import nets
@@ -92,8 +92,10 @@ def test_a_block_of_rows_is_never_cut():
 def test_what_cannot_be_cut_so_is_named():
     with pytest.raises(ValueError, match=r"BlockAtomic\(rows=5\) for parameter 'weight' of shape \(12, 5\)"):
         weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: weft.BlockAtomic(5))
-    with pytest.raises(ValueError, match=r"returned Shard\(dim=1\) for parameter 'weight'"):
-        weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: Shard(1))
+    with pytest.raises(ValueError, match=r"returned Shard\(dim=2\) for parameter 'weight' of shape \(12, 5\)"):
+        weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: Shard(2))
+    with pytest.raises(ValueError, match=r"returned Replicate\(\) for parameter 'weight'"):
+        weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: Replicate())
     with pytest.raises(ValueError, match=r"BlockAtomic\(0\)"):
         weft.BlockAtomic(0)
 

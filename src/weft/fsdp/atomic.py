@@ -1,4 +1,4 @@
-"""Where a parameter must not be cut: what a `shard_placement_fn` may return besides torch's `Shard(0)`."""
+"""Which way a parameter is cut, and where it must not be: what a `shard_placement_fn` may return."""
 
 import math
 from collections.abc import Callable
@@ -25,16 +25,28 @@ class BlockAtomic:
             raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
 
 
-def granularity_of(parameter: nn.Parameter, name: str, placement_fn: Callable[[nn.Parameter], Any] | None) -> int:
-    """Between how many elements of `parameter` a cut is never made.
+def granularity_of(
+    parameter: nn.Parameter, name: str, placement_fn: Callable[[nn.Parameter], Any] | None
+) -> tuple[int, int]:
+    """Between how many elements of `parameter` a cut is never made, and the dimension that is cut.
 
-    Raises ValueError for a placement that weft has no cuts for, or whose blocks do not divide the parameter.
+    Raises ValueError for a placement that weft has no cuts for, or that does not fit the parameter.
     """
     choice = placement_fn(parameter) if placement_fn is not None else None
     if choice is None or choice == Shard(0):
-        return 1
+        return 1, 0
+    if isinstance(choice, Shard):
+        dims = parameter.dim()
+        if not -dims <= choice.dim < dims:
+            raise ValueError(
+                f"shard_placement_fn returned {choice!r} for parameter {name!r} of shape {tuple(parameter.shape)}: "
+                f"choose a dimension from 0 to {max(dims - 1, 0)}, or None"
+            )
+        dim = choice.dim % dims
+        slices = parameter.shape[dim]
+        return (parameter.numel() // slices or 1, dim) if dim and slices else (1, dim)
     if isinstance(choice, TensorAtomic):
-        return max(parameter.numel(), 1)
+        return max(parameter.numel(), 1), 0
     if isinstance(choice, BlockAtomic):
         rows = parameter.shape[0] if parameter.dim() else 0
         if not rows or rows % choice.rows:
@@ -42,8 +54,8 @@ def granularity_of(parameter: nn.Parameter, name: str, placement_fn: Callable[[n
                 f"{choice} for parameter {name!r} of shape {tuple(parameter.shape)}: its dim 0 must be a multiple of "
                 f"{choice.rows}; choose a divisor of {rows} or weft.TensorAtomic()"
             )
-        return choice.rows * math.prod(parameter.shape[1:])
+        return choice.rows * math.prod(parameter.shape[1:]), 0
     raise ValueError(
-        f"shard_placement_fn returned {choice!r} for parameter {name!r}: choose None or Shard(0), "
-        "weft.TensorAtomic() or weft.BlockAtomic(rows)"
+        f"shard_placement_fn returned {choice!r} for parameter {name!r}: choose None or Shard(dim), "
+        "weft.TensorAtomic() or weft.BlockAtomic(rows); a mesh of its own is an argument of fully_shard on its module"
     )

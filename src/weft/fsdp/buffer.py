@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from weft.comm import collectives
 from weft.comm.groups import group_of
@@ -69,7 +69,10 @@ class FlatBuffer:
     def views(self) -> list[torch.Tensor]:
         """What lies here of each tensor: the tensor itself in a whole buffer, its part in a piece."""
         if not self.axes:
-            return [self.local[extent.offset : extent.end].view(extent.shape) for extent in self.layout.extents]
+            return [
+                self.cuts(number).shaped(self.local[extent.offset : extent.end])
+                for number, extent in enumerate(self.layout.extents)
+            ]
         index = self.index
         begin = index * (self.layout.numel // self.pieces)
         parts = []
@@ -77,28 +80,31 @@ class FlatBuffer:
             cuts = self.cuts(number)
             start, stop = (extent.offset - begin + border for border in cuts.borders[index : index + 2])
             part = self.local[start:stop] if stop > start else self.local[:0]
-            parts.append(part.view(cuts.part_shape(index)))
+            parts.append(cuts.shaped(part, index))
         return parts
 
     def cuts(self, number: int) -> Cuts:
         """Where tensor `number` is cut in this buffer."""
         extent = self.layout.extents[number]
-        return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes)
+        return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self) -> list[UnevenDTensor]:
         """A DTensor for each tensor, its part being a view of this buffer."""
-        return [
-            UnevenDTensor.make(view, self.cuts(number), self.mesh, self.placements)
-            for number, view in enumerate(self.views())
-        ]
+        made = []
+        for number, view in enumerate(self.views()):
+            cuts = self.cuts(number)
+            placements = tuple(Shard(cuts.dim) if each.is_shard() else each for each in self.placements)
+            made.append(UnevenDTensor.make(view, cuts, self.mesh, placements))
+        return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy full tensors in; the padding becomes zero."""
         self.local.zero_()
         index = self.index
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
-            start, stop = self.cuts(number).borders[index : index + 2]
-            view.view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
+            cuts = self.cuts(number)
+            start, stop = cuts.borders[index : index + 2]
+            view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
     def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup) -> Ticket:
         """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`.

@@ -69,7 +69,8 @@ class UnevenDTensor(DTensor):
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
         cuts = Cuts(tuple(meta.shape), borders, self._cuts.axes)
         if local is None:
-            local = torch.empty(cuts.part_shape(self.part), dtype=meta.dtype, device=self._local_tensor.device)
+            empty = torch.empty(0, dtype=meta.dtype, device=self._local_tensor.device)
+            local = cuts.shaped(empty, self.part)
         spec = DTensorSpec(
             self._spec.mesh, self._spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype)
         )
@@ -111,17 +112,15 @@ class UnevenDTensor(DTensor):
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """The part of `full`, a plain tensor of the global shape, that lies here."""
-        borders = self._cuts.borders
-        flat = full.reshape(-1)[borders[self.part] : borders[self.part + 1]]
-        return flat.view(self._local_tensor.shape)
+        cuts, part = self._cuts, self.part
+        return cuts.shaped(cuts.flattened(full)[cuts.borders[part] : cuts.borders[part + 1]], part)
 
     def _gathered(self) -> torch.Tensor:
         if self._cuts.parts == 1:
-            return self._local_tensor.detach().clone().view(self._cuts.shape)
-        full = torch.empty(self._cuts.shape, dtype=self.dtype, device=self._local_tensor.device)
-        borders = self._cuts.borders
-        flat, part = full.view(-1), self.part
-        flat[borders[part] : borders[part + 1]] = self._local_tensor.detach().reshape(-1)
+            return self._local_tensor.detach().clone(memory_format=torch.contiguous_format).view(self._cuts.shape)
+        flat = torch.empty(math.prod(self._cuts.shape), dtype=self.dtype, device=self._local_tensor.device)
+        borders, part = self._cuts.borders, self.part
+        flat[borders[part] : borders[part + 1]] = self._cuts.flattened(self._local_tensor.detach())
         span = 1  # neighbouring parts that are here already: the finest cuts are gathered first
         for axis in reversed(self._cuts.axes):
             size, rank = self._spec.mesh.size(axis), self._spec.mesh.get_local_rank(axis)
@@ -130,7 +129,7 @@ class UnevenDTensor(DTensor):
             pieces = [flat[start:stop] for start, stop in pairwise(edges)]
             collectives.all_gather_uneven(pieces, rank, group_of(self._spec.mesh, axis))
             span *= size
-        return full
+        return self._cuts.shaped(flat).contiguous()
 
     def __deepcopy__(self, memo: dict) -> "UnevenDTensor":
         if id(self) in memo:
@@ -181,10 +180,10 @@ class UnevenDTensor(DTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        flat = self._local_tensor.detach().view(-1)
+        local = self._local_tensor.detach()
         for offsets, sizes, start in self._cuts.boxes(self.part):
             if index.offset is None or torch.Size(offsets) == index.offset:
-                return flat[start : start + math.prod(sizes)].view(sizes)
+                return local if self._cuts.dim else local.view(-1)[start : start + math.prod(sizes)].view(sizes)
         raise ValueError(f"{index.fqn}: no part of this tensor at offset {index.offset} lies on this rank")
 
     # --- operators --------------------------------------------------------------------------------------------------

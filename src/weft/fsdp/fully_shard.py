@@ -58,7 +58,8 @@ def fully_shard(
         reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
             for the root, whose backward follows at once.
         shard_placement_fn: called with each parameter; may return `weft.TensorAtomic()` (never cut),
-            `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least).
+            `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least), or
+            `Shard(dim)` (cut along another dimension, between its slices, into parts of unequal number if need be).
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, or torch's.
         ignored_params: parameters to leave alone.

@@ -13,7 +13,7 @@ unit per shard.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -30,11 +30,20 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """One tensor's place: `offset` in the flat buffer, in elements, and the `granularity` of its cuts."""
+    """One tensor's place: `offset` in the flat buffer, in elements, and the `granularity` of its cuts.
+
+    `dim`: the dimension that varies slowest in the buffer, so that cuts go through it.
+    """
 
     shape: tuple[int, ...]
     offset: int
     granularity: int
+    dim: int = 0
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in which the tensor lies in the buffer: `dim` first."""
+        return dim_first(self.shape, self.dim)
 
     @property
     def numel(self) -> int:
@@ -92,18 +101,21 @@ def plan_layout(
     *,
     itemsize: int = 4,
     granularities: Sequence[int] | None = None,
+    dims: Sequence[int] | None = None,
 ) -> Layout:
     """Lay tensors of these shapes, in this order, into `shards` equal shards.
 
     `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor,
-    the number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut).
+    the number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut). `dims`: per
+    tensor, the dimension to lay first and to cut; default: 0.
 
     The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data
     or one alignment unit per shard; only granularities demanded by the caller may cost more.
 
     Raises ValueError for no shards or for a granularity that does not divide its tensor.
     """
-    sizes = [math.prod(shape) for shape in shapes]
+    tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
+    sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)
     if shards < 1:
         raise ValueError(f"shards={shards}: a layout needs at least one shard")
@@ -116,7 +128,7 @@ def plan_layout(
     total = sum(sizes)
     tight = max(_round_up(-(-total // shards), align), align)
     budget = max(total * (1 + PREFERENCE), total + shards * align)
-    chains = [_preferred_steps(shape, size, step) for shape, size, step in zip(shapes, sizes, demanded)]
+    chains = [_preferred_steps(tensor.stored, tensor.numel, step) for tensor, step in zip(tensors, demanded)]
     shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)} | {tight + align})
 
     best = None
@@ -131,19 +143,24 @@ def plan_layout(
             if best is None or fineness < best[0]:  # of equally coarse cuts the first, which pads least
                 best = fineness, placed, shard_numel
     if best is not None:
-        return _layout(shapes, *best[1:], shards)
+        return _layout(tensors, *best[1:], shards)
 
     # Nothing fits: what remains is the demanded granularity, with shards as large as it takes.
     loose = [[step] for step in demanded]
     shard_numel = tight
     while (placed := _place(sizes, loose, shard_numel, shards, 1)) is None:
         shard_numel = _round_up(max(shard_numel + align, shard_numel * 1025 // 1024), align)
-    return _layout(shapes, placed, shard_numel, shards)
+    return _layout(tensors, placed, shard_numel, shards)
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
     """The padding of one unit with these tensor shapes over `shard_size` ranks, as a fraction of its data."""
     return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
+
+
+def dim_first(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """`shape` with dimension `dim` moved to the front."""
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else shape
 
 
 def _round_up(value: int, step: int) -> int:
@@ -210,6 +227,8 @@ def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) 
     return offset
 
 
-def _layout(shapes: Sequence[Sequence[int]], placed: list[tuple[int, int]], shard_numel: int, shards: int) -> Layout:
-    extents = (Extent(tuple(shape), offset, step) for shape, (offset, step) in zip(shapes, placed))
+def _layout(tensors: list[Extent], placed: list[tuple[int, int]], shard_numel: int, shards: int) -> Layout:
+    extents = (
+        replace(tensor, offset=offset, granularity=step) for tensor, (offset, step) in zip(tensors, placed, strict=True)
+    )
     return Layout(tuple(extents), shards, shard_numel)

@@ -60,7 +60,7 @@ class ParameterGroup:
         mesh: DeviceMesh,
         placements: Placements,
         recipe: Recipe,
-        granularities: Sequence[int],
+        cutting: Sequence[tuple[int, int]],
     ) -> None:
         self.slots = list(slots)
         self.mesh = mesh
@@ -72,7 +72,8 @@ class ParameterGroup:
             [tuple(parameter.shape) for parameter in parameters],
             math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
             itemsize=recipe.smallest_itemsize,
-            granularities=granularities,
+            granularities=[granularity for granularity, _ in cutting],
+            dims=[dim for _, dim in cutting],
         )
         self.main_weight, self.model_weight = self._weights(parameters)
         self.full = self.model_weight
