@@ -25,7 +25,7 @@ from weft.comm.collectives import all_to_all, all_to_all_counts
 from weft.comm.groups import group_of, twin_group
 from weft.comm.lanes import Lane, Ticket
 from weft.moe.permutation import Permutation
-from weft.moe.require import require
+from weft.moe.require import require_size
 
 
 class Handle:
@@ -93,7 +93,7 @@ class LocalDispatcher:
     """One rank holds all experts: nothing moves, and nobody waits."""
 
     def __init__(self, num_experts: int) -> None:
-        require("num_experts", num_experts, num_experts >= 1, "at least 1")
+        require_size("num_experts", num_experts)
         self.num_experts = num_experts
         self.experts = range(num_experts)
 
@@ -103,11 +103,11 @@ class LocalDispatcher:
 
     def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
         """See `Dispatcher`."""
-        return Arrival(rows)
+        return Arrival(rows.detach())
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
         """See `Dispatcher`."""
-        return Arrival(rows)
+        return Arrival(rows.detach())
 
 
 class _LocalHandle(Handle):
@@ -135,7 +135,7 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int) -> None:
         if isinstance(group, DeviceMesh):
             group = group_of(group, 0)
-        require("num_experts", num_experts, num_experts >= 1, "at least 1")
+        require_size("num_experts", num_experts)
         self.size = group.size()
         if num_experts % self.size:
             raise ValueError(

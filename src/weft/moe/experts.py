@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.linear import Linear
-from weft.moe.require import require
+from weft.moe.require import require, require_size
 from weft.source import INITIAL_STD, WeightSource
 
 BACKENDS = ("grouped_mm", "loop")
@@ -40,7 +40,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         sizes = {"num_local_experts": num_local_experts, "hidden_size": hidden_size}
         for name, size in {**sizes, "intermediate_size": intermediate_size}.items():
-            require(name, size, size >= 1, "at least 1")
+            require_size(name, size)
         require("backend", backend, backend in BACKENDS, "'grouped_mm' or 'loop'")
         self.backend = backend
         self.first_expert = first_expert

@@ -14,7 +14,7 @@ from weft.linear import Linear
 from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts, SharedExpert
 from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
-from weft.moe.require import require
+from weft.moe.require import require, require_size
 from weft.moe.router import Router, Routing, count
 from weft.source import WeightSource
 
@@ -67,7 +67,7 @@ class MoE(nn.Module):
         held = self.dispatcher.num_experts
         require("num_experts", num_experts, num_experts == held, f"the dispatcher's, {held}")
         size = shared_intermediate_size
-        require("shared_intermediate_size", size, size >= 0, "at least 0, 0 for no shared expert")
+        require_size("shared_intermediate_size", size, 0, "an integer, 0 for no shared expert")
         if shared_expert_gate and not size:
             raise ValueError("shared_expert_gate=True: there is no shared expert to gate; set shared_intermediate_size")
         self.experts = GroupedExperts(

@@ -55,7 +55,7 @@ def weigh(rows: Tensor, weights: Tensor, places: Permutation) -> Tensor:
 
 
 def reorder(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """`rows[index]`, where `inverse` is the inverse permutation; None: nothing moves."""
+    """`rows[index]` of [rows, hidden], where `inverse` is the inverse permutation; None: nothing moves."""
     return rows if index is None else _Reorder.apply(rows, index, inverse)
 
 
@@ -63,7 +63,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, places: Permutation) -> Tensor:
         ctx.places = places
-        return hidden[places.assignments // places.rows.shape[1]]
+        return hidden.index_select(0, places.assignments // places.rows.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -86,10 +86,10 @@ class _Weigh(torch.autograd.Function):
         places: Permutation = ctx.places
         rows, weights = ctx.saved_tensors
         k = places.rows.shape[1]
-        of_token = gradient[places.assignments // k]
+        of_token = gradient.index_select(0, places.assignments // k)
         for_rows = for_weights = None
         if ctx.needs_input_grad[0]:
-            for_rows = (of_token * weights.flatten()[places.assignments].unsqueeze(-1)).to(rows.dtype)
+            for_rows = (of_token * weights.flatten()[places.assignments, None]).to(rows.dtype)
         if ctx.needs_input_grad[1]:
             # In rows first, then to where the weights are: a dropped one has no row, and its gradient is 0.
             dots = (of_token.to(weights.dtype) * rows).sum(-1)
@@ -101,23 +101,23 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.inverse = inverse
-        return rows[index]
+        return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[ctx.inverse], None, None
+        return gradient.index_select(0, ctx.inverse), None, None
 
 
 def _sum_slots(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     """Slot after slot, so that neither ranks nor threads change the order of additions; in fp32 at least."""
-    total = rows.new_zeros(places.shape[0], rows.shape[1], dtype=_wide(rows))
+    total = None
     for slot in range(places.shape[1]):
-        part = rows[places[:, slot]]
-        if weights is None:
-            total.add_(part)
-        else:
-            total.addcmul_(part.to(total.dtype), weights[:, slot, None])
+        part = rows.index_select(0, places[:, slot]).to(_wide(rows))
+        if weights is not None:
+            part.mul_(weights[:, slot, None])
+        total = part if total is None else total.add_(part)
+    assert total is not None
     return total
 
 

@@ -1,7 +1,20 @@
 """The one form of this room's errors about a single value."""
 
+import math
+from typing import Any
+
 
 def require(name: str, value: object, fits: bool, rule: str) -> None:
     """Raise ValueError, with the value and the rule, unless it fits."""
     if not fits:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}")
+
+
+def require_size(name: str, value: object, least: int = 1, rule: str = "a positive integer") -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    require(name, value, isinstance(value, int) and not isinstance(value, bool) and value >= least, rule)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,16 +7,19 @@ weights = scores of the chosen (/ their sum) * scaling_factor
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.moe.require import require
+from weft.moe.require import is_number, require, require_size
 from weft.source import INITIAL_STD, WeightSource
 
 SCORES = ("softmax", "sigmoid")
+TINY = 1e-20
+"""Added to sums of scores before a division: sigmoids may all be 0."""
 
 
 class Routing(NamedTuple):
@@ -45,7 +48,8 @@ class Router(nn.Module):
     `num_groups`, `topk_groups`: experts are chosen among the best groups only; a group's score is the sum of
     its two best (DeepSeek-V3, section 2.1.2).
     `expert_bias`: a buffer `expert_bias` is added to the scores for the choice, not for the weights;
-    `update_bias` moves it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664).
+    `update_bias` moves it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is
+    fp32 always.
     `aux_loss_coef`: the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over experts
     of (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Because
     no sequence looks at another, the mean over data-parallel ranks is the loss of one process on all of them.
@@ -78,13 +82,15 @@ class Router(nn.Module):
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_experts": num_experts, "top_k": top_k}
         for name, size in {**sizes, "num_groups": num_groups, "topk_groups": topk_groups}.items():
-            require(name, size, size >= 1, "at least 1")
+            require_size(name, size)
         require("top_k", top_k, top_k <= num_experts, f"at most num_experts={num_experts}")
         require("score", score, score in SCORES, "'softmax' or 'sigmoid'")
         for name, coef in (("aux_loss_coef", aux_loss_coef), ("z_loss_coef", z_loss_coef)):
-            require(name, coef, 0 <= coef < math.inf, "a number of at least 0, 0 for no such loss")
-        fits = capacity_factor is None or 0 < capacity_factor < math.inf
-        require("capacity_factor", capacity_factor, fits, "above 0, or None to drop nothing")
+            require(name, coef, is_number(coef) and coef >= 0, "a number, 0 for no such loss")
+        fits = capacity_factor is None or (is_number(capacity_factor) and capacity_factor > 0)
+        require("capacity_factor", capacity_factor, fits, "a positive number, or None to drop nothing")
+        fits = is_number(scaling_factor) and scaling_factor > 0
+        require("scaling_factor", scaling_factor, fits, "a positive number")
         _require_groups(num_experts, top_k, num_groups, topk_groups)
 
         self.num_experts = num_experts
@@ -99,7 +105,8 @@ class Router(nn.Module):
         self.capacity_factor = capacity_factor
         self.source = source or WeightSource()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.register_buffer("expert_bias", torch.empty(num_experts) if expert_bias else None)
+        bias = torch.empty(num_experts, dtype=torch.float32) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -107,6 +114,14 @@ class Router(nn.Module):
         self.source.normal_(self.weight, INITIAL_STD)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Moves to another dtype leave the bias in fp32: in a narrower one its small updates would be lost."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def forward(self, hidden: Tensor) -> Routing:
         """[batch, seq, hidden] -> Routing of batch * seq tokens."""
@@ -119,15 +134,17 @@ class Router(nn.Module):
         chosen = scores.gather(-1, experts)
         weights = chosen
         if self.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         weights = weights * self.scaling_factor
 
-        load = count(experts.view(batch, -1), self.num_experts)  # [batch, num_experts]
-        loss = self._loss(logits, scores, load)
+        of_sequence = (batch, seq * self.top_k)
+        load = count(experts.view(of_sequence), self.num_experts)  # [batch, num_experts]
+        loss = self._loss(logits, scores, load, seq)
         if self.capacity_factor is None:
             return Routing(experts, weights, loss, load.sum(0), None)
         capacity = math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
-        kept = _keep_best(chosen.detach().view(batch, -1), experts.view(batch, -1), load, capacity).view_as(experts)
+        kept = _keep_best(chosen.detach().view(of_sequence), experts.view(of_sequence), load, capacity)
+        kept = kept.view_as(experts)
         return Routing(experts, weights.masked_fill(~kept, 0), loss, load.clamp(max=capacity).sum(0), kept)
 
     @torch.no_grad()
@@ -154,15 +171,17 @@ class Router(nn.Module):
             scores = grouped.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
         return _best(scores, self.top_k)
 
-    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor) -> Tensor | None:
+    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor, seq: int) -> Tensor | None:
+        # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
         terms = []
+        tokens = max(1, logits.shape[0])
         if self.aux_loss_coef:
-            shares = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-            mean = shares.unflatten(0, (load.shape[0], -1)).mean(1)
-            frequency = load * (self.num_experts / (self.top_k * logits.shape[0] / load.shape[0]))
-            terms.append(self.aux_loss_coef * (frequency * mean).sum(-1).mean())
+            shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
+            mean = shares.view(load.shape[0], seq, self.num_experts).sum(1) / max(1, seq)
+            frequency = load * (self.num_experts / (self.top_k * max(1, seq)))
+            terms.append((frequency * mean).sum() * (self.aux_loss_coef / max(1, load.shape[0])))
         if self.z_loss_coef:
-            terms.append(self.z_loss_coef * logits.logsumexp(-1).square().mean())
+            terms.append(logits.logsumexp(-1).square().sum() * (self.z_loss_coef / tokens))
         return sum(terms[1:], terms[0]) if terms else None
 
     def extra_repr(self) -> str:

@@ -1,0 +1,167 @@
+"""Rows reach the ranks of their experts and come back."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.pool import distributed
+from weft.comm.groups import exchange_objects
+from weft.moe import AllToAll, LocalDispatcher, MoE, exchange
+
+LOCAL = 3
+HIDDEN = 5
+
+
+def some_counts(case, experts, ranks):
+    """[ranks, experts]: what every rank sends to every expert, the same table on all ranks."""
+    generator = torch.Generator().manual_seed(case)
+    counts = torch.randint(0, 5, (ranks, experts), generator=generator)
+    shape = case % 6
+    if shape == 1:
+        counts[case % ranks] = 0  # a rank sends nothing
+    elif shape == 2:
+        counts[:, :LOCAL] = 0  # a rank receives nothing
+    elif shape == 3:
+        counts[:, torch.arange(experts) != case % experts] = 0  # one expert receives all
+    elif shape == 4:
+        counts.zero_()
+    return counts
+
+
+def labelled(rank, counts):
+    """One row per assignment, sorted by expert: (source rank, expert, number, ...)."""
+    rows = [(rank, expert, number) for expert, count in enumerate(counts.tolist()) for number in range(count)]
+    return torch.tensor(rows, dtype=torch.float32).reshape(-1, 3).repeat(1, 2)[:, :HIDDEN]
+
+
+def expected_arrival(counts, experts):
+    """Grouped by source rank, then expert."""
+    everyone = [labelled(rank, row) for rank, row in enumerate(counts)]
+    return torch.cat([rows[(rows[:, 1] >= experts.start) & (rows[:, 1] < experts.stop)] for rows in everyone])
+
+
+@distributed(2, 4)
+def test_rows_arrive_grouped_by_rank_and_expert_and_return_to_their_places():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = AllToAll(init_device_mesh("cpu", (ranks,)), LOCAL * ranks)
+    assert dispatcher.experts == range(rank * LOCAL, (rank + 1) * LOCAL)
+    for case in range(24):
+        counts = some_counts(case, dispatcher.num_experts, ranks)
+        rows = labelled(rank, counts[rank])
+        handle = dispatcher.plan(counts[rank])
+        handle.ready()
+        handle.ready()
+        arrived = dispatcher.dispatch(rows, handle).wait()
+        assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts))
+        assert (handle.sent, handle.received) == (len(rows), len(arrived))
+
+        per_expert = arrived[handle.by_expert]
+        assert per_expert[:, 1].tolist() == sorted(arrived[:, 1].tolist())
+        assert torch.equal(per_expert[handle.by_arrival], arrived)
+        ends = counts[:, list(dispatcher.experts)].sum(0).cumsum(0)
+        assert handle.offsets.dtype == torch.int32 and handle.offsets.tolist() == ends.tolist()
+        assert torch.equal(dispatcher.combine(arrived, handle).wait(), rows)
+
+
+@distributed(2, 4)
+def test_many_exchanges_under_way_do_not_mix():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks)
+    tables = [some_counts(case, dispatcher.num_experts, ranks) for case in range(6)]
+    first, later = tables[:3], tables[3:]
+
+    handles = [dispatcher.plan(counts[rank]) for counts in first]
+    for handle in reversed(handles):
+        handle.ready()
+    there = [dispatcher.dispatch(labelled(rank, counts[rank]), handle) for counts, handle in zip(first, handles)]
+    handles += [dispatcher.plan(counts[rank]) for counts in later]  # counts of others beside rows on their way
+    arrived = [arrival.wait() for arrival in reversed(there)][::-1]
+    back = [dispatcher.combine(rows, handle) for rows, handle in zip(arrived, handles)]
+    for handle in handles:
+        handle.ready()
+    there = [dispatcher.dispatch(labelled(rank, counts[rank]), handle) for counts, handle in zip(later, handles[3:])]
+    for counts, rows in zip(first, arrived):
+        assert torch.equal(rows, expected_arrival(counts, dispatcher.experts))
+    for counts, arrival in zip(reversed(first), reversed(back)):
+        assert torch.equal(arrival.wait(), labelled(rank, counts[rank]))
+    for counts, arrival in zip(later, there):
+        assert torch.equal(arrival.wait(), expected_arrival(counts, dispatcher.experts))
+        assert arrival.wait() is arrival.wait()
+
+
+@distributed(2)
+def test_exchanges_that_nobody_waits_for_leave_nothing_for_the_next():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks)
+    for case in range(0, 18, 6):
+        counts = some_counts(case, dispatcher.num_experts, ranks)
+        abandoned = dispatcher.plan(counts.flip(1)[rank])
+        handle = dispatcher.plan(counts[rank])
+        del abandoned
+        handle.ready()
+        rows = labelled(rank, counts[rank])
+        dispatcher.dispatch(rows + 100, handle)
+        assert torch.equal(dispatcher.dispatch(rows, handle).wait(), expected_arrival(counts, dispatcher.experts))
+
+
+@distributed(2, 4)
+def test_the_backward_of_an_exchange_is_the_reverse_exchange_once():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks)
+    for case in range(6):
+        counts = some_counts(case, dispatcher.num_experts, ranks)
+        handle = dispatcher.plan(counts[rank])
+        handle.ready()
+        rows = labelled(rank, counts[rank]).requires_grad_()
+        arrived = exchange(rows, dispatcher, handle, "dispatch")
+        factor = arrived.detach().sum(-1, keepdim=True) + 1
+        exchange(arrived * factor, dispatcher, handle, "combine").sum().backward()  # an expanded gradient
+        own = rows.detach().sum(-1, keepdim=True) + 1
+        assert torch.equal(rows.grad, own.expand_as(rows))
+
+    rows = labelled(rank, counts[rank]).requires_grad_()
+    again = exchange(rows, dispatcher, handle, "dispatch").square().sum()
+    (gradient,) = torch.autograd.grad(again, rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@distributed(4)
+def test_ranks_in_several_expert_groups_exchange_within_their_own():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))
+    dispatcher = AllToAll(mesh["ep"], 2 * LOCAL)
+    rank = dist.get_rank()
+    counts = some_counts(rank // 2, dispatcher.num_experts, 2)
+    handle = dispatcher.plan(counts[rank % 2])
+    handle.ready()
+    rows = labelled(rank % 2, counts[rank % 2]) + 10 * (rank // 2)
+    arrived = dispatcher.dispatch(rows, handle).wait()
+    assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts) + 10 * (rank // 2))
+
+
+@distributed(2)
+def test_one_dispatcher_serves_copies_of_a_model_and_wrong_numbers_of_experts_are_refused():
+    dispatcher = AllToAll(dist.group.WORLD, 4)
+    layer = MoE(8, 8, 4, 2, dispatcher=dispatcher)
+    assert copy.deepcopy(layer).dispatcher is dispatcher
+    with pytest.raises(ValueError, match=r"num_experts=6: num_experts must be the dispatcher's, 4"):
+        MoE(8, 8, 6, 2, dispatcher=dispatcher)
+    with pytest.raises(ValueError, match=r"num_experts=5 cannot be spread evenly over ep=2 ranks; choose a multiple"):
+        AllToAll(dist.group.WORLD, 5)
+    assert exchange_objects(list(dispatcher.experts), dist.group.WORLD) == [[0, 1], [2, 3]]
+
+
+def test_one_rank_moves_nothing_and_keeps_its_handle_on_the_device():
+    dispatcher = LocalDispatcher(3)
+    handle = dispatcher.plan(torch.tensor([2, 0, 1]))
+    handle.ready()
+    rows = torch.randn(3, HIDDEN)
+    assert dispatcher.dispatch(rows, handle).wait().data_ptr() == rows.data_ptr()
+    assert dispatcher.combine(rows, handle).wait().data_ptr() == rows.data_ptr()
+    assert handle.offsets.tolist() == [2, 2, 3] and handle.by_expert is None
+    assert (handle.sent, handle.received) == (3, 3)
+    with pytest.raises(ValueError, match=r"num_experts=0: num_experts must be a positive integer"):
+        LocalDispatcher(0)

@@ -1,0 +1,95 @@
+"""All experts at once against one after another."""
+
+import logging
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.moe.reference import enlarge
+from weft.moe import GroupedExperts
+from weft.moe import experts as experts_module
+
+COUNTS = {
+    "all have rows": [3, 1, 4, 2],
+    "some have none": [0, 5, 0, 2],
+    "one has all": [0, 0, 7, 0],
+    "nobody has any": [0, 0, 0, 0],
+}
+
+
+def run(backend, counts, dtype, hidden=16, inner=24):
+    torch.manual_seed(1)
+    module = GroupedExperts(len(counts), hidden, inner, backend=backend).to(dtype)
+    enlarge(module, 10.0)
+    rows = torch.randn(sum(counts), hidden).to(dtype).requires_grad_()
+    offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    output = module(rows, offsets)
+    output.sum().backward()  # the gradient is expanded from one element
+    return output, [rows.grad, *(weight.grad for weight in module.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_the_grouped_product_equals_the_loop(counts, dtype):
+    output, gradients = run("grouped_mm", counts, dtype)
+    expected, expected_gradients = run("loop", counts, dtype)
+    assert_close(output, expected)
+    for gradient, other in zip(gradients, expected_gradients):
+        assert gradient is not None, "an expert without rows has a gradient of zeros"
+        assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("dtype, inner", [(torch.float32, 6), (torch.bfloat16, 12)], ids=str)
+def test_sizes_that_the_grouped_product_refuses_take_the_loop_and_say_so(dtype, inner, caplog, monkeypatch):
+    monkeypatch.setattr(experts_module, "_logged", set())
+    with caplog.at_level(logging.WARNING):
+        output, gradients = run("grouped_mm", [3, 0, 2], dtype, inner=inner)
+        run("grouped_mm", [3, 0, 2], dtype, inner=inner)
+    (record,) = caplog.records
+    assert f"intermediate_size={inner}" in record.message and str(dtype) in record.message
+    expected, expected_gradients = run("loop", [3, 0, 2], dtype, inner=inner)
+    assert torch.equal(output, expected)
+    assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, expected_gradients))
+
+
+def test_the_grouped_product_gets_the_parameters_themselves():
+    module = GroupedExperts(2, 8, 8)
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in (torch._grouped_mm, torch.nn.functional.grouped_mm):
+                seen.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        module(torch.randn(3, 8), torch.tensor([1, 3], dtype=torch.int32))
+    assert {id(weight) for weight in seen} == {id(weight) for weight in module.parameters()}
+
+
+def test_an_expert_starts_from_the_same_weights_wherever_it_is():
+    torch.manual_seed(3)
+    whole = GroupedExperts(6, 8, 4)
+    for first in (0, 2, 4):
+        torch.manual_seed(3)
+        part = GroupedExperts(2, 8, 4, first_expert=first)
+        for name, weight in part.named_parameters():
+            assert torch.equal(weight, whole.get_parameter(name)[first : first + 2])
+    assert not torch.equal(whole.gate_proj[0], whole.gate_proj[1])
+    assert_close(whole.up_proj.std(), torch.tensor(0.02), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("num_local_experts=0: num_local_experts must be a positive integer", {"num_local_experts": 0}),
+        ("hidden_size=-4", {"hidden_size": -4}),
+        ("intermediate_size=0", {"intermediate_size": 0}),
+        ("backend='triton': backend must be 'grouped_mm' or 'loop'", {"backend": "triton"}),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_it_and_the_rule(message, options):
+    with pytest.raises(ValueError) as error:
+        GroupedExperts(**{"num_local_experts": 2, "hidden_size": 8, "intermediate_size": 8, **options})
+    assert str(error.value).startswith(message)
