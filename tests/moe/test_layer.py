@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from tests.moe.reference import enlarge, plain
 from tests.pool import distributed
@@ -25,7 +27,10 @@ LAYERS = {
     "losses": {"aux_loss_coef": 0.3, "z_loss_coef": 0.2, "norm_topk_prob": False},
     "capacity": {"capacity_factor": 0.7, "aux_loss_coef": 0.3},
     "gated shared": {"shared_intermediate_size": 12, "shared_expert_gate": True},
+    "unused experts, idle ranks": {"score": "sigmoid", "expert_bias": True, "aux_loss_coef": 0.1},
+    "one after another": {"backend": "loop"},
 }
+IDLE = LAYERS["unused experts, idle ranks"]
 
 
 def make(options, dispatcher=None):
@@ -39,7 +44,10 @@ def make(options, dispatcher=None):
     with torch.no_grad():
         layer.router.weight.copy_((layer.router.weight * 8).round() / 8)
     if layer.router.expert_bias is not None:
-        layer.router.expert_bias.copy_(torch.linspace(-0.2, 0.3, EXPERTS))
+        bias = torch.linspace(-0.2, 0.3, EXPERTS)
+        if options is IDLE:
+            bias[EXPERTS // 2 :] -= 10  # so that half of the ranks get no token
+        layer.router.expert_bias.copy_(bias)
     return layer
 
 
@@ -50,9 +58,8 @@ def batch(sequences=4, seed=0):
 
 def backward(output, loss, scale=1.0):
     """Of an objective in which every element of the output weighs differently."""
-    objective = (output * torch.linspace(0.5, 1.5, output[0].numel()).view_as(output[0])).square().sum() / output[
-        0
-    ].numel()
+    factors = torch.linspace(0.5, 1.5, SEQ * HIDDEN).view(SEQ, HIDDEN)
+    objective = (output * factors).square().sum() / factors.numel()
     (objective + (0 if loss is None else loss * scale)).backward()
 
 
@@ -109,3 +116,165 @@ def test_experts_over_ranks_equal_one_process_with_all_of_them():
         loads = load_statistics(layer, group=dist.group.WORLD)[""]
         assert torch.equal(loads, load_statistics(whole)[""])
         assert loads.sum() == everything.shape[0] * SEQ * K
+        assert loads.all() != (options is IDLE)
+
+
+@distributed(2)
+def test_a_rank_without_tokens_takes_part():
+    rank = dist.get_rank()
+    options = {"capacity_factor": 1.0, "shared_intermediate_size": 8}
+    whole, layer = make(options), make(options, AllToAll(dist.group.WORLD, EXPERTS))
+    everything = batch().requires_grad_()
+    expected, _ = whole(everything)
+    backward(expected, None)
+    mine = batch()[: 4 if rank == 0 else 0].requires_grad_()
+    output, _ = layer(mine)
+    backward(output, None)
+    held = layer.dispatcher.experts
+    if rank == 0:
+        assert torch.equal(output, expected)
+        assert torch.equal(mine.grad, everything.grad)
+        assert torch.equal(layer.router.weight.grad, whole.router.weight.grad)
+    for name, weight in layer.experts.named_parameters():
+        assert torch.equal(weight.grad, whole.experts.get_parameter(name).grad[held.start : held.stop])
+
+
+@distributed(2)
+def test_the_parts_driven_by_a_schedule_give_what_forward_gives_bit_for_bit():
+    rank = dist.get_rank()
+    dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+    options = {**LAYERS["losses"], "shared_intermediate_size": 8}
+    mine = batch().chunk(2)[rank]
+    plainly, scheduled = make(options, dispatcher), make(options, dispatcher)
+    hidden = mine.clone().requires_grad_()
+    expected, expected_loss = plainly(hidden)
+    backward(expected, expected_loss)
+
+    def border(tensor):
+        return tensor.detach().requires_grad_()
+
+    source = mine.clone().requires_grad_()
+    sent = scheduled.send(source)
+    here = border(dispatcher.dispatch(sent.rows, sent.handle).wait())
+    mixed = scheduled.run_experts(here, sent.handle)
+    rows, weights, shared = (
+        border(dispatcher.combine(mixed, sent.handle).wait()),
+        border(sent.weights),
+        border(sent.shared),
+    )
+    output = scheduled.receive(rows, weights, shared, sent.handle)
+    assert torch.equal(output, expected) and torch.equal(sent.loss, expected_loss)
+
+    backward(output, None)
+    there = dispatcher.dispatch(rows.grad, sent.handle)  # the backward of combine
+    torch.autograd.backward(mixed, there.wait())
+    back = dispatcher.combine(here.grad, sent.handle)
+    torch.autograd.backward(
+        [sent.rows, sent.weights, sent.shared, sent.loss], [back.wait(), weights.grad, shared.grad, None]
+    )
+    assert torch.equal(source.grad, hidden.grad)
+    for name, weight in scheduled.named_parameters():
+        assert torch.equal(weight.grad, plainly.get_parameter(name).grad), name
+
+
+def test_ranks_exchange_counts_while_the_shared_expert_is_computed():
+    layer = make({"shared_intermediate_size": 8})
+    order = []
+    for owner, name in ((layer.dispatcher, "plan"), (layer.shared_expert, "forward")):
+        setattr(owner, name, recorded(getattr(owner, name), name, order))
+    plan = layer.dispatcher.plan
+    layer.dispatcher.plan = lambda counts: watched(plan(counts), order)
+    layer(batch())
+    assert order == ["plan", "forward", "ready"]
+
+
+def recorded(function, name, order):
+    def run(*args):
+        order.append(name)
+        return function(*args)
+
+    return run
+
+
+def watched(handle, order):
+    handle.ready = recorded(handle.ready, "ready", order)
+    return handle
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_load_is_counted_once_per_training_forward_recomputed_or_not(reentrant):
+    layer = make({"capacity_factor": 0.5})
+    hidden = batch().requires_grad_()
+    for _ in range(2):
+        if reentrant is None:
+            output, _ = layer(hidden)
+        else:
+            output, _ = checkpoint(layer, hidden, use_reentrant=reentrant)
+        output.sum().backward()
+    layer.eval()
+    layer(hidden)
+    chosen = layer.router(hidden).experts.flatten().bincount(minlength=EXPERTS)
+    assert torch.equal(load_statistics(layer, reset=False)[""], 2 * chosen)  # dropped ones were chosen too
+    model = torch.nn.ModuleDict({"first": layer, "second": torch.nn.Sequential(make({}))})
+    loads = load_statistics(model)
+    assert list(loads) == ["first", "second.0"]
+    assert torch.equal(loads["first"], 2 * chosen) and not loads["second.0"].any()
+    assert not load_statistics(model)["first"].any()
+    assert load_statistics(torch.nn.Linear(2, 2)) == {}
+
+
+@distributed(4)
+def test_load_is_summed_over_every_axis_of_a_mesh():
+    layer = make({})
+    layer(batch(sequences=dist.get_rank() + 1))
+    mesh = init_device_mesh("cpu", (2, 2))
+    over_mesh = load_statistics(layer, reset=False, group=mesh)[""]
+    assert torch.equal(over_mesh, load_statistics(layer, group=dist.group.WORLD)[""])
+    assert over_mesh.sum() == (1 + 2 + 3 + 4) * SEQ * K
+
+
+def test_a_layer_built_on_the_meta_device_starts_like_any_other():
+    options = {"expert_bias": True, "shared_intermediate_size": 8, "shared_expert_gate": True}
+    torch.manual_seed(2)
+    expected = MoE(HIDDEN, INNER, EXPERTS, K, **options)
+    with torch.device("meta"):
+        layer = MoE(HIDDEN, INNER, EXPERTS, K, **options)
+    layer.to_empty(device="cpu")
+    torch.manual_seed(2)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert layer.state_dict().keys() == expected.state_dict().keys()
+    assert "load" not in layer.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], value), name
+    assert torch.equal(load_statistics(layer)[""], torch.zeros(EXPERTS, dtype=torch.int64))
+
+
+def test_bf16_is_close_to_fp32():
+    layer = make({"aux_loss_coef": 0.1})
+    expected, expected_loss = layer(batch())
+    hidden = batch().to(torch.bfloat16).requires_grad_()
+    with torch.no_grad():
+        layer.router.weight.copy_(layer.router.weight.bfloat16())
+    output, loss = layer.to(torch.bfloat16)(hidden)
+    assert output.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    assert_close(loss, expected_loss)  # the inputs and the router's weights are exact in bf16
+    assert_close(output.float(), expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item())  # 8 bits
+    output.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("shared_intermediate_size=-1: shared_intermediate_size must be", {"shared_intermediate_size": -1}),
+        ("shared_expert_gate=True: there is no shared expert to gate", {"shared_expert_gate": True}),
+        ("backend='triton'", {"backend": "triton"}),
+        ("score='relu'", {"score": "relu"}),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_it_and_the_rule(message, options):
+    with pytest.raises(ValueError) as error:
+        MoE(HIDDEN, INNER, EXPERTS, K, **options)
+    assert str(error.value).startswith(message)
