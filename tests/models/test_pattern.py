@@ -28,7 +28,7 @@ STRUCTURE = [  # pattern, position, offending part, a word of the rule
     ("+/*+", 3, "+", "not both"),
 ]
 
-UNAVAILABLE = {"M": 0, "G[*-]": 0, "[+-]": 1, "*E": 1, "*-|*-": 2, "*-/*-": 2, "[*-]/": 4}
+UNAVAILABLE = {"M": 0, "G[*-]": 0, "[+-]": 1, "E+": 1, "*-|*-": 2, "*-/*-": 2, "[*-]/": 4}
 
 
 @pytest.mark.parametrize("text, position, part, rule", STRUCTURE, ids=[case[0] for case in STRUCTURE])

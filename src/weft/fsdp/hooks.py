@@ -7,7 +7,8 @@
               over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
 
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward is under way, its
-weights are held and the hooks stand back; if that backward is still to come, the weights are kept for it.
+weights are held and the hooks stand back; if that backward is still to come, the weights are kept for it. Hooks stand
+back as well while a schedule drives the units.
 """
 
 import weakref
@@ -18,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from weft.fsdp.precision import cast_floating
 from weft.fsdp.ranges import profiled
 from weft.fsdp.runtime import in_backward
 from weft.fsdp.unit import Unit
@@ -101,9 +101,9 @@ class HookDriver:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
-        if self.unit.backwards or id(module) in self._entered:
+        if self.unit.backwards or id(module) in self._entered or self.unit.runtime.in_schedule:
             args, kwargs = self.unit.policy.cast_inputs((args, kwargs))
-            return cast_floating(forward(*args, **kwargs), self.unit.policy.output_dtype)
+            return self.unit.policy.cast_output(forward(*args, **kwargs))
         try:
             args, kwargs = self._before(module, args, kwargs)
             return self._after(forward(*args, **kwargs))
@@ -131,7 +131,7 @@ class HookDriver:
     @torch.compiler.disable
     def _after(self, output: Any) -> Any:
         """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
-        output = cast_floating(output, self.unit.policy.output_dtype)
+        output = self.unit.policy.cast_output(output)
         if self._call is not None:
             for leaf in tree_flatten(output)[0]:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

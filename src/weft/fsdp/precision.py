@@ -46,6 +46,10 @@ class MixedPrecisionPolicy:
         """`values`, a tree, with floating tensors cast to `param_dtype` where the policy says so."""
         return cast_floating(values, self.param_dtype) if self.cast_forward_inputs else values
 
+    def cast_output(self, values: Any) -> Any:
+        """`values`, a tree, with floating tensors cast to `output_dtype`, if there is one."""
+        return cast_floating(values, self.output_dtype)
+
 
 @dataclass(frozen=True)
 class Recipe:

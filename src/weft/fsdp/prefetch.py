@@ -5,14 +5,14 @@ kind predicts what comes next. A pass that leaves the record is served on demand
 never results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class Itinerary:
     """The units, by number, of the pass under way, and those of the last one as its prediction."""
 
-    def __init__(self) -> None:
-        self.expected: list[int] = []
+    def __init__(self, expected: Sequence[int] = ()) -> None:
+        self.expected = list(expected)
         self.visited: list[int] = []
         self.on_track = True
 

@@ -8,7 +8,8 @@ backward completes, checks and publishes.
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,9 @@ class Runtime:
         self.reduce_lane = Lane("reduce", device)
         self.outer_lane = Lane("outer", device)
         self.last_backward = True
+        self.more_to_come = False
+        """Whether a schedule has further microbatches to reduce."""
+        self.in_schedule = False
         self._depth = 0
         self._accumulating = False
         self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -100,6 +104,11 @@ class Runtime:
     def units(self) -> list["Unit"]:
         """The units, root first."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what is reduced now is the last before the optimizer."""
+        return self.last_backward and not self.more_to_come
 
     def adopt(self, units: list["Unit"]) -> None:
         """Make this the runtime of `units`, root first."""
@@ -236,6 +245,27 @@ class Runtime:
         self._foretold.clear()
         self._passes[kind].begin()
 
+    @contextmanager
+    def scheduled(self, visits: Sequence["Unit"]) -> Iterator[None]:
+        """Around a schedule that visits units itself, in this order: hooks stand back, and what a backward does at its
+        end is done at the schedule's."""
+        if self._depth or in_backward():
+            raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
+        self.enter_forward()
+        self._passes["schedule"] = Itinerary([unit.number for unit in visits])
+        self._begin("schedule")
+        self.in_schedule = True
+        try:
+            yield
+            self.more_to_come = False
+            self.end_backward()
+            self._depth = 0
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self.more_to_come = self.in_schedule = False
+
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def reduce(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
@@ -255,7 +285,7 @@ class Runtime:
                 self._finish_oldest()
 
     def _start_reduction(self, unit: int, group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
-        finishes = finishes and self.last_backward
+        finishes = finishes and self.is_last
         lane = self.outer_lane if stage else self.reduce_lane
         with torch.no_grad():
             ticket = group.reduce(stage, lane, self.gradients, scale, defer=not finishes)
@@ -302,7 +332,7 @@ class Runtime:
             unit.free()
         self._plan(units)
         reduced, self._reduced = self._reduced, False
-        self._accumulating = not (reduced and self.last_backward)
+        self._accumulating = not (reduced and self.is_last)
         if reduced:
             self._publish(units)
 

@@ -220,9 +220,7 @@ class Unit:
 
     def _defers(self, group: ParameterGroup) -> bool:
         """Whether gradients wait for another backward before they are reduced."""
-        return not self.requires_gradient_sync or not (
-            self.runtime.last_backward or group.placements.reduces_each_microbatch
-        )
+        return not self.requires_gradient_sync or not (self.runtime.is_last or group.placements.reduces_each_microbatch)
 
     @property
     def awaits_reduction(self) -> bool:

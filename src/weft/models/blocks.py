@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.linear import Linear
+from weft.mesh import Meshes
 from weft.models.config import HybridConfig
+from weft.moe import AllToAll, Dispatcher, Handle, MoE
+from weft.overlap import Crossing
 from weft.source import INITIAL_STD, WeightSource
 
 FIRST_POSITIONS = 1024
@@ -139,7 +142,9 @@ class Attention(Block):
 
 
 class MLP(Block):
-    """Gated MLP with SiLU (SwiGLU; Shazeer 2020, arXiv:2002.05202)."""
+    """Gated MLP with SiLU (SwiGLU; Shazeer 2020, arXiv:2002.05202). It may end a logical layer."""
+
+    dispatcher: Dispatcher | None = None
 
     def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
         super().__init__(cfg)
@@ -150,3 +155,59 @@ class MLP(Block):
     def mix(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+
+    def split(self, x_BSD: Tensor) -> Crossing:
+        """The layer up to its experts, which are the MLP itself."""
+        return Crossing(self.norm(x_BSD), {"residual": x_BSD})
+
+    def run_experts(self, rows: Tensor, handle: None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.mix(rows)
+
+    def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return kept["residual"] + rows
+
+
+class Experts(MoE):
+    """Mixture of experts as a pre-norm residual layer that ends a logical layer: `x + moe(norm(x))`."""
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource, dispatcher: Dispatcher | None) -> None:
+        super().__init__(
+            cfg.hidden_size,
+            cfg.moe_intermediate_size,
+            cfg.num_experts,
+            cfg.num_experts_per_tok,
+            dispatcher=dispatcher,
+            shared_intermediate_size=cfg.shared_expert_intermediate_size,
+            source=source,
+            score=cfg.router_score,
+            norm_topk_prob=cfg.norm_topk_prob,
+            scaling_factor=cfg.routed_scaling_factor,
+            num_groups=cfg.n_group,
+            topk_groups=cfg.topk_group,
+            expert_bias=cfg.expert_bias,
+            aux_loss_coef=cfg.aux_loss_coef,
+            z_loss_coef=cfg.z_loss_coef,
+            capacity_factor=cfg.capacity_factor,
+        )
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+    def split(self, x_BSD: Tensor) -> Crossing:
+        """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
+        rows, weights, shared, loss, handle = self.send(self.norm(x_BSD))
+        kept = {"residual": x_BSD, "weights": weights}
+        if shared is not None:
+            kept["shared"] = shared
+        return Crossing(rows, kept, handle, loss)
+
+    def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
+        """The weighted rows and the residual stream; -> [B, S, D]."""
+        return kept["residual"] + self.receive(rows, kept["weights"], kept.get("shared"), handle)
+
+
+def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
+    """What moves tokens to experts on other ranks; None where every expert is here."""
+    if meshes is None or meshes.ep is None:
+        return None
+    return AllToAll(meshes.ep, cfg.num_experts)

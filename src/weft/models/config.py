@@ -41,6 +41,14 @@ class HybridConfig:
     """How router logits become scores: "softmax" or "sigmoid"."""
     norm_topk_prob: bool = True
     """Whether the scores of a token's experts are scaled to sum to 1."""
+    routed_scaling_factor: float = 1.0
+    """What those scores are multiplied with."""
+    n_group: int = 1
+    """Groups of experts: a token's experts are chosen among the best groups only."""
+    topk_group: int = 1
+    """Groups that one token may choose from."""
+    expert_bias: bool = False
+    """Whether a bias balances the load without a loss; whoever trains updates it."""
     aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss."""
     z_loss_coef: float = 0.0
@@ -54,6 +62,9 @@ class HybridConfig:
     """Whether the head uses the embedding's weight."""
     mtp_loss_coef: float = 0.3
     """Weight of the mean loss over the prediction depths."""
+    recompute: tuple[str, ...] = ()
+    """Stages whose activations backward computes again: "attend" (the blocks before the experts or the MLP),
+    "experts" (those)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
@@ -68,12 +79,14 @@ class HybridConfig:
             "num_experts",
             "num_experts_per_tok",
             "moe_intermediate_size",
+            "n_group",
+            "topk_group",
         ):
             self._require(name, _is_integer(getattr(self, name), 1), "a positive integer")
         self._require("head_dim", self.head_dim is None or _is_integer(self.head_dim, 1), "a positive integer or None")
         name = "shared_expert_intermediate_size"
         self._require(name, _is_integer(getattr(self, name), 0), "an integer, 0 for no shared expert")
-        for name in ("rope_theta", "rms_norm_eps"):
+        for name in ("rope_theta", "rms_norm_eps", "routed_scaling_factor"):
             value = getattr(self, name)
             self._require(name, _is_number(value) and value > 0, "a positive number")
         for name in ("aux_loss_coef", "z_loss_coef", "mtp_loss_coef"):
@@ -83,9 +96,11 @@ class HybridConfig:
         self._require(
             "capacity_factor", value is None or (_is_number(value) and value > 0), "a positive number or None"
         )
-        for name in ("norm_topk_prob", "tie_word_embeddings"):
+        for name in ("norm_topk_prob", "tie_word_embeddings", "expert_bias"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require("router_score", self.router_score in ("softmax", "sigmoid"), "'softmax' or 'sigmoid'")
+        object.__setattr__(self, "recompute", tuple(self.recompute))
+        self._require("recompute", set(self.recompute) <= {"attend", "experts"}, "some of 'attend' and 'experts'")
         if "*" in self.pattern:
             self._check_attention()
         if "E" in self.pattern:

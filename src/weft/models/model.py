@@ -1,5 +1,7 @@
 """The hybrid language model."""
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from weft.models.blocks import Embedding
 from weft.models.config import HybridConfig
 from weft.models.loss import cross_entropy
 from weft.models.stack import Stack
+from weft.overlap import StagedLayer
 from weft.source import WeightSource
 
 
@@ -30,28 +33,42 @@ class HybridModel(nn.Module):
         self.cfg = cfg
         source = WeightSource()
         self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding")
-        self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder")
+        self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes)
         self.output_layer = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
         )
 
-    def head(self, x_BSD: Tensor) -> Tensor:
-        """Scores of every token; [B, S, D] -> [B, S, vocabulary]."""
+    @property
+    def staged_layers(self) -> Sequence[StagedLayer]:
+        """The logical layers, as `weft.overlap` runs them."""
+        return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
+        return self.embedding(tokens)
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
+        x_BSD = self.decoder.final_layernorm(x_BSD)
         if self.output_layer is None:
             return F.linear(x_BSD, self.embedding.weight)
         return self.output_layer(x_BSD)
+
+    def loss(self, x_BSD: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """The mean cross-entropy and, in training mode, what the layers add to it; a scalar."""
+        loss = cross_entropy(self.logits(x_BSD), labels)
+        return sum(losses, loss) if self.training else loss
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Scores, or with labels the loss.
 
         tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
         s]` (already shifted), -100 where no loss is wanted. Returns [batch, seq, vocabulary], or the mean
-        cross-entropy over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`).
+        cross-entropy over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`). In
+        training mode the routers' losses are added, in evaluation they are not.
         """
-        logits = self.head(self.decoder(self.embedding(tokens)))
-        if labels is None:
-            return logits
-        return cross_entropy(logits, labels)
+        x_BSD, losses = self.decoder(self.embed(tokens))
+        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, labels, losses)
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:

@@ -36,7 +36,7 @@ LAYER_KEYS = {
     "E": "mlp",
 }
 TERMINAL = "-E"
-BUILT = "*-[]"
+BUILT = "*-E[]"
 
 
 class PatternError(ValueError):

@@ -8,15 +8,29 @@ from weft.models.model import HybridModel, require_usable
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
-    """Shard `model` in place over `meshes.dense` and return it.
+    """Shard `model` in place and return it.
 
-    Every logical layer becomes one unit, from the first to the last; the root unit, last, takes the
-    embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
-    root's only.
+    Every logical layer becomes one unit over `meshes.dense`, from the first to the last; experts that are spread
+    over ranks become units of their own over `meshes.expert`, whose gradients are averaged over all data-parallel
+    ranks like the others. The root unit, last, takes the embedding, the final norm and the head. `options` go to
+    each `weft.fully_shard` call, `runtime` to the root's only.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
     for layer in model.decoder.layers:
+        if layer.dispatcher is not None:
+            for experts in layer.expert_modules():
+                fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
         fsdp.fully_shard(layer, mesh=meshes.dense, **options)
     fsdp.fully_shard(model, mesh=meshes.dense, **options, **root)
     return model
+
+
+def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
+    """The options of expert units: a rank's experts see the tokens of the whole expert-parallel group."""
+    assert meshes.ep is not None
+    divisor = (options.get("gradient_divide_factor") or 1) * meshes.ep.size()
+    changed = {"gradient_divide_factor": divisor}
+    if meshes.expert.ndim == 1:  # the expert mesh reaches over what is an outer axis elsewhere
+        changed["outer_strategy"] = "no_shard"
+    return {**options, **changed}

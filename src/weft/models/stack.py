@@ -1,55 +1,127 @@
 """Stacks of logical layers."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from weft.models.blocks import MLP, Attention, Block, RMSNorm, RotaryEmbedding
+from weft.mesh import Meshes
+from weft.models.blocks import MLP, Attention, Experts, RMSNorm, RotaryEmbedding, dispatcher_of
 from weft.models.config import HybridConfig
-from weft.models.pattern import LAYER_KEYS, LogicalLayer
+from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
+from weft.moe import Dispatcher
+from weft.overlap import Crossing, run_stages
 from weft.source import WeightSource
 
 
 class Layer(nn.Module):
-    """One logical layer: a lone block or a group of blocks, each under its own checkpoint key."""
+    """One logical layer: a lone block or a group of blocks, each under its own checkpoint key.
+
+    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`.
+    """
 
     def __init__(
-        self, cfg: HybridConfig, layer: LogicalLayer, source: WeightSource, rotary: RotaryEmbedding | None
+        self,
+        cfg: HybridConfig,
+        layer: LogicalLayer,
+        source: WeightSource,
+        rotary: RotaryEmbedding | None,
+        dispatcher: Dispatcher | None,
     ) -> None:
         super().__init__()
         self.symbols = layer.symbols
+        self.recompute = frozenset(cfg.recompute)
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
-            block = _block(symbol, cfg, source / str(number), rotary)
+            block = _block(symbol, cfg, source / str(number), rotary, dispatcher)
             self.add_module(LAYER_KEYS[symbol], block)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[B, S, D] -> [B, S, D], and what the layer adds to the loss, a scalar or None."""
+        return run_stages(self, x_BSD)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """See `weft.overlap.StagedLayer`."""
+        if self._terminal is None:
+            return ("attend",)
+        if self.dispatcher is None:
+            return ("attend", "experts", "finish")
+        return ("attend", "dispatch", "experts", "combine", "finish")
+
+    @property
+    def dispatcher(self) -> Dispatcher | None:
+        """What moves this layer's rows, if its experts are spread over ranks."""
+        moves = self._terminal.dispatcher if self._terminal is not None else None
+        return moves if moves is not None and len(moves.experts) < moves.num_experts else None
+
+    @property
+    def _terminal(self) -> Any:
+        """The MLP or the experts that end the layer, if one does."""
+        return getattr(self, LAYER_KEYS[self.symbols[-1]]) if self.symbols[-1] in TERMINAL else None
+
+    def attend(self, x_BSD: Tensor) -> Crossing:
+        """All blocks before the terminal one, and what that has to compute before its experts."""
+        terminal = self._terminal
         for block in self.children():
-            x_BSD = block(x_BSD)
-        return x_BSD
+            if block is not terminal:
+                x_BSD = self._recomputed("attend", block, x_BSD)
+        return Crossing(x_BSD) if terminal is None else terminal.split(x_BSD)
+
+    def experts(self, rows: Tensor, handle: Any) -> Tensor:
+        """The MLP, or the experts of this rank."""
+        return self._recomputed("experts", self._terminal.run_experts, rows, handle)
+
+    def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
+        """Weighting and residual; -> [B, S, D]."""
+        return self._terminal.join(rows, kept, handle)
+
+    def expert_modules(self) -> Sequence[nn.Module]:
+        """The modules that only `experts` reads."""
+        return [self._terminal.experts] if isinstance(self._terminal, Experts) else []
+
+    def _recomputed(self, stage: str, function: Any, *args: Any) -> Any:
+        if stage not in self.recompute or not torch.is_grad_enabled():
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class Stack(nn.Module):
     """Logical layers one after another and a final norm."""
 
-    def __init__(self, cfg: HybridConfig, layers: Sequence[LogicalLayer], source: WeightSource) -> None:
+    def __init__(
+        self, cfg: HybridConfig, layers: Sequence[LogicalLayer], source: WeightSource, meshes: Meshes | None
+    ) -> None:
         super().__init__()
-        rotates = any("*" in layer.symbols for layer in layers)
-        rotary = RotaryEmbedding(cfg.attention_head_dim, cfg.rope_theta) if rotates else None
-        self.layers = nn.ModuleList(Layer(cfg, layer, source, rotary) for layer in layers)
+        symbols = "".join(layer.symbols for layer in layers)
+        rotary = RotaryEmbedding(cfg.attention_head_dim, cfg.rope_theta) if "*" in symbols else None
+        dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
+        self.layers: Any = nn.ModuleList(Layer(cfg, layer, source, rotary, dispatcher) for layer in layers)
         self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""
+        losses = []
         for layer in self.layers:
-            x_BSD = layer(x_BSD)
-        return self.final_layernorm(x_BSD)
+            x_BSD, loss = layer(x_BSD)
+            if loss is not None:
+                losses.append(loss)
+        return x_BSD, losses
 
 
-def _block(symbol: str, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None) -> Block:
+def _block(
+    symbol: str,
+    cfg: HybridConfig,
+    source: WeightSource,
+    rotary: RotaryEmbedding | None,
+    dispatcher: Dispatcher | None,
+) -> nn.Module:
     if symbol == "*" and rotary is not None:
         return Attention(cfg, source, rotary)
     if symbol == "-":
         return MLP(cfg, source)
+    if symbol == "E":
+        return Experts(cfg, source, dispatcher)
     raise ValueError(f"no block is built for the symbol {symbol!r}")

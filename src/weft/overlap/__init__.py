@@ -1,0 +1,7 @@
+"""When things run: the token exchange of one microbatch under the computation of another."""
+
+from weft.overlap.layer import Crossing, StagedLayer, StagedModel, run_stages
+from weft.overlap.node import UndeclaredTensor
+from weft.overlap.schedule import forward_backward
+
+__all__ = ["Crossing", "StagedLayer", "StagedModel", "UndeclaredTensor", "forward_backward", "run_stages"]

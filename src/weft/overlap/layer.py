@@ -1,0 +1,105 @@
+"""The layer protocol: a layer in five stages, so that a schedule can run them apart.
+
+    stage      lane       holds
+    ---------  ---------  -------------------------------------------------------------------------------------------
+    attend     compute    everything up to the experts: attention, norms, router, shared expert, sorting for sending
+    dispatch   exchange   all-to-all of the rows to the ranks of their experts
+    experts    compute    the expert MLPs; for a dense layer its MLP
+    combine    exchange   all-to-all back
+    finish     compute    weighting, residual
+
+A layer's `forward` is `run_stages`: a scheduled run and a plain run are the same code. Whatever one stage hands to a
+later one is in the `Crossing`; a tensor that takes another way is found by the schedule and refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from weft.moe.dispatch import Dispatcher, exchange
+
+COMPUTE_STAGES = ("attend", "experts", "finish")
+STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combine", "finish"))
+"""What a layer may have: all in `attend`, an MLP of its own, or experts on other ranks."""
+
+
+@dataclass
+class Crossing:
+    """What `attend` hands on.
+
+    `rows`: what the experts work on. `kept`: what stays for `finish`, by name; it may be differentiable. `handle`: what
+    the stages must know besides, with nothing differentiable in it. `loss`: what the layer adds to the model's.
+    """
+
+    rows: Tensor
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    handle: Any = None
+    loss: Tensor | None = None
+
+
+@runtime_checkable
+class StagedLayer(Protocol):
+    """A layer that a schedule can run in stages.
+
+    With the stages ("attend",) `attend` is the whole layer, and its rows are the output.
+    """
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """One of `STAGES`."""
+        ...
+
+    @property
+    def dispatcher(self) -> Dispatcher | None:
+        """What moves the rows, in a layer with all five stages."""
+        ...
+
+    def attend(self, hidden: Tensor) -> Crossing:
+        """[batch, seq, hidden] -> what crosses."""
+        ...
+
+    def experts(self, rows: Tensor, handle: Any) -> Tensor:
+        """Rows -> as many rows."""
+        ...
+
+    def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
+        """Rows that came back, and what was kept -> [batch, seq, hidden]."""
+        ...
+
+    def expert_modules(self) -> Sequence[nn.Module]:
+        """The modules whose parameters only `experts` reads: sharded units among them are gathered for it alone."""
+        ...
+
+
+@runtime_checkable
+class StagedModel(Protocol):
+    """A model that a schedule can run: `embed`, its layers one after another, `loss`."""
+
+    @property
+    def staged_layers(self) -> Sequence[StagedLayer]:
+        """The layers, first to last."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[batch, seq] int64 -> [batch, seq, hidden]."""
+        ...
+
+    def loss(self, hidden: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """The last layer's output and what the layers add to the loss, first to last -> the loss, a scalar."""
+        ...
+
+
+def run_stages(layer: StagedLayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The layer's stages one after another: its output [batch, seq, hidden] and what it adds to the loss."""
+    crossing = layer.attend(hidden)
+    rows = crossing.rows
+    if layer.stages == ("attend",):
+        return rows, crossing.loss
+    if layer.dispatcher is not None:
+        rows = exchange(rows, layer.dispatcher, crossing.handle, "dispatch")
+    rows = layer.experts(rows, crossing.handle)
+    if layer.dispatcher is not None:
+        rows = exchange(rows, layer.dispatcher, crossing.handle, "combine")
+    return layer.finish(rows, crossing.kept, crossing.handle), crossing.loss

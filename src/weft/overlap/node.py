@@ -1,0 +1,147 @@
+"""Nodes: pieces of a forward whose backward can run apart from that of the others.
+
+    Value --> [ border | computation ] --> Value --> ...       forward: each node has an autograd graph of its own
+    Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between them
+
+A value keeps the gradient, not the data: data lives as long as a later node or an autograd graph needs it.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class Value:
+    """A tensor on its way from one node to a later one, and the gradient that comes back."""
+
+    def __init__(self, tensor: Tensor, needs_grad: bool) -> None:
+        self.needs_grad = needs_grad
+        self.gradient: Tensor | None = None
+        self._tensor: Tensor | None = tensor.detach()
+        self._zeros = functools.partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def take(self) -> Tensor:
+        """The data, for the one who reads it."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "the data was taken before"
+        return tensor
+
+    def take_gradient(self) -> Tensor:
+        """The gradient, zeros if nobody left one."""
+        gradient, self.gradient = self.gradient, None
+        return self._zeros() if gradient is None else gradient
+
+    def add_gradient(self, gradient: Tensor | None) -> None:
+        """One reader's share of the gradient."""
+        if gradient is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+class UndeclaredTensor(RuntimeError):
+    """A tensor came into a node by another way than its inputs; the message names the node."""
+
+
+class ComputeNode:
+    """A function of values, whose backward runs when `backward` is called."""
+
+    def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
+        self.name = name
+        self._around = around or nullcontext()
+        self._edges: list[tuple[GradientEdge, Value]] = []
+
+    def forward(
+        self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
+    ) -> list[Value]:
+        """The results of `function(*tensors)`. `owner`: check that nothing but its parameters and `inputs` is in it."""
+        with torch.enable_grad(), self._around:
+            entered = _enter(inputs)
+            border = {tensor.grad_fn for tensor in entered}
+            first = _sequence_number()
+            results = function(*entered)
+        outputs = []
+        for result in results:
+            outputs.append(Value(result, result.requires_grad))
+            if result.requires_grad:
+                self._edges.append((get_gradient_edge(result), outputs[-1]))
+        if owner is not None:
+            _refuse_undeclared(self.name, (edge.node for edge, _ in self._edges), border, first, owner)
+        return outputs
+
+    def backward(self) -> None:
+        """Hand the outputs' gradients to the inputs and to the parameters' `.grad`."""
+        edges, self._edges = self._edges, []
+        known = [(edge, value.gradient) for edge, value in edges if value.gradient is not None]
+        for _, value in edges:
+            value.gradient = None
+        if known:
+            with self._around:
+                torch.autograd.backward([edge for edge, _ in known], [gradient for _, gradient in known])
+
+
+class _Border(torch.autograd.Function):
+    """The identity; its backward leaves the gradients with the values they belong to."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, values: Sequence[Value], *tensors: Tensor) -> Any:
+        ctx.values = values
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        for value, gradient in zip(ctx.values, gradients):
+            value.add_gradient(gradient)
+        return (None,) * (2 + len(gradients))
+
+
+_START = torch.empty(0, requires_grad=True)
+
+
+def _enter(values: Sequence[Value]) -> list[Tensor]:
+    """The values' data, the differentiable ones behind one border."""
+    tensors = [value.take() for value in values]
+    places = [place for place, value in enumerate(values) if value.needs_grad]
+    if places:
+        crossed = _Border.apply(_START, [values[place] for place in places], *(tensors[place] for place in places))
+        for place, tensor in zip(places, crossed):
+            tensors[place] = tensor
+    return tensors
+
+
+def _sequence_number() -> int:
+    """A number that every autograd node made from now on exceeds."""
+    made = (_START * 1).grad_fn
+    assert made is not None
+    return made._sequence_nr()
+
+
+def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
+    """Walk the graph: it may end at the border and at parameters of `owner`, and all of it was made since `first`."""
+    parameters = {id(parameter) for parameter in owner.parameters()}
+    ahead = list(roots)
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node in border:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if id(leaf) in parameters:
+                continue
+            what = f"a leaf of shape {tuple(leaf.shape)} that is no parameter of {type(owner).__name__}"
+        elif node._sequence_nr() < first:
+            what = f"a result of {node.name()} that was computed before"
+        else:
+            following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen
+            seen |= following
+            ahead.extend(following)
+            continue
+        raise UndeclaredTensor(
+            f"node {name} uses {what}: whatever crosses from one stage to a later one goes through the Crossing, or "
+            "its gradient would be lost or counted twice"
+        )

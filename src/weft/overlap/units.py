@@ -1,0 +1,139 @@
+"""The sharded units under a schedule: when each is gathered, let go and reduced.
+
+    before a layer's first step of a direction        acquire
+    after its last forward or data-gradient step      release
+    after its last weight gradient of a microbatch    reduce
+
+Units that only `experts` reads are held around that stage alone; units outside of the layers (embedding, head) all the
+time. The program is made before anything runs, so the future is known exactly: what is acquired next is gathered ahead.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from weft.fsdp.module import FSDPModule, unit_of, units_under
+from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.fsdp.runtime import Runtime
+from weft.fsdp.unit import Unit
+from weft.overlap.layer import StagedLayer
+from weft.overlap.order import BACKWARD, FORWARD, Step
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """The units of one layer: those held throughout, and those for `experts` only. `policy`: casts at its border."""
+
+    whole: tuple[Unit, ...]
+    experts: tuple[Unit, ...]
+    policy: MixedPrecisionPolicy
+
+
+class Around(NamedTuple):
+    """A step, and the units to acquire before it, to release after it, and to reduce then."""
+
+    step: Step
+    acquire: list[Unit]
+    release: list[Unit]
+    reduce: list[Unit]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelUnits:
+    """The units of a model, by layer, and those outside of all layers; `runtime`: None for a model without units."""
+
+    layers: tuple[LayerUnits, ...]
+    outside: tuple[Unit, ...]
+    policy: MixedPrecisionPolicy
+    runtime: Runtime | None
+
+    @classmethod
+    def of(cls, model: Any, layers: Sequence[StagedLayer]) -> "ModelUnits":
+        """Find them. Raises ValueError where layers are sharded and the model around them is not."""
+        found = []
+        for layer in layers:
+            experts = tuple(unit for module in layer.expert_modules() for unit in units_under(module))
+            whole = tuple(unit for unit in units_under(layer) if unit not in experts)
+            found.append(LayerUnits(whole, experts, _policy_of(layer)))
+        inside = {unit for each in found for unit in (*each.whole, *each.experts)}
+        outside = tuple(unit for unit in units_under(model) if unit not in inside)
+        if inside and not isinstance(model, FSDPModule):
+            raise ValueError(
+                f"layers of {type(model).__name__} are sharded, the model around them is not: call fully_shard on it "
+                "too, last"
+            )
+        return cls(tuple(found), outside, _policy_of(model), unit_of(model).runtime if inside or outside else None)
+
+    def program(self, steps: Iterable[Step]) -> list[Around]:
+        """What happens to units around each of `steps`."""
+        around = [Around(step, [], [], []) for step in steps]
+        visits: dict[tuple, list[Around]] = {}
+        for each in around:
+            if each.step.layer is not None:
+                visits.setdefault(each.step[:3], []).append(each)
+        for (direction, _, layer), mine in visits.items():
+            units = self.layers[layer]
+            experts = [each for each in mine if each.step.slot.partition(".")[0] == "experts"]
+            for held, steps_held in ((units.whole, mine), (units.experts, experts)):
+                if not steps_held or not held:
+                    continue
+                data = [each for each in steps_held if "." not in each.step.slot]
+                data[0].acquire.extend(held)
+                data[-1].release.extend(held)
+                if direction == BACKWARD:
+                    steps_held[-1].reduce.extend(held)
+        for each in around:
+            if each.step[2:4] == (None, "embed") and each.step.direction == BACKWARD:
+                each.reduce.extend(self.outside)
+        if around:
+            around[0].acquire[:0] = self.outside
+            around[-1].release.extend(self.outside)
+        return around
+
+    def scheduled(self, program: Sequence[Around]) -> AbstractContextManager:
+        """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end."""
+        if self.runtime is None:
+            return nullcontext()
+        return self.runtime.scheduled([unit for each in program for unit in each.acquire])
+
+    def before(self, around: Around, graph: Any, *, last: bool) -> None:
+        """Acquire what the step needs.
+
+        `graph`: what lives from the microbatch's forward to its backward. `last`: no microbatch follows.
+        """
+        if self.runtime is not None:
+            self.runtime.more_to_come = not last
+        for unit in around.acquire:
+            unit.runtime.visit(unit, None)
+            if around.step.direction == FORWARD:  # its weights stay where they are until the backward
+                unit.calls.add(self if unit in self.outside else graph)
+
+    def after(self, around: Around, graph: Any) -> None:
+        """Release and reduce what the step was the last to need."""
+        for unit in around.release:
+            if around.step.direction == BACKWARD:
+                unit.calls.discard(self if unit in self.outside else graph)
+            unit.release()
+        for unit in around.reduce:
+            unit.reduce()
+
+    def peak(self, program: Sequence[Around]) -> int:
+        """The most units that are gathered at once while `program` runs with one unit gathered ahead."""
+        visits = [unit for each in program for unit in each.acquire]
+        held: dict[Unit, int] = {}
+        position = most = 0
+        for each in program:
+            for unit in each.acquire:
+                held[unit] = held.get(unit, 0) + 1
+                position += 1
+                most = max(most, len(held.keys() | set(visits[position : position + 1])))
+            for unit in each.release:
+                held[unit] -= 1
+                if not held[unit]:
+                    del held[unit]
+        return most
+
+
+def _policy_of(module: Any) -> MixedPrecisionPolicy:
+    return unit_of(module).policy if isinstance(module, FSDPModule) else MixedPrecisionPolicy()
