@@ -118,6 +118,42 @@ def test_uneven_parts_are_gathered_empty_ones_too():
 
 
 @distributed(2, 4)
+def test_all_to_all_equals_torch_s_empty_parts_too():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    for case, dtype in enumerate((*DTYPES, *DTYPES)):
+        table = torch.randint(0, 4, (ranks, ranks), generator=torch.Generator().manual_seed(case))
+        if case >= len(DTYPES):
+            table[case % ranks] = 0  # this rank sends nothing
+            table[:, (case + 1) % ranks] = 0  # this one receives nothing
+        leaving, arriving = table[rank].tolist(), table[:, rank].tolist()
+        source = values(sum(leaving) * 7, dtype, case).view(-1, 7)
+        expected = source.new_empty(sum(arriving), 7)
+        dist.all_to_all_single(expected, source, arriving, leaving)
+        output = torch.full_like(expected, 99)
+        lane("exchange").run(collectives.all_to_all, output, source, arriving, leaving, group).wait()
+        assert torch.equal(output, expected)
+
+
+@distributed(2, 4)
+def test_counts_reach_the_host_of_every_rank_while_rows_are_on_their_way():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    table = torch.arange(ranks * 2 * ranks).view(ranks, 2 * ranks)
+    rows = torch.empty(ranks, 5)
+    each = [1] * ranks
+    under_way = lane("exchange").run(
+        collectives.all_to_all, rows, torch.full((ranks, 5), float(rank)), each, each, group
+    )
+    received, host = torch.empty(2 * ranks, dtype=torch.int64), torch.empty(2, 2 * ranks, dtype=torch.int64)
+    ticket = lane("counts").run(collectives.all_to_all_counts, received, table[rank], host, group)
+    ticket.synchronize()
+    assert torch.equal(host[0], table[rank])
+    assert torch.equal(host[1], table.view(ranks, ranks, 2)[:, rank].flatten())
+    assert torch.equal(received, host[1])
+    under_way.wait()
+    assert rows.mean(1).tolist() == list(range(ranks))
+
+
+@distributed(2, 4)
 def test_a_broadcast_brings_rank_0_s_values():
     for dtype in DTYPES:
         tensor = values(9, dtype)

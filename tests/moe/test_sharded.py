@@ -1,0 +1,97 @@
+"""Expert layers whose parameters are sharded, over two meshes, against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from tests.fsdp.nets import full
+from tests.moe.reference import enlarge
+from tests.pool import distributed
+from weft.moe import AllToAll, MoE, load_statistics
+
+WIDTH, EXPERTS, SEQ, STEPS = 16, 8, 6, 3
+
+
+class Block(nn.Module):
+    def __init__(self, dispatcher, recompute):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        options = {"aux_loss_coef": 0.1, "capacity_factor": 1.5, "shared_intermediate_size": 8}
+        self.moe = MoE(WIDTH, 8, EXPERTS, 2, dispatcher=dispatcher, **options)
+        self.recompute = recompute
+
+    def forward(self, x):
+        hidden = self.norm(x)
+        mixed, loss = checkpoint(self.moe, hidden, use_reentrant=False) if self.recompute else self.moe(hidden)
+        return x + mixed, loss
+
+
+class Net(nn.Module):
+    def __init__(self, dispatcher=None, recompute=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dispatcher, recompute) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        losses = []
+        for block in self.blocks:
+            x, loss = block(x)
+            losses.append(loss)
+        return self.head(x).square().mean() + sum(losses)
+
+
+def make(dispatcher=None, recompute=False):
+    torch.manual_seed(0)
+    net = Net(dispatcher, recompute)
+    enlarge(net.blocks, 8.0)
+    return net
+
+
+def train(net, batches):
+    """Losses, and the gradients of the last step."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = net(batch)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("recompute", [False, True])
+@distributed(4)
+def test_sharded_experts_train_as_one_process_does(strategy, recompute):
+    meshes = weft.init_meshes("cpu", ep=2)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = torch.randn(STEPS, 8, SEQ, WIDTH, generator=torch.Generator().manual_seed(1))
+    whole = make()
+    expected = train(whole, batches)
+
+    dispatcher = AllToAll(meshes.ep, EXPERTS)
+    net = make(dispatcher, recompute)
+    for block in net.blocks:
+        weft.fully_shard(block.moe.experts, mesh=meshes.expert, strategy=strategy, gradient_divide_factor=2)
+        weft.fully_shard(block, mesh=meshes.dense, strategy=strategy)
+    weft.fully_shard(net, mesh=meshes.dense, strategy=strategy)
+    losses = train(net, [batch.chunk(ranks)[rank] for batch in batches])
+
+    for loss, value in zip(losses, expected):
+        dist.all_reduce(loss)
+        assert_close(loss / ranks, value)
+    held = slice(dispatcher.experts.start, dispatcher.experts.stop)
+    for name, weight in net.named_parameters():
+        other = whole.get_parameter(name)
+        part = held if ".experts." in name else slice(None)
+        assert_close(full(weight.grad), other.grad[part], msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(full(weight), other.detach()[part], msg=lambda text, name=name: f"{name}: {text}")
+    loads, all_loads = load_statistics(net, group=meshes.dense), load_statistics(whole)
+    assert loads.keys() == all_loads.keys()
+    assert all(torch.equal(loads[name], all_loads[name]) for name in loads)
