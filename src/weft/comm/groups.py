@@ -1,5 +1,7 @@
 """Process groups of mesh axes."""
 
+import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +27,22 @@ def twin_group(group: dist.ProcessGroup) -> Any:
         if list(ranks) == mine:
             twin = made
     return twin
+
+
+_neighbours: MutableMapping[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def neighbours(group: dist.ProcessGroup, size: int) -> Any:
+    """A communicator over `size` ranks that lie side by side in `group`, this rank among them.
+
+    Every rank of `group` calls this in the same order; it is made once for each size.
+    """
+    made = _neighbours.setdefault(group, {})
+    if size not in made:
+        first = group.rank() // size * size
+        ranks = dist.get_process_group_ranks(group)[first : first + size]
+        made[size] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[size]
 
 
 def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

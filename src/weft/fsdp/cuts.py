@@ -60,7 +60,7 @@ class Cuts:
         return None
 
     def shaped(self, flat: Any, part: int | None = None) -> Any:
-        """The 1-D tensor `flat`, which holds a part, or the whole tensor, as it lies in memory, in its shape; a view."""
+        """The 1-D tensor `flat`, which holds a part or the whole as it lies in memory, in its shape; a view."""
         shape = self.stored if part is None else self._stored_part(part)
         return flat.view(shape).movedim(0, self.dim) if self.dim else flat.view(shape)
 

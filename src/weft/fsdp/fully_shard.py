@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ def fully_shard(
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
-            for the root, whose backward follows at once.
+            for the root, whose backward follows at once. An int that divides the ranks of the shard axis: they stay
+            cut over that many neighbours, which backward gathers from; more memory, and no traffic between nodes.
         shard_placement_fn: called with each parameter; may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least), or
             `Shard(dim)` (cut along another dimension, between its slices, into parts of unequal number if need be).
@@ -83,7 +84,6 @@ def fully_shard(
             raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
     if not modules:
         raise ValueError("fully_shard got an empty list: pass at least one module")
-    _check_reshard(reshard_after_forward)
     if gradient_divide_factor is not None and gradient_divide_factor <= 0:
         raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
@@ -96,6 +96,7 @@ def fully_shard(
             strategy = "no_shard"
     mesh = _checked_mesh(mesh, modules)
     placements = placements_of(strategy, outer_strategy, mesh.ndim)
+    reshard_after_forward = _checked_reshard(reshard_after_forward, placements, mesh.size(mesh.ndim - 1))
     device = _device_of(mesh)
 
     ignored = {id(parameter) for parameter in ignored_params or ()}
@@ -126,7 +127,7 @@ def fully_shard(
         groups,
         policy,
         Runtime(device, runtime or RuntimeOptions()),
-        reshard_after_forward=cast(bool | None, reshard_after_forward),
+        reshard_after_forward=reshard_after_forward,
         divide_factor=gradient_divide_factor,
     )
     for group, members in zip(groups, kinds.values()):
@@ -147,12 +148,24 @@ def fully_shard(
     return module
 
 
-def _check_reshard(reshard_after_forward: Any) -> None:
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
+    """`choice` of `reshard_after_forward`, a bool where it is one in other words, on a shard axis of `shards` ranks."""
+    if choice is None or isinstance(choice, bool):
+        return choice
+    if not isinstance(choice, int):
+        raise ValueError(f"reshard_after_forward={choice!r}: choose True, False, None or a number of ranks")
+    if choice < 1 or shards % choice:
+        sizes = ", ".join(str(size) for size in range(1, shards + 1) if not shards % size)
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not available yet; "
-            "choose True, False or None"
+            f"reshard_after_forward={choice}: it must divide the {shards} ranks of the shard axis; choose one of "
+            f"{sizes}"
         )
+    if not placements.parameter[-1].is_shard():
+        raise ValueError(
+            f"reshard_after_forward={choice} where each rank keeps all weights: choose strategy='optim_grads_params', "
+            "or leave it out"
+        )
+    return {1: False, shards: True}.get(choice, choice)
 
 
 def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMesh:

@@ -151,6 +151,8 @@ class HookDriver:
         if call is not None and (recomputing or not self._reshards()):
             unit.keep()
         elif not recomputing:
+            if call is not None:
+                unit.leave_pieces()
             unit.drop()
         unit.release()
         if call is not None and not recomputing:

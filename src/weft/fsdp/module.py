@@ -57,6 +57,7 @@ class FSDPModule:
         whose `wait()` registers them."""
         unit = unit_of(self)
         if not unit.held:
+            unit.forget()
             for group in unit.groups:
                 group.outdate()
         unit.prefetch()
@@ -69,6 +70,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Register the sharded parameters and free the full ones, if nobody else holds them."""
         unit = unit_of(self)
+        unit.forget()
         unit.drop()
         unit.free()
 
@@ -100,7 +102,7 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): choose True or False")
         for unit in units_under(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether the full weights go after backward; they must before the optimizer steps."""
@@ -308,4 +310,5 @@ def _rest_before_load(
             f"load_state_dict(assign=True) into the sharded {kind_of(module)}: its parameters are views of flat "
             "buffers, and assignment would replace them; load without assign, which copies"
         )
+    unit_of(module).forget()
     unit_of(module).drop()

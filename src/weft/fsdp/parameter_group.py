@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 
-from weft.comm.groups import group_of
+from weft.comm.groups import group_of, neighbours
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.buffer import FlatBuffer, sharded_axes
 from weft.fsdp.direct_gradient import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
@@ -32,6 +32,7 @@ from weft.fsdp.gradient_stage import GradientStage
 from weft.fsdp.layout import plan_layout
 from weft.fsdp.placement import Placements
 from weft.fsdp.pool import Pool, Transient
+from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.precision import Recipe
 
 
@@ -77,6 +78,9 @@ class ParameterGroup:
         )
         self.main_weight, self.model_weight = self._weights(parameters)
         self.full = self.model_weight
+        self.piece: PostForwardPiece | None = None
+        """What stays here of the gathered weights from forward to backward, if that is asked for."""
+        self._pieces: dict[int, PostForwardPiece] = {}
         self.transient: Transient | None = None
         if self.model_weight.axes and self.layout.shards > 1:
             follow = weakref.WeakMethod(self._follow)  # or neither would be freed without the cyclic collector
@@ -161,6 +165,12 @@ class ParameterGroup:
         """How often the gathered weights have moved."""
         return self.transient.moves if self.transient is not None else 0
 
+    @property
+    def transients(self) -> list[Transient]:
+        """The memory that comes and goes with the gathered weights."""
+        pieces = [piece.transient for piece in self._pieces.values()]
+        return [self.transient, *pieces] if self.transient is not None else []
+
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
         storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
@@ -183,7 +193,30 @@ class ParameterGroup:
             if ticket is not None:
                 ticket.wait()
             pool.take(self.transient)
+            if self.piece is not None and self.piece.held:
+                return self.piece.gather_into(self.full.local, lane)
             return self.model_weight.gather_into(self.full, lane, group)
+
+    def leave_pieces(self, size: int | None) -> None:
+        """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
+
+        The first time for a size it is collective over the shard axis.
+        """
+        if self.transient is not None and size is not None and size not in self._pieces:
+            group = neighbours(self.groups[-1], size)
+            self._pieces[size] = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
+        self.piece = self._pieces.get(size) if size is not None else None
+
+    def keep_piece(self, pool: Pool) -> None:
+        """Keep a piece of the gathered weights, which are here, for the next gather to start from."""
+        if self.piece is not None:
+            with torch.no_grad():
+                self.piece.keep(self.full.local, pool)
+
+    def drop_piece(self, pool: Pool) -> None:
+        """Let the next gather start from the main weights again."""
+        if self.piece is not None:
+            self.piece.drop(pool)
 
     def _refresh(self, lane: Lane, outer_lane: Lane) -> Ticket | None:
         """Bring the model weights up to date with the main weights, if a pass began since the last time."""
@@ -271,7 +304,7 @@ class ParameterGroup:
         """Where parameter `number`'s gradient goes, for a module that writes it there, and whether to add to it."""
         packed = self._stages[0].buffer or self._stages[0].open(pool, accumulating=defer)
         extent = self.layout.extents[number]
-        view = packed.local[extent.offset : extent.end].view(extent.shape)
+        view = packed.cuts(number).shaped(packed.local[extent.offset : extent.end])
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
         return view, accumulate

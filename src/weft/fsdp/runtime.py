@@ -163,6 +163,7 @@ class Runtime:
         for unit in self.units:
             if unit.kept and unit.reshard_after_backward:
                 unit.drop()
+            unit.forget()
             unit.free()
             for group in unit.groups:
                 group.follow_requires_grad()
@@ -329,6 +330,7 @@ class Runtime:
         for unit in units:
             if unit.reshard_after_backward:
                 unit.drop()
+            unit.forget()
             unit.free()
         self._plan(units)
         reduced, self._reduced = self._reduced, False
@@ -342,7 +344,7 @@ class Runtime:
 
     def _foreseen(self, units: list["Unit"]) -> Callable[[Transient, Transient], bool]:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
-        unit_of = {group.transient: unit for unit in units for group in unit.groups}
+        unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
         ahead = {
             (visited, following.number)
             for itinerary in self._passes.values()

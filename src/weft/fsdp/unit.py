@@ -15,7 +15,7 @@ by `drop()`.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         runtime: "Runtime",
         *,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         divide_factor: float | None,
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
@@ -53,7 +53,7 @@ class Unit:
         self.name = ""
         self.number = 0
         self.tied: list[Unit] = []
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_gradient_sync = True
@@ -72,6 +72,8 @@ class Unit:
         self._kept = False
         self._resident = False
         self._tickets: list[Ticket] = []
+        self._leaves_pieces = False
+        self.reshard_after(reshard_after_forward)
         myself = weakref.ref(self)
         for group in self.groups:
             settle(self, group, [group.full_parameters, group.sharded_parameters])
@@ -112,6 +114,7 @@ class Unit:
             unit.acquire()
         self.prefetch()
         self._wait()
+        self._leaves_pieces = False
         self._holders += 1
         if self._holders == 1:
             self.register()
@@ -149,10 +152,31 @@ class Unit:
             self._wait()
             self._resident = False
             for group in self.groups:
+                if self._leaves_pieces:
+                    group.keep_piece(self.runtime.weights)
                 group.free(self.runtime.weights)
+
+    def reshard_after(self, forward: bool | int | None) -> None:
+        """Let the weights go after forward, or not; an int: except for pieces over that many ranks."""
+        self.forget()
+        size = None if forward is None or isinstance(forward, bool) else forward
+        self.reshard_after_forward = True if size is not None else cast(bool | None, forward)
+        for group in self.groups:
+            group.leave_pieces(size)
+
+    def leave_pieces(self) -> None:
+        """The forward is over, and a backward follows: when the memory goes, pieces stay if that is asked for."""
+        self._leaves_pieces = True
+
+    def forget(self) -> None:
+        """Drop what stayed for a backward: the next gather starts from the main weights."""
+        self._leaves_pieces = False
+        for group in self.groups:
+            group.drop_piece(self.runtime.weights)
 
     def evict(self) -> bool:
         """Free weights that are only gathered ahead or kept; whether that was so."""
+        self._leaves_pieces = False  # the pool that asks must not be asked for memory
         if self._kept and self._holders == 1 and not self.backwards:
             self.drop()
         self.free()
@@ -175,12 +199,15 @@ class Unit:
         self._kept = False
         while self._holders:
             self.release()
+        self.forget()
         self.free()
 
     def _wait(self) -> None:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
+        for group in self.groups:
+            group.drop_piece(self.runtime.weights)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

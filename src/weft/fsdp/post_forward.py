@@ -1,0 +1,41 @@
+"""What a rank keeps of gathered weights from a forward to its backward, with an integer `reshard_after_forward`.
+
+ranks of the shard axis          0      1      2      3
+at rest                          a      b      c      d        a quarter each
+forward                          abcd   abcd   abcd   abcd     gathered over four ranks
+until backward, with 2           ab     cd     ab     cd       half each, cut from what was gathered
+backward                         abcd   abcd   abcd   abcd     gathered over two neighbours, on one node if need be
+"""
+
+import torch
+import torch.distributed as dist
+
+from weft.comm import collectives
+from weft.comm.lanes import Lane, Ticket
+from weft.fsdp.pool import Pool, Transient
+
+
+class PostForwardPiece:
+    """One of `group.size()` equal pieces of a group's gathered weights, of `numel` elements in all."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.transient = Transient(numel // group.size(), dtype, device)
+        self.transient.settle()
+        self.held = False
+        self._group = group
+
+    def keep(self, full: torch.Tensor, pool: Pool) -> None:
+        """Copy this rank's piece of the gathered weights."""
+        if not self.held:
+            self.held = True
+            pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
+
+    def gather_into(self, full: torch.Tensor, lane: Lane) -> Ticket:
+        """Start filling the gathered weights from the pieces of the group."""
+        return lane.run(collectives.all_gather, full, self.transient.tensor, self._group)
+
+    def drop(self, pool: Pool) -> None:
+        """Give the memory back."""
+        if self.held:
+            self.held = False
+            pool.give(self.transient)
