@@ -53,6 +53,20 @@ def test_sizes_that_the_grouped_product_refuses_take_the_loop_and_say_so(dtype, 
     assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, expected_gradients))
 
 
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+def test_autocast_reaches_the_experts(backend):
+    torch.manual_seed(1)
+    module = GroupedExperts(3, 16, 24, backend=backend)
+    enlarge(module, 10.0)
+    rows, offsets = torch.randn(6, 16), torch.tensor([2, 2, 6], dtype=torch.int32)
+    for given in (rows, rows.bfloat16()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = module(given, offsets)
+        output.sum().backward()
+        assert module.gate_proj.grad.dtype == torch.float32
+    assert torch.equal(output, module.bfloat16()(rows.bfloat16(), offsets))
+
+
 def test_the_grouped_product_gets_the_parameters_themselves():
     module = GroupedExperts(2, 8, 8)
     seen = []

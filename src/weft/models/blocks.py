@@ -13,6 +13,7 @@ from weft.models.config import HybridConfig
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.overlap import Crossing
 from weft.source import INITIAL_STD, WeightSource
+from weft.swiglu import swiglu
 
 FIRST_POSITIONS = 1024
 
@@ -154,7 +155,7 @@ class MLP(Block):
 
     def mix(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return self.down_proj(swiglu(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts, which are the MLP itself."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from weft.linear import Linear
 from weft.moe.require import require, require_size
 from weft.source import INITIAL_STD, WeightSource
+from weft.swiglu import swiglu
 
 BACKENDS = ("grouped_mm", "loop")
 ALIGNMENT_BYTES = 16
@@ -59,9 +60,14 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
+        weights: tuple[Tensor, ...] = (self.gate_proj, self.up_proj, self.down_proj)
+        if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)
+        gate_proj, up_proj, down_proj = weights
         multiply = _grouped if self.backend == "grouped_mm" and self._fits(rows) else _loop
-        inner = F.silu(multiply(rows, self.gate_proj, offsets)) * multiply(rows, self.up_proj, offsets)
-        output = multiply(inner, self.down_proj, offsets)
+        inner = swiglu(multiply(rows, gate_proj, offsets), multiply(rows, up_proj, offsets))
+        output = multiply(inner, down_proj, offsets)
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
         return output
@@ -92,7 +98,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
