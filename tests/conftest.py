@@ -1,5 +1,7 @@
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pool import Pool
 
@@ -11,6 +13,22 @@ def pool():
     workers = Pool()
     yield workers
     workers.stop()
+
+
+@pytest.fixture
+def world():
+    """Start a pretended world: `world(rank, size)` makes this process its rank `rank`; its collectives do nothing."""
+    started = []
+
+    def start(rank, size):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        started.append(rank)
+
+    yield start
+    if started:
+        dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items):

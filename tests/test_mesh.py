@@ -1,28 +1,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pool import distributed
 from weft.mesh import init_meshes
 
 WORLD = 64
-
-
-@pytest.fixture
-def world():
-    """Start a pretended world: `world(rank)` makes this process its rank `rank` of 64."""
-    started = []
-
-    def start(rank, size=WORLD):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-        started.append(rank)
-
-    yield start
-    if started:
-        dist.destroy_process_group()
 
 
 def ranks(mesh):
@@ -51,7 +34,7 @@ def shape(mesh):
 )
 @pytest.mark.parametrize("rank", [0, 37])
 def test_every_axis_holds_this_rank_and_has_its_size(world, rank, sizes):
-    world(rank)
+    world(rank, WORLD)
     meshes = init_meshes("cpu", **sizes)
     pp, tp, ep, outer = (sizes.get(name, 1) for name in ("pp", "tp", "ep", "dp_replicate"))
     data_parallel = WORLD // (pp * tp)
@@ -72,13 +55,13 @@ def test_every_axis_holds_this_rank_and_has_its_size(world, rank, sizes):
 
 
 def test_without_expert_parallelism_experts_are_spread_like_the_rest(world):
-    world(5)
+    world(5, WORLD)
     meshes = init_meshes("cpu", dp_replicate=2)
     assert meshes.expert is meshes.dense
 
 
 def test_expert_groups_are_neighbours_and_tensor_parallel_ranks_closest(world):
-    world(0)
+    world(0, WORLD)
     meshes = init_meshes("cpu", pp=2, ep=4, tp=2)
     assert ranks(meshes.tp) == [0, 1]
     assert ranks(meshes.ep) == [0, 2, 4, 6]
@@ -88,7 +71,7 @@ def test_expert_groups_are_neighbours_and_tensor_parallel_ranks_closest(world):
 
 @pytest.mark.parametrize("ep, dimensions", [(1, 2), (8, 2), (16, 2), (32, 1), (64, 1)])
 def test_the_expert_mesh_keeps_the_replicas_apart_while_an_expert_group_fits_into_one(world, ep, dimensions):
-    world(0)
+    world(0, WORLD)
     meshes = init_meshes("cpu", dp_replicate=4, ep=ep)
     assert meshes.expert.ndim == dimensions
     if dimensions == 2:
@@ -98,7 +81,7 @@ def test_the_expert_mesh_keeps_the_replicas_apart_while_an_expert_group_fits_int
 def test_ranks_of_one_tensor_or_pipeline_group_read_the_same_data(world):
     seen = {}
     for rank in range(8):
-        world(rank, size=8)
+        world(rank, 8)
         meshes = init_meshes("cpu", pp=2, dp_replicate=2, tp=2)
         seen.setdefault(meshes.dp_rank, set()).add(rank)
     assert seen == {0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}
@@ -125,7 +108,7 @@ def test_ranks_of_one_tensor_or_pipeline_group_read_the_same_data(world):
     ids=str,
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_product_the_world_and_a_fix(world, sizes, parts):
-    world(0)
+    world(0, WORLD)
     with pytest.raises(ValueError) as error:
         init_meshes("cpu", **sizes)
     assert all(part in str(error.value) for part in parts), str(error.value)

@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import reduce_now
-from weft.comm.groups import group_of
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.module import FSDPModule, units_under
 from weft.fsdp.parameter_group import ParameterGroup
@@ -204,23 +203,25 @@ _classes: dict[type, Any] = {}
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
 
-    One kernel per parameter group, one small all-reduce per mesh axis.
+    One kernel per parameter group (two where it mixes slices and whole tensors of tensor parallelism), one small
+    all-reduce per mesh axis.
     """
-    powers: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
-    groups = [group for group in _trainable_groups(model) if group.main_grad is not None]
-    for group in groups:
-        if group.take_over_gradients():
-            local = torch.linalg.vector_norm(group.main_grad.local, norm_type, dtype=torch.float32)  # type: ignore[union-attr]
-            powers.setdefault((group.mesh, group.main_weight.axes), []).append(local)
+    powers: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for group in _trainable_groups(model):
+        if group.main_grad is not None and group.take_over_gradients():
+            for piece, others in group.gradient_pieces():
+                some = piece if piece.numel() else piece.new_zeros(1)  # the infinity norm of nothing is none
+                local = torch.linalg.vector_norm(some, norm_type, dtype=torch.float32)
+                powers.setdefault(tuple(others), []).append(local)
     if not powers:
         return torch.zeros(())
     infinite = math.isinf(norm_type)
     totals = []
-    for (mesh, axes), norms in powers.items():
+    for holders, norms in powers.items():
         stacked = torch.stack(norms)
         total = stacked.max() if infinite else stacked.pow(norm_type).sum()
-        for axis in axes:
-            reduce_now(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group_of(mesh, axis))
+        for holder in holders:
+            reduce_now(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, holder)
         totals.append(total)
     combined = torch.stack(totals)
     return combined.max() if infinite else combined.sum().pow(1 / norm_type)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -30,31 +30,34 @@ def granularity_of(
 ) -> tuple[int, int]:
     """Between how many elements of `parameter` a cut is never made, and the dimension that is cut.
 
+    Of a parameter that tensor parallelism has placed, it is this rank's slice that is cut.
+
     Raises ValueError for a placement that weft has no cuts for, or that does not fit the parameter.
     """
     choice = placement_fn(parameter) if placement_fn is not None else None
     if choice is None or choice == Shard(0):
         return 1, 0
+    shape = tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
     if isinstance(choice, Shard):
-        dims = parameter.dim()
+        dims = len(shape)
         if not -dims <= choice.dim < dims:
             raise ValueError(
-                f"shard_placement_fn returned {choice!r} for parameter {name!r} of shape {tuple(parameter.shape)}: "
+                f"shard_placement_fn returned {choice!r} for parameter {name!r} of shape {shape}: "
                 f"choose a dimension from 0 to {max(dims - 1, 0)}, or None"
             )
         dim = choice.dim % dims
-        slices = parameter.shape[dim]
-        return (parameter.numel() // slices or 1, dim) if dim and slices else (1, dim)
+        slices = shape[dim]
+        return (math.prod(shape) // slices or 1, dim) if dim and slices else (1, dim)
     if isinstance(choice, TensorAtomic):
-        return max(parameter.numel(), 1), 0
+        return max(math.prod(shape), 1), 0
     if isinstance(choice, BlockAtomic):
-        rows = parameter.shape[0] if parameter.dim() else 0
+        rows = shape[0] if shape else 0
         if not rows or rows % choice.rows:
             raise ValueError(
-                f"{choice} for parameter {name!r} of shape {tuple(parameter.shape)}: its dim 0 must be a multiple of "
+                f"{choice} for parameter {name!r} of shape {shape}: its dim 0 must be a multiple of "
                 f"{choice.rows}; choose a divisor of {rows} or weft.TensorAtomic()"
             )
-        return choice.rows * math.prod(parameter.shape[1:]), 0
+        return choice.rows * math.prod(shape[1:]), 0
     raise ValueError(
         f"shard_placement_fn returned {choice!r} for parameter {name!r}: choose None or Shard(dim), "
         "weft.TensorAtomic() or weft.BlockAtomic(rows); a mesh of its own is an argument of fully_shard on its module"

@@ -27,6 +27,7 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.dtensor import Cuts, UnevenDTensor
 from weft.fsdp.layout import Layout
+from weft.fsdp.tensor_parallel import TensorParallel
 
 
 class FlatBuffer:
@@ -83,18 +84,27 @@ class FlatBuffer:
             parts.append(cuts.shaped(part, index))
         return parts
 
+    def within(self, start: int, stop: int) -> torch.Tensor:
+        """What lies here of the layout's elements `[start, stop)`; a view."""
+        begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
+        first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
+        return self.local[first:last]
+
     def cuts(self, number: int) -> Cuts:
         """Where tensor `number` is cut in this buffer."""
         extent = self.layout.extents[number]
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
-    def dtensors(self) -> list[UnevenDTensor]:
-        """A DTensor for each tensor, its part being a view of this buffer."""
+    def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
+        """A DTensor for each tensor, its part being a view of this buffer; `beyond`: where tensors are slices."""
         made = []
-        for number, view in enumerate(self.views()):
+        for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)
             placements = tuple(Shard(cuts.dim) if each.is_shard() else each for each in self.placements)
-            made.append(UnevenDTensor.make(view, cuts, self.mesh, placements))
+            if parallel is None:
+                made.append(UnevenDTensor.make(view, cuts, self.mesh, placements))
+            else:
+                made.append(parallel.sharded(view, cuts, placements))
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:

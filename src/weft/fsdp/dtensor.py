@@ -6,10 +6,18 @@ or inside a row. `UnevenDTensor` is a DTensor that carries its cuts and answers 
 
 A part is a range of the flattened tensor. It has whole rows' shape where its cuts allow, else it is 1-D; on a rank that
 holds none of the tensor it has zero elements.
+
+With tensor parallelism the mesh has one axis more, and what is cut is this rank's slice over that axis:
+
+    mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
+                                                        |   cuts over   |   cuts over   |
+                                                        |  the dp ranks |  the dp ranks |
 """
 
 import copy
 import math
+import operator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +26,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
@@ -41,9 +50,10 @@ class UnevenDTensor(DTensor):
         mesh: DeviceMesh,
         placements: tuple[Placement, ...],
         requires_grad: bool = False,
+        shape: torch.Size | None = None,
     ) -> "UnevenDTensor":
-        """The tensor of shape `cuts.shape` whose part on this rank is `local`."""
-        shape = torch.Size(cuts.shape)
+        """The tensor whose part on this rank is `local`; `shape`: where `cuts` are those of a slice, the whole one."""
+        shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
         spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
         return cls._wrap(local, spec, cuts, requires_grad)
@@ -64,7 +74,7 @@ class UnevenDTensor(DTensor):
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
         """A tensor with `meta`'s shape and strides that lies whole where this one does; `local`: it, on that rank."""
-        owner = self._cuts.owner
+        owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
         cuts = Cuts(tuple(meta.shape), borders, self._cuts.axes)
@@ -77,6 +87,23 @@ class UnevenDTensor(DTensor):
         return UnevenDTensor._wrap(local, spec, cuts)
 
     @property
+    def slice_placements(self) -> tuple[Placement, ...]:
+        """Where the slices that are cut lie, were they gathered: sharded over tensor-parallel axes only."""
+        cut = self._cuts.axes
+        return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes over which the elements are spread: cut, or sliced for tensor parallelism."""
+        cut = self._cuts.axes
+        return (*cut, *(axis for axis, p in enumerate(self._spec.placements) if axis not in cut and p.is_shard()))
+
+    @property
+    def owner(self) -> int | None:
+        """The part that holds all of the tensor, of which others hold nothing; None where it is spread, or whole."""
+        return self._cuts.owner if self.axes == self._cuts.axes else None
+
+    @property
     def part(self) -> int:
         """Which part of the cuts lies on this rank."""
         mesh, part = self._spec.mesh, 0
@@ -85,8 +112,8 @@ class UnevenDTensor(DTensor):
         return part
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
-        """All-reduce a small tensor, in place, over the ranks that hold parts."""
-        for axis in self._cuts.axes:
+        """All-reduce a small tensor, in place, over the ranks that hold other elements."""
+        for axis in self.axes:
             collectives.reduce_now(value, op, group_of(self._spec.mesh, axis))
         return value
 
@@ -107,15 +134,28 @@ class UnevenDTensor(DTensor):
     ) -> DTensor:
         """An even DTensor with these placements and the same values. Collective."""
         mesh = device_mesh or self._spec.mesh
-        full = self.full_tensor()
-        return distribute_tensor(full, mesh, placements or self._spec.placements, src_data_rank=None)
+        full = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return full.redistribute(placements=placements or self._spec.placements)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """The part of `full`, a plain tensor of the global shape, that lies here."""
         cuts, part = self._cuts, self.part
+        if self.shape != cuts.shape:
+            full = full[tuple(slice(at, at + size) for at, size in zip(self._slice_offsets(), cuts.shape))]
         return cuts.shaped(cuts.flattened(full)[cuts.borders[part] : cuts.borders[part + 1]], part)
 
+    def _slice_offsets(self) -> tuple[int, ...]:
+        """Where in the tensor the slice begins that is cut."""
+        return compute_local_shape_and_global_offset(self.shape, self._spec.mesh, self.slice_placements)[1]
+
     def _gathered(self) -> torch.Tensor:
+        gathered = self._gathered_slice()
+        if self.axes == self._cuts.axes:
+            return gathered
+        spec = DTensorSpec(self._spec.mesh, self.slice_placements, tensor_meta=self._spec.tensor_meta)
+        return DTensor(gathered, spec, requires_grad=False).full_tensor()  # type: ignore[call-arg]
+
+    def _gathered_slice(self) -> torch.Tensor:
         if self._cuts.parts == 1:
             return self._local_tensor.detach().clone(memory_format=torch.contiguous_format).view(self._cuts.shape)
         flat = torch.empty(math.prod(self._cuts.shape), dtype=self.dtype, device=self._local_tensor.device)
@@ -168,23 +208,29 @@ class UnevenDTensor(DTensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, torch.Size(self._cuts.shape)),
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes, _ in self._cuts.boxes(self.part)
-        ]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         local = self._local_tensor.detach()
-        for offsets, sizes, start in self._cuts.boxes(self.part):
+        for offsets, sizes, start in self._boxes():
             if index.offset is None or torch.Size(offsets) == index.offset:
                 return local if self._cuts.dim else local.view(-1)[start : start + math.prod(sizes)].view(sizes)
         raise ValueError(f"{index.fqn}: no part of this tensor at offset {index.offset} lies on this rank")
+
+    def _boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """What lies here as rectangles of the tensor: `(offsets, sizes, first element within the part)`."""
+        if self.shape == self._cuts.shape:
+            yield from self._cuts.boxes(self.part)
+        elif self._local_tensor.numel():
+            begin = self._slice_offsets()
+            for offsets, sizes, start in self._cuts.boxes(self.part):
+                yield tuple(map(operator.add, begin, offsets)), sizes, start
 
     # --- operators --------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from weft.comm.groups import group_of
 from weft.fsdp.dtensor import UnevenDTensor
 
 _LOCAL_BY_NAME = {
@@ -90,7 +92,11 @@ def _local(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
     if isinstance(operand, UnevenDTensor):
-        return operand._cuts == like._cuts and operand.device_mesh == like.device_mesh
+        return (
+            operand._cuts == like._cuts
+            and operand.device_mesh == like.device_mesh
+            and operand._spec.shape == like._spec.shape
+        )
     if isinstance(operand, DTensor):
         return operand.dim() == 0 and all(placement.is_replicate() for placement in operand.placements)
     return operand.dim() == 0
@@ -146,8 +152,8 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
     gradients, found, *rest = args
     func(_localized(gradients), found, *rest, **kwargs)
-    for one_of_mesh in {tensor.device_mesh: tensor for tensor in _uneven(gradients)}.values():
-        one_of_mesh.combine(found, dist.ReduceOp.MAX)
+    for alike in {(tensor.device_mesh, tensor.axes): tensor for tensor in _uneven(gradients)}.values():
+        alike.combine(found, dist.ReduceOp.MAX)
 
 
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -158,13 +164,13 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
     return target
 
 
-def _replicated(value: torch.Tensor, like: UnevenDTensor) -> DTensor:
-    return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
     """Norms of whole tensors from those of their parts, for all tensors of `locals_`, 1-D, at once."""
-    if like._cuts.parts == 1:
+    if not like.axes:
         return locals_
     if math.isinf(order):
         op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
@@ -184,19 +190,33 @@ def _part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> 
 def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    tensors: list[UnevenDTensor] = args[0]
-    for tensor in tensors:
-        if not isinstance(tensor, UnevenDTensor) or tensor.device_mesh != tensors[0].device_mesh:
-            return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    if any(tensor._cuts.parts != tensors[0]._cuts.parts for tensor in tensors):
-        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    norms = torch.stack([_part_norm(tensor._local_tensor, order, dtype) for tensor in tensors])
-    return [_replicated(norm, tensors[0]) for norm in _combined_norms(norms, order, tensors[0]).unbind()]
+    norms: list[Any] = [None] * len(args[0])
+    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for number, tensor in enumerate(args[0]):
+        if isinstance(tensor, UnevenDTensor):
+            alike.setdefault((tensor.device_mesh, tensor.axes), []).append(number)
+        else:
+            norms[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    mesh = _most_extended([mesh for mesh, _ in alike])
+    for (own, _), numbers in alike.items():
+        like = args[0][numbers[0]]
+        parts = torch.stack([_part_norm(args[0][number]._local_tensor, order, dtype) for number in numbers])
+        for number, norm in zip(numbers, _combined_norms(parts, order, like).unbind()):
+            norms[number] = _replicated(norm, mesh or own)
+    return norms
+
+
+def _most_extended(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """The mesh whose first axes are those of all others; None where there is none."""
+    longest = max(meshes, key=lambda mesh: mesh.ndim)
+    groups = [group_of(longest, axis) for axis in range(longest.ndim)]
+    extends = all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes)
+    return longest if extends else None
 
 
 def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     tensor = args[0]
-    if tensor._cuts.owner is not None:
+    if tensor.owner is not None:
         return _on_owner(func, args, kwargs)
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dims = args[2] if len(args) > 2 else kwargs.get("dim")
@@ -204,7 +224,7 @@ def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     if dims not in (None, []) or keepdim or not isinstance(order, (int, float)):
         return _on_whole(func, args, kwargs)
     norm = _part_norm(tensor._local_tensor, float(order), kwargs.get("dtype"))
-    return _replicated(_combined_norms(norm.view(1), float(order), tensor)[0], tensor)
+    return _replicated(_combined_norms(norm.view(1), float(order), tensor)[0], tensor.device_mesh)
 
 
 _REDUCTIONS: dict[str, tuple[Any, Any]] = {
@@ -233,12 +253,12 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
         value = local.new_full((), least if op == dist.ReduceOp.MAX else most)
     else:
         value = func(local, **kwargs) if func._schema.name != "aten::mean" else local.sum(**kwargs)
-    if tensor._cuts.parts > 1:
+    if tensor.axes:
         small = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
         value = tensor.combine(small, op).to(value.dtype)
     if func._schema.name == "aten::mean":
         value = value / tensor.numel()
-    return _replicated(value, tensor)
+    return _replicated(value, tensor.device_mesh)
 
 
 def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -247,7 +267,7 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
     if not (_fits(one, like) and _fits(other, like)):
         return torch.equal(_whole(one), _whole(other))
     same = torch.tensor(int(torch.equal(_localized(one), _localized(other))))
-    if like._cuts.parts > 1:
+    if like.axes:
         same = like.combine(same.to(like._local_tensor.device), dist.ReduceOp.MIN)
     return bool(same)
 
@@ -256,10 +276,10 @@ def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operator on the one rank that holds all of its operands; elsewhere the result has an empty part."""
     operands = _uneven((args, kwargs))
     like = operands[0]
-    owner = like._cuts.owner
+    owner = like.owner
     plain = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     together = owner is not None and all(
-        tensor._cuts.owner == owner and tensor.device_mesh == like.device_mesh and tensor._cuts.axes == like._cuts.axes
+        tensor.owner == owner and tensor.device_mesh == like.device_mesh and tensor._cuts.axes == like._cuts.axes
         if isinstance(tensor, UnevenDTensor)
         else not isinstance(tensor, DTensor) and tensor.dim() == 0
         for tensor in plain
@@ -306,4 +326,4 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _as_replicated(leaf: Any) -> Any:
-    return _replicated(leaf._gathered(), leaf) if isinstance(leaf, UnevenDTensor) else leaf
+    return _replicated(leaf._gathered(), leaf.device_mesh) if isinstance(leaf, UnevenDTensor) else leaf

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.groups import group_of
@@ -22,6 +21,7 @@ from weft.fsdp.parameter_group import ParameterGroup, Slot
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, check_offload, precision_of
 from weft.fsdp.runtime import Runtime, RuntimeOptions
+from weft.fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.fsdp.unit import Unit
 
 _sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", ParameterGroup, Slot]] = WeakTensorKeyDictionary()
@@ -105,11 +105,13 @@ def fully_shard(
     found = materialize(owners, found, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
     tied = {key: _sharded_elsewhere[key] for key in found if key in _sharded_elsewhere}
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
-    for parameter, slot in own.items():
-        _check_parameter(parameter, slot, device, kind_of(modules[0]))
+    parallel = {
+        parameter: _checked_parameter(parameter, mesh, device, f"parameter {slot.name!r} of {kind_of(modules[0])}")
+        for parameter, slot in own.items()
+    }
 
     kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-    for parameter in own:
+    for parameter in sorted(own, key=lambda p: not ((tp := parallel[p]) and tp.is_spread)):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     groups = [
         ParameterGroup(
@@ -119,6 +121,7 @@ def fully_shard(
             placements,
             policy.resolve(dtype),
             [granularity_of(p, own[p].name, shard_placement_fn) for p in members],
+            [parallel[p] for p in members],
         )
         for (dtype, _), members in kinds.items()
     ]
@@ -232,19 +235,20 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
     return slots
 
 
-def _check_parameter(parameter: nn.Parameter, slot: Slot, device: torch.device, kind: str) -> None:
-    where = f"parameter {slot.name!r} of {kind}"
+def _checked_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str
+) -> TensorParallel | None:
+    """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it."""
     if isinstance(parameter, UnevenDTensor):
         raise ValueError(
             f"{where} is sharded already, by a module around it: call fully_shard bottom-up, children first"
         )
-    if isinstance(parameter, DTensor):
-        raise ValueError(f"{where} is a DTensor already: composing with tensor parallelism is not available yet")
     if parameter.device.type != device.type:
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} "
             "before fully_shard"
         )
+    return tensor_parallel_of(parameter, mesh, where)
 
 
 def _name_units(modules: list[nn.Module]) -> None:

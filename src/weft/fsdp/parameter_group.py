@@ -14,15 +14,16 @@ main_grad     always***   optimizer    main_grad    reduced gradients; `.grad` o
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.comm.groups import group_of, neighbours
 from weft.comm.lanes import Lane, Ticket
@@ -34,6 +35,7 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.precision import Recipe
+from weft.fsdp.tensor_parallel import TensorParallel
 
 
 @dataclass
@@ -62,21 +64,25 @@ class ParameterGroup:
         placements: Placements,
         recipe: Recipe,
         cutting: Sequence[tuple[int, int]],
+        tensor_parallel: Sequence[TensorParallel | None],
     ) -> None:
         self.slots = list(slots)
+        self.tensor_parallel = list(tensor_parallel)
+        """Per parameter, where its slices lie; those that have slices come first."""
         self.mesh = mesh
         self.placements = placements
         self.recipe = recipe
         self.trainable = parameters[0].requires_grad
         self.device = parameters[0].device
+        slices = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         self.layout = plan_layout(
-            [tuple(parameter.shape) for parameter in parameters],
+            [tuple(tensor.shape) for tensor in slices],
             math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
             itemsize=recipe.smallest_itemsize,
             granularities=[granularity for granularity, _ in cutting],
             dims=[dim for _, dim in cutting],
         )
-        self.main_weight, self.model_weight = self._weights(parameters)
+        self.main_weight, self.model_weight = self._weights(slices)
         self.full = self.model_weight
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
@@ -90,13 +96,16 @@ class ParameterGroup:
             self.full = FlatBuffer(self.layout, mesh, self._whole, self.transient.tensor)
         self.full_parameters = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
-            nn.Parameter(view.data, requires_grad=self.trainable)
-            for view in FlatBuffer(self.layout, mesh, self._whole, self.full.local).views()
+            nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
+            for view, parallel in zip(
+                FlatBuffer(self.layout, mesh, self._whole, self.full.local).views(), self.tensor_parallel
+            )
         ]
         if self.transient is not None:
             self.transient.settle()
         self.sharded_parameters = [
-            nn.Parameter(tensor, requires_grad=self.trainable) for tensor in self.main_weight.dtensors()
+            nn.Parameter(tensor, requires_grad=self.trainable)
+            for tensor in self.main_weight.dtensors(self.tensor_parallel)
         ]
         for parameter, full, sharded in zip(parameters, self.full_parameters, self.sharded_parameters):
             vars(full).update(vars(parameter))
@@ -119,7 +128,7 @@ class ParameterGroup:
         self._outdated = True
         self._unpublished = False
 
-    def _weights(self, parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer]:
+    def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
         recipe, where = self.recipe, self.placements
         aliased = recipe.main == recipe.compute
@@ -146,7 +155,10 @@ class ParameterGroup:
         """The gathered weights have moved: the full parameters are views of the new place."""
         self.full = FlatBuffer(self.layout, self.mesh, self._whole, full)
         for parameter, view in zip(self.full_parameters, self.full.views()):
-            parameter.data = view
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = view.data
+            else:
+                parameter.data = view
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -321,7 +333,7 @@ class ParameterGroup:
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for number, (view, parameter) in enumerate(zip(packed.views(), self.full_parameters)):
-            gradient = None if leaves_a_dummy(parameter) else parameter.grad
+            gradient = None if leaves_a_dummy(parameter) else self._slice_of_gradient(number)
             if says_it_wrote(parameter):
                 self._written.add(number)
             if gradient is not None:
@@ -347,6 +359,11 @@ class ParameterGroup:
         for number in self._declared:
             withdraw_main_gradient(self.full_parameters[number])
 
+    def _slice_of_gradient(self, number: int) -> torch.Tensor | None:
+        """What autograd left on full parameter `number`; of one with slices, this rank's."""
+        gradient, parallel = self.full_parameters[number].grad, self.tensor_parallel[number]
+        return gradient if gradient is None or parallel is None else parallel.slice_of_gradient(gradient)
+
     def reduce(self, number: int, lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
         """Start the reduction of stage `number` into the next stage, or from the last into the main gradients.
 
@@ -360,7 +377,7 @@ class ParameterGroup:
         else:
             if self.main_grad is None:
                 self.main_grad = self._new_buffer(self.placements.optimizer, self.recipe.main_grad)
-                self._gradients = list(self.main_grad.dtensors())
+                self._gradients = list(self.main_grad.dtensors(self.tensor_parallel))
             output, accumulate = self.main_grad, self._unpublished or self.take_over_gradients()
             self._unpublished = True
         hook = self.reduction_hook if number == self.last_stage else None
@@ -392,6 +409,17 @@ class ParameterGroup:
             elif gradient is not mine:
                 mine.copy_(gradient)
         return True
+
+    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, list[dist.ProcessGroup]]]:
+        """The main gradients here, each piece with the process groups that hold other elements of its tensors."""
+        assert self.main_grad is not None, "reduce first"
+        cut = [group_of(self.mesh, axis) for axis in self.main_grad.axes]
+        sliced = [group_of(tp.spec.mesh, 0) if tp is not None and tp.is_spread else None for tp in self.tensor_parallel]
+        end = 0
+        for group, members in groupby(range(len(sliced)), key=lambda number: sliced[number]):
+            *_, last = members
+            start, end = end, self.layout.extents[last].end if last + 1 < len(sliced) else self.layout.numel
+            yield self.main_grad.within(start, end), [*cut, group] if group is not None else cut
 
     def publish_gradients(self) -> None:
         """Set `.grad` of the sharded parameters that have a gradient on any rank, and run their hooks for it."""
