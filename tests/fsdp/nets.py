@@ -73,6 +73,41 @@ def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class _Cast(torch.autograd.Function):
+    """A weight in the dtype that computes; its gradient takes the dtype that travels."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, compute: torch.dtype, travels: torch.dtype) -> torch.Tensor:
+        ctx.dtypes = weight.dtype, travels
+        return weight.to(compute)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        main, travels = ctx.dtypes
+        return gradient.to(travels).to(main), None, None
+
+
+def loss_as_cast(
+    net: nn.Module,
+    tokens: torch.Tensor,
+    *,
+    ranks: int,
+    compute: torch.dtype = torch.bfloat16,
+    travels: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`loss_of` a plain net whose weights and gradients are cast where a policy with fp32 outputs casts them.
+
+    Each rank's rows on their own: their sums are rounded, those over ranks are not.
+    """
+    losses = []
+    for rows in tokens.chunk(ranks):
+        weights = {name: _Cast.apply(p, compute, travels) for name, p in net.named_parameters()}
+        weights["head.weight"] = weights["embedding.weight"]
+        outputs = torch.func.functional_call(net, weights, (rows[:, :-1],)).float()
+        losses.append(F.cross_entropy(outputs.flatten(0, 1), rows[:, 1:].flatten()))
+    return torch.stack(losses).mean()
+
+
 def train(
     net: nn.Module,
     batches: torch.Tensor,
@@ -80,6 +115,7 @@ def train(
     rank: int = 0,
     ranks: int = 1,
     microbatches: int = 1,
+    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
     on_microbatch: Callable[[bool], None] = lambda last: None,
     optimizer: Callable = lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, foreach=True),
     clip: Callable = lambda net, most: torch.nn.utils.clip_grad_norm_(net.parameters(), most),
