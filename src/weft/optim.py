@@ -42,6 +42,7 @@ class _Run:
         self.start, self.stop = places[members[0]][0], places[members[-1]][1]
         self.places = [(places[n][0] - self.start, places[n][1] - self.start) for n in members]
         self.flat = nn.Parameter(group.main_weight.local[self.start : self.stop])
+        self.flat.grad_dtype = group.recipe.main_grad
 
     def attach(self) -> None:
         """Give the flat parameter the gradient that its members have."""
@@ -85,7 +86,8 @@ def flat(
     The result is an instance of `optimizer`; learning-rate schedulers work on it. Its `state_dict` has one entry per
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
-    Raises ValueError for an optimizer that is not element-wise, and for trainable parameters outside of any unit.
+    Raises ValueError for an optimizer that is not element-wise, or that does not take gradients of another dtype than
+    the weights where `main_grads_dtype` asks for them, and for trainable parameters outside of any unit.
     """
     if optimizer.__name__ not in ELEMENT_WISE:
         raise ValueError(
@@ -96,6 +98,7 @@ def flat(
     runs: dict[bool, list[_Run]] = {True: [], False: []}
     known: set[int] = set()
     for group in _trainable_groups(model):
+        _check_dtypes(group, optimizer, options)
         known.update(map(id, group.sharded_parameters))
         for decays, members in _neighbours(group, names, no_decay):
             runs[decays].append(_Run(group, members, [names[id(group.sharded_parameters[n])] for n in members]))
@@ -241,6 +244,23 @@ def _trainable_groups(model: nn.Module) -> list[ParameterGroup]:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
     return [group for unit in units_under(model) for group in unit.trainable_groups]
+
+
+def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Raise if `optimizer` cannot step with the group's dtypes: nobody lists which can, so one of them tries."""
+    main, main_grad = group.recipe.main, group.recipe.main_grad
+    if main == main_grad:
+        return
+    probe = nn.Parameter(torch.zeros(1, dtype=main, device=group.device))
+    probe.grad_dtype = main_grad
+    probe.grad = torch.zeros(1, dtype=main_grad, device=group.device)
+    try:
+        optimizer([probe], **options).step()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{optimizer.__name__} does not take gradients in {main_grad} for weights in {main}: leave out "
+            f"main_grads_dtype, or set main_params_dtype={main_grad}"
+        ) from error
 
 
 def _places(group: ParameterGroup) -> list[tuple[int, int]]:

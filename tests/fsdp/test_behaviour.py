@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -584,73 +583,6 @@ def test_gradient_divide_factors_replace_or_follow_the_average():
         for unit in (*sharded.blocks, sharded) if setter else ():
             unit.set_gradient_divide_factor(setter)
         compare(plain, sharded, scaled(factor))
-
-
-# --- precision ------------------------------------------------------------------------------------------------------
-
-
-def in_bf16(plain: nets.Net, tokens: torch.Tensor) -> torch.Tensor:
-    """The plain net with weights and activations cast where a bf16 policy casts them."""
-    weights = {name: p.to(torch.bfloat16) for name, p in plain.named_parameters()}
-    weights["head.weight"] = weights["embedding.weight"]
-    return torch.func.functional_call(plain, weights, (tokens,)).float()
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@distributed(2)
-def test_bf16_compute_with_fp32_main_weights_equals_a_reference_cast_at_the_same_places(strategy):
-    plain, sharded = nets.make(), nets.make()
-    for block in sharded.blocks:
-        weft.fully_shard(block, strategy=strategy, mp_policy=weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    weft.fully_shard(sharded, strategy=strategy, mp_policy=policy)
-    optimizers = [sgd(model.parameters()) for model in (plain, sharded)]
-    for batch in nets.data(4, 8):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ranks = dist.get_world_size()
-        for part in batch.chunk(ranks):  # each rank's rows on their own: bf16 rounds their sums, fp32 adds them up
-            output = in_bf16(plain, part[:, :-1])
-            (F.cross_entropy(output.flatten(0, 1), part[:, 1:].flatten()) / ranks).backward()
-        output = sharded(mine(batch)[:, :-1])
-        assert output.dtype == torch.float32
-        F.cross_entropy(output.flatten(0, 1), mine(batch)[:, 1:].flatten()).backward()
-        assert_same_state(sharded, plain)
-        assert all(p.dtype == p.grad.dtype == torch.float32 for p in sharded.parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-class Dtypes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.seen: list = []
-
-    def forward(self, x, *, extra):
-        self.seen = [x.dtype, extra["scale"].dtype, extra["index"].dtype, self.linear.weight.dtype]
-        return {"y": self.linear(x.to(self.linear.weight.dtype)), "index": extra["index"]}
-
-
-@distributed(2)
-def test_inputs_and_outputs_are_cast_as_the_policy_says():
-    x, extra = torch.randn(2, 4), {"scale": torch.ones(2), "index": torch.arange(2)}
-    for casts in (True, False):
-        policy = weft.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=casts)
-        module = weft.fully_shard(Dtypes(), mp_policy=policy)
-        output = module(x, extra=extra)
-        floating = torch.bfloat16 if casts else torch.float32
-        assert module.seen == [floating, floating, torch.int64, torch.bfloat16]
-        assert output["y"].dtype == torch.float64 and output["index"].dtype == torch.int64
-
-
-@distributed(2)
-def test_torch_s_own_policies_are_accepted():
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    net = nets.shard(nets.make(), mp_policy=policy, offload_policy=OffloadPolicy())
-    assert net(nets.data(1, 2)[0]).dtype == torch.bfloat16
 
 
 # --- options that change speed, never results -----------------------------------------------------------------------

@@ -180,6 +180,7 @@ class UnevenDTensor(DTensor):
         if isinstance(self, nn.Parameter):
             made = nn.Parameter(made)
         memo[id(self)] = made.requires_grad_(self.requires_grad)
+        made.grad_dtype = self.grad_dtype
         made.grad = copy.deepcopy(self.grad, memo)
         vars(made).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in vars(made)})
         return made

@@ -86,8 +86,22 @@ def _local(func: Any, args: tuple, kwargs: dict) -> Any:
     mine, options = tree_map(fitted, (args, kwargs))
     if any(isinstance(leaf, torch.Tensor) and not _fits(leaf, like) for leaf in tree_flatten((mine, options))[0]):
         return _on_owner(func, args, kwargs)
-    result = func(*_localized(mine), **_localized(options))
+    result = _on_parts(func, mine, options)
     return like.like(result) if changed is None else changed
+
+
+def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return func(*_localized(args), **_localized(kwargs))
+    except RuntimeError as error:
+        dtypes = {leaf.dtype for leaf in _uneven((args, kwargs))}
+        if len(dtypes) == 1:
+            raise
+        raise TypeError(
+            f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
+            "optimizers need gradients in the weights' dtype; leave out main_grads_dtype, or set main_params_dtype to "
+            "the same"
+        ) from error
 
 
 def _fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
@@ -117,7 +131,7 @@ def _local_lists(func: Any, args: tuple, kwargs: dict) -> Any:
                     f"{func}: operands of shape {tuple(like.shape)} are cut differently "
                     f"({getattr(value, '_cuts', None)} and {like._cuts}); use tensors of one sharded parameter"
                 )
-    result = func(*_localized(args), **_localized(kwargs))
+    result = _on_parts(func, args, kwargs)
     if func._schema.is_mutable:
         return None
     return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, result)]

@@ -4,6 +4,8 @@
     2-D    packed    --shard axis-->    summed    --outer axis-->    main gradients
 
 A stage that waits for more microbatches accumulates in the main gradients' dtype; what travels has the reduce dtype.
+Where that has less range (float16), gradients are scaled before they are cast to it: the average may be representable
+where the terms are not.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.buffer import FlatBuffer, sharded_axes
 from weft.fsdp.layout import Layout
 from weft.fsdp.pool import Pool, Transient
-from weft.fsdp.precision import Recipe
+from weft.fsdp.precision import Recipe, has_less_range
 
 
 class GradientStage:
@@ -52,7 +54,7 @@ class GradientStage:
         self.buffer: FlatBuffer | None = None
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
-        """Take memory, with unspecified contents; `accumulating`: for more than one microbatch."""
+        """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
         dtype = self._recipe.main_grad if accumulating else self._recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = Transient(self._numel + self._inbox, dtype, self._device)
@@ -79,6 +81,9 @@ class GradientStage:
         assert self.buffer is not None, "open first"
         wide = self.buffer.local
         if wide.dtype != self._recipe.reduce:
+            if has_less_range(self._recipe.reduce, wide.dtype):
+                wide.mul_(scale)
+                scale = 1.0
             self.open(pool, accumulating=False).local.copy_(wide)
             pool.give(self._memory[wide.dtype])
         inbox = self._memory[self._recipe.reduce].tensor[self._numel :]

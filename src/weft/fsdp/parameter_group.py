@@ -110,6 +110,8 @@ class ParameterGroup:
         for parameter, full, sharded in zip(parameters, self.full_parameters, self.sharded_parameters):
             vars(full).update(vars(parameter))
             vars(sharded).update(vars(parameter))
+            if recipe.main_grad != recipe.main:
+                sharded.grad_dtype = recipe.main_grad
         self.main_grad: FlatBuffer | None = None
         self.has_gradient = [False] * len(self.slots)
         self.gives_all_gradients = False
@@ -314,19 +316,24 @@ class ParameterGroup:
 
     def gradient_to_write(self, number: int, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
         """Where parameter `number`'s gradient goes, for a module that writes it there, and whether to add to it."""
-        packed = self._stages[0].buffer or self._stages[0].open(pool, accumulating=defer)
+        packed = self._packed(pool, defer=defer)
         extent = self.layout.extents[number]
         view = packed.cuts(number).shaped(packed.local[extent.offset : extent.end])
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
         return view, accumulate
 
+    def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
+        """The buffer of this rank's gradients."""
+        first = self._stages[0]
+        return first.buffer or first.open(pool, accumulating=defer or self.recipe.narrows)
+
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move the gradients that autograd left on the full parameters into a flat buffer, adding to what is there.
 
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
-        packed = self._stages[0].buffer or self._stages[0].open(pool, accumulating=defer)
+        packed = self._packed(pool, defer=defer)
         if not all(self._filled):
             for start, stop in self.layout.gaps:
                 packed.local[start:stop].zero_()

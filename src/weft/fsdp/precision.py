@@ -8,6 +8,7 @@ main_params_dtype        param_dtype                                       |
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy as _TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as _TorchOffloadPolicy
 from torch.utils._pytree import tree_map
+
+_COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class MixedPrecisionPolicy:
     `param_dtype`: of the gathered weights, so of the computation. `reduce_dtype`: of gradients while they travel (None:
     param_dtype). `output_dtype`: floating outputs of the module are cast to it. `cast_forward_inputs`: whether floating
     inputs are cast to `param_dtype`. `main_params_dtype`: what the optimizer sees (None: the parameter's own).
-    `main_grads_dtype`: what gradients accumulate in (None: main_params_dtype).
+    `main_grads_dtype`: what gradients accumulate in, and the dtype of `.grad` (None: main_params_dtype).
+
+    Raises ValueError for a dtype that torch does not compute in: choose float64, float32, bfloat16 or float16.
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,6 +38,11 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     main_params_dtype: torch.dtype | None = None
     main_grads_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_params_dtype", "main_grads_dtype"):
+            if (dtype := getattr(self, name)) is not None and dtype not in _COMPUTED_IN:
+                raise ValueError(f"{name}={dtype!r}: choose one of {', '.join(map(str, _COMPUTED_IN))}, or None")
 
     def resolve(self, dtype: torch.dtype) -> "Recipe":
         """The dtypes for parameters whose own dtype is `dtype`."""
@@ -64,6 +74,16 @@ class Recipe:
     def smallest_itemsize(self) -> int:
         """Bytes of the narrowest element that travels."""
         return min(dtype.itemsize for dtype in (self.main, self.compute, self.reduce))
+
+    @cached_property
+    def narrows(self) -> bool:
+        """Whether a gradient may be too large for what travels: it is scaled in the main gradients' dtype first."""
+        return has_less_range(self.reduce, self.compute)
+
+
+def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether finite values of the dtype `wide` may be infinite in `narrow`."""
+    return torch.finfo(narrow).max < torch.finfo(wide).max
 
 
 @dataclass(frozen=True)
