@@ -134,7 +134,7 @@ def test_bench_runs_a_program_on_local_ranks(tmp_path):
     (tmp_path / "benchmarks" / "hello.py").write_text(
         "import os, sys\n"
         "line = f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
-        "os.write(1, line.encode())  # one write per line: two ranks share the pipe, and print may write the end apart\n"
+        "os.write(1, line.encode())  # one write per line: ranks share the pipe, and print may write the end apart\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "weft", "bench", "hello", "--ranks", "2", "--", "--rounds", "3"],

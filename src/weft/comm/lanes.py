@@ -14,8 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.comm.collectives import Pending
+from weft.comm.timeline import Timeline, recording
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
@@ -86,9 +88,29 @@ class Lane:
 
     def run(self, collective: Callable[..., Pending], *args: Any, **kwargs: Any) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far."""
+        if (timeline := recording()) is not None:
+            collective = self._recorded(timeline, collective)
         if self.stream is None:
             return Ticket(collective(*args, self.tag, **kwargs))
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             collective(*args, self.tag, **kwargs).complete()
             return Ticket(None, self.stream.record_event())
+
+    def _recorded(self, timeline: Timeline, collective: Callable[..., Pending]) -> Callable[..., Pending]:
+        """`collective`, noting in `timeline` when it was issued and when its transfers ended."""
+
+        def run(*args: Any, **kwargs: Any) -> Pending:
+            group = next(each for each in args if isinstance(each, dist.ProcessGroup))
+            entry = timeline.begin(self.name, timeline.label or collective.__name__, group)
+            pending = collective(*args, **kwargs)
+            if self.stream is not None:
+                pending.complete()
+                pending = Pending()
+            if pending.works:
+                pending.works = [timeline.watch(entry, pending.works)]
+            else:
+                timeline.end(entry)
+            return pending
+
+        return run

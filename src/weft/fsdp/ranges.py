@@ -1,15 +1,18 @@
-"""Names in a profile: `weft/<unit>/<gather|forward|backward|reduce>`, at no cost while nobody profiles."""
+"""Names in a profile: `weft/<unit>/<gather|forward|backward|reduce>`, at no cost while nobody profiles.
 
-from contextlib import AbstractContextManager, nullcontext
+The same names, without the `weft/`, stand in a timeline of the lanes while one records.
+"""
+
+from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd.profiler import record_function
 
-_NOTHING = nullcontext()
+from weft.comm.timeline import labelled
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """A range of the profile, if there is one."""
+    """A range of the profile, and the label of communication in a timeline, if there is one."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit}/{what}")
-    return _NOTHING
+    return labelled(f"{unit}/{what}")

@@ -274,8 +274,8 @@ class Runtime:
         self.make_room(unit, group, defer=defer)
         with torch.no_grad(), profiled(unit.name, "reduce"):
             group.pack(self.gradients, defer=defer)
-        if not defer:
-            self._start_reduction(unit.number, group, 0, unit.scale_of(group), unit.requires_all_reduce)
+            if not defer:
+                self._start_reduction(unit, group, 0, unit.scale_of(group), unit.requires_all_reduce)
 
     def make_room(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
         """Wait until gradients of `group` may be packed: none of its own under way, not too many of other units."""
@@ -285,13 +285,13 @@ class Runtime:
             while len({entry.unit for entry in self._reducing} - {unit.number}) >= self.options.max_live_reduce_buffers:
                 self._finish_oldest()
 
-    def _start_reduction(self, unit: int, group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
+    def _start_reduction(self, unit: "Unit", group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
         finishes = finishes and self.is_last
         lane = self.outer_lane if stage else self.reduce_lane
         with torch.no_grad():
             ticket = group.reduce(stage, lane, self.gradients, scale, defer=not finishes)
-        self._agreement.note(unit, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
-        self._reducing.append(_Reduction(unit, group, stage, finishes, ticket))
+        self._agreement.note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
+        self._reducing.append(_Reduction(unit.number, group, stage, finishes, ticket))
         self._reduced = True
 
     def _finish_oldest(self) -> None:
@@ -300,7 +300,10 @@ class Runtime:
             done.ticket.wait()
         done.group.reduced(done.stage, self.gradients)
         if done.stage < done.group.last_stage and done.finishes:
-            self._start_reduction(done.unit, done.group, done.stage + 1, 1.0, True)
+            unit = self._units[done.unit]()
+            assert unit is not None
+            with profiled(unit.name, "reduce"):
+                self._start_reduction(unit, done.group, done.stage + 1, 1.0, True)
 
     # --- the backward pass ------------------------------------------------------------------------------------------
 

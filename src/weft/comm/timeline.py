@@ -1,0 +1,235 @@
+"""When communication ran: lanes report to a timeline while one records, and cost one look while none does.
+
+    with Timeline() as timeline:
+        step()
+    for interval in timeline.intervals(): ...      # lane, label, issued, start, end: seconds since the recording began
+    overlap(timeline.intervals(), "gather", "reduce")
+
+            issued        start                       end
+    gather    |  - - - - -  |===========================|      waits while its communicator is busy, then moves
+    reduce  |=============|                                    on the same communicator
+
+On CPU a thread for each lane waits for its transfers, so that an end is noticed when the work ends, not when somebody
+asks for it. On CUDA events are recorded on the lane's stream and read when the intervals are asked for.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Interval(NamedTuple):
+    """What ran on a lane, in seconds since the recording began.
+
+    `start` is when it was issued and its communicator had done what was issued there before: one communicator runs its
+    operations one after another.
+    """
+
+    lane: str
+    label: str
+    issued: float
+    start: float
+    end: float
+
+
+@dataclass
+class _Entry:
+    """An interval under way: moments are seconds (CPU) or CUDA events."""
+
+    lane: str
+    label: str
+    channel: Any
+    issued: Any
+    end: Any = None
+
+
+class Timeline:
+    """Records what runs on lanes, and spans of computation, while it is entered. One records at a time."""
+
+    def __init__(self) -> None:
+        self.label = ""
+        """What the communication issued now belongs to; `labelled` sets it."""
+        self._entries: list[_Entry] = []
+        self._waiters: dict[str, SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._zero = 0.0
+        self._zero_event: Any = None
+
+    def __enter__(self) -> "Timeline":
+        global _recording
+        if _recording is not None:
+            raise RuntimeError("a timeline is recording already: leave it before another begins")
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self._zero_event = _event()
+        self._zero = time.perf_counter()
+        _recording = self
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop recording and wait for what is under way."""
+        global _recording
+        _recording = None
+        for waiter in self._waiters.values():
+            waiter.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._zero_event is not None:
+            torch.cuda.synchronize()
+
+    def intervals(self) -> list[Interval]:
+        """What was recorded, in the order of issue. Ask after leaving the recording."""
+        free: dict[Any, float] = {}
+        found = []
+        for entry in self._entries:
+            if entry.end is None:  # failed, or still under way
+                continue
+            issued, end = self._seconds(entry.issued), self._seconds(entry.end)
+            start = min(max(issued, free.get(entry.channel, issued)), end)
+            if entry.channel is not None:
+                free[entry.channel] = max(end, free.get(entry.channel, end))
+            found.append(Interval(entry.lane, entry.label, issued, start, end))
+        return found
+
+    def _now(self) -> Any:
+        """This moment: where the current stream is, if CUDA is in use, else of the host."""
+        return time.perf_counter() if self._zero_event is None else _event()
+
+    def _seconds(self, moment: Any) -> float:
+        if self._zero_event is None:
+            return moment - self._zero
+        return self._zero_event.elapsed_time(moment) / 1e3
+
+    # --- what lanes report -------------------------------------------------------------------------------------------
+
+    def begin(self, lane: str, label: str, channel: Any = None) -> _Entry:
+        """Something is issued on `lane`; what shares a `channel`, the communicator, runs in turn."""
+        entry = _Entry(lane, label, channel, self._now())
+        self._entries.append(entry)
+        return entry
+
+    def end(self, entry: _Entry) -> None:
+        """It ended here: now, or where the current stream is."""
+        entry.end = self._now()
+
+    def watch(self, entry: _Entry, works: Sequence[Any]) -> "WatchedWorks":
+        """The same asynchronous works as one, of which the end is noted when it comes."""
+        watched = WatchedWorks(works, lambda: self.end(entry))
+        if entry.lane not in self._waiters:
+            queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            self._waiters[entry.lane] = queue
+            thread = threading.Thread(target=_serve, args=(queue,), name=f"weft-{entry.lane}-timeline", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._waiters[entry.lane].put(watched.run)
+        return watched
+
+
+class WatchedWorks:
+    """Asynchronous works for which a thread waits; `wait` waits for the thread. A work must not be waited for twice."""
+
+    def __init__(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
+        self._works = works
+        self._ended = ended
+        self._done = threading.Event()
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Wait for the works: what the thread does."""
+        try:
+            for work in self._works:
+                work.wait()
+            self._ended()
+        except BaseException as failure:  # belongs to whoever waits for the result
+            self._failure = failure
+        self._works = ()
+        self._done.set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block until the works are done; raises what they raised."""
+        self._done.wait(timeout.total_seconds() if timeout is not None else None)
+        if self._failure is not None:
+            raise self._failure
+
+
+_recording: Timeline | None = None
+
+
+def recording() -> Timeline | None:
+    """The timeline that records now, if there is one."""
+    return _recording
+
+
+def labelled(label: str) -> AbstractContextManager:
+    """What is issued inside is recorded under `label`."""
+    return _NOTHING if _recording is None else _labelled(_recording, label)
+
+
+def span(lane: str, label: str) -> AbstractContextManager:
+    """Record what runs inside, such as computation, as one interval of `lane`. On CUDA: on the current stream."""
+    return _NOTHING if _recording is None else _span(_recording, lane, label)
+
+
+def busy(intervals: Iterable[Interval], lane: str) -> float:
+    """Seconds during which `lane` moves something."""
+    return _length(_union(intervals, lane))
+
+
+def overlap(intervals: Iterable[Interval], one: str, other: str) -> float:
+    """Seconds during which both lanes move something."""
+    intervals = list(intervals)
+    return busy(intervals, one) + busy(intervals, other) - _length(_union(intervals, one, other))
+
+
+_NOTHING: AbstractContextManager = nullcontext()
+
+
+@contextmanager
+def _labelled(timeline: Timeline, label: str) -> Iterator[None]:
+    before, timeline.label = timeline.label, label
+    try:
+        yield
+    finally:
+        timeline.label = before
+
+
+@contextmanager
+def _span(timeline: Timeline, lane: str, label: str) -> Iterator[None]:
+    entry = timeline.begin(lane, label)
+    try:
+        yield
+    finally:
+        timeline.end(entry)
+
+
+def _union(intervals: Iterable[Interval], *lanes: str) -> list[tuple[float, float]]:
+    """The moments at which any of the lanes moves something, as disjoint pieces."""
+    pieces: list[tuple[float, float]] = []
+    for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
+        if pieces and start <= pieces[-1][1]:
+            pieces[-1] = (pieces[-1][0], max(pieces[-1][1], stop))
+        else:
+            pieces.append((start, stop))
+    return pieces
+
+
+def _length(pieces: list[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in pieces)
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := queue.get()) is not None:
+        job()

@@ -1,0 +1,95 @@
+"""A timeline says what ran on the lanes and when."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.pool import distributed
+from weft.comm import collectives
+from weft.comm.lanes import Lane
+from weft.comm.timeline import Interval, Timeline, busy, labelled, overlap, span
+
+CPU = torch.device("cpu")
+
+
+def test_overlap_counts_the_time_in_which_both_lanes_move_something():
+    intervals = [
+        Interval("gather", "a", 0.0, 0.0, 2.0),
+        Interval("gather", "b", 1.0, 1.0, 3.0),
+        Interval("reduce", "a", 2.0, 2.5, 5.0),
+        Interval("gather", "c", 4.0, 4.5, 4.75),
+    ]
+    assert busy(intervals, "gather") == 3.25
+    assert busy(intervals, "reduce") == 2.5
+    assert overlap(intervals, "gather", "reduce") == overlap(intervals, "reduce", "gather") == 0.75
+    assert overlap(intervals, "gather", "exchange") == 0
+
+
+def test_operations_on_one_communicator_start_when_those_before_have_ended():
+    with Timeline() as timeline:
+        first = timeline.begin("reduce", "a", "communicator")
+        second = timeline.begin("gather", "b", "communicator")
+        beside = timeline.begin("gather", "c", "another")
+        for entry in (first, beside, second):
+            timeline.end(entry)
+    a, b, c = timeline.intervals()
+    assert b.start == a.end and b.issued < a.end
+    assert c.start == c.issued
+    assert overlap([a, b], "gather", "reduce") == 0 < overlap([a, c], "gather", "reduce")
+
+
+def test_only_one_timeline_records_and_nothing_is_recorded_outside():
+    with span("compute", "before"):
+        pass
+    with Timeline() as timeline:
+        with pytest.raises(RuntimeError, match="recording already"), Timeline():
+            pass
+        with span("compute", "inside"):
+            pass
+    assert [(each.lane, each.label) for each in timeline.intervals()] == [("compute", "inside")]
+
+
+@distributed(2)
+def test_ends_are_noticed_when_transfers_end_not_when_somebody_waits():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    lane = Lane("gather", CPU)
+    full = torch.zeros(2, 50_000)
+    full[rank] = rank + 1.0
+    with Timeline() as timeline:
+        with labelled("first"):
+            ticket = lane.run(collectives.all_gather, full.view(-1), full[rank], group)
+        time.sleep(0.5)
+        with span("compute", "late"):
+            ticket.wait()
+        ticket.wait()
+    gathered, late = timeline.intervals()
+    assert (gathered.lane, gathered.label) == ("gather", "first")
+    assert 0 < gathered.start < gathered.end < late.start
+    assert full.mean(1).tolist() == [1.0, 2.0]
+
+
+@distributed(2)
+def test_a_step_of_a_sharded_model_is_recorded_by_unit_and_gives_the_same_numbers():
+    def make():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        for layer in net:
+            weft.fully_shard(layer)
+        return weft.fully_shard(net, runtime=weft.RuntimeOptions(separate_all_gather_group=True))
+
+    recorded, plain = make(), make()
+    x = torch.full((2, 8), 1.0 + dist.get_rank())
+    recorded(x).sum().backward()
+    recorded.zero_grad()
+    with Timeline() as timeline:
+        recorded(x).sum().backward()
+    plain(x).sum().backward()
+    for one, other in zip(recorded.parameters(), plain.parameters()):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    intervals = timeline.intervals()
+    assert [each.label for each in intervals if each.lane == "gather"] == ["0/gather", "1/gather", "0/gather"]
+    assert [each.label for each in intervals if each.lane == "reduce"][:2] == ["1/reduce", "0/reduce"]
+    assert all(0 <= each.issued <= each.start <= each.end for each in intervals)
