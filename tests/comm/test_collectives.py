@@ -224,8 +224,9 @@ def test_sums_only_never_ask_the_backend_for_an_average():
     try:
         dist.reduce_scatter_tensor, collectives.sends_directly = reduce_scatter, lambda group, device: False
         results = []
+        inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
         for sum_only in (False, True):
-            options = {"scale": 0.5, "accumulate": False, "inbox": partial[:0], "sum_only": sum_only}
+            options = {"scale": 0.5, "accumulate": False, "inbox": inbox, "sum_only": sum_only}
             lane("reduce").run(collectives.reduce_scatter, output, partial, group, **options).wait()
             results.append(output.clone())
     finally:

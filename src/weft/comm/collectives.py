@@ -83,7 +83,7 @@ def reduce_scatter(
     rank, size = dist.get_rank(group), group.size()
     slices = partial.view(size, -1)
     if not sends_directly(group, partial.device):
-        return _built_in_reduce_scatter(output, partial, group, scale, accumulate, sum_only)
+        return _built_in_reduce_scatter(output, partial, group, scale, accumulate, inbox, sum_only)
     others = _peers(rank, size)
     received = [slices[rank]] * size
     works = []
@@ -102,8 +102,11 @@ def reduce_scatter(
 
 
 def inbox_numel(partial_numel: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Elements that `reduce_scatter` needs to receive the other ranks' slices."""
-    return partial_numel // group.size() * (group.size() - 1) if sends_directly(group, device) else 0
+    """Elements that `reduce_scatter` needs: for the other ranks' slices, or for a result on its way to the output."""
+    size = group.size()
+    if size == 1:
+        return 0
+    return partial_numel // size * (size - 1 if sends_directly(group, device) else 1)
 
 
 def all_reduce(
@@ -228,6 +231,7 @@ def _built_in_reduce_scatter(
     group: dist.ProcessGroup,
     scale: float,
     accumulate: bool,
+    inbox: torch.Tensor,
     sum_only: bool,
 ) -> Pending:
     size = group.size()
@@ -243,9 +247,8 @@ def _built_in_reduce_scatter(
     if not accumulate and scale == 1.0 and output.dtype == partial.dtype:
         dist.reduce_scatter_tensor(output, partial, op=op, group=group)
         return Pending()
-    reduced = torch.empty_like(partial[: partial.numel() // size])
-    dist.reduce_scatter_tensor(reduced, partial, op=op, group=group)
-    _accumulate(output, reduced, scale, accumulate)
+    dist.reduce_scatter_tensor(inbox, partial, op=op, group=group)
+    _accumulate(output, inbox, scale, accumulate)
     return Pending()
 
 

@@ -47,8 +47,11 @@ class GradientStage:
         for sharded in sharded_axes(placements):
             pieces *= mesh.size(sharded)
         self._numel = layout.numel // pieces
-        self._inbox = inbox_numel(self._numel, group_of(mesh, axis), device) if goal[axis].is_shard() else 0
         self._memory: dict[torch.dtype, Transient] = {}
+        inbox = inbox_numel(self._numel, group_of(mesh, axis), device) if goal[axis].is_shard() else 0
+        self._inbox = Transient(inbox, recipe.reduce, device)
+        self._inbox.settle()
+        self._receiving = False
         self._hooked: torch.Tensor | None = None
         """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
         self.buffer: FlatBuffer | None = None
@@ -57,10 +60,9 @@ class GradientStage:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
         dtype = self._recipe.main_grad if accumulating else self._recipe.reduce
         if dtype not in self._memory:
-            self._memory[dtype] = Transient(self._numel + self._inbox, dtype, self._device)
+            self._memory[dtype] = Transient(self._numel, dtype, self._device)
             self._memory[dtype].settle()
-        local = pool.take(self._memory[dtype])[: self._numel]
-        self.buffer = FlatBuffer(self._layout, self._mesh, self._placements, local)
+        self.buffer = FlatBuffer(self._layout, self._mesh, self._placements, pool.take(self._memory[dtype]))
         return self.buffer
 
     def reduce_into(
@@ -86,7 +88,8 @@ class GradientStage:
                 scale = 1.0
             self.open(pool, accumulating=False).local.copy_(wide)
             pool.give(self._memory[wide.dtype])
-        inbox = self._memory[self._recipe.reduce].tensor[self._numel :]
+        self._receiving = bool(self._inbox.nbytes)
+        inbox = pool.take(self._inbox) if self._receiving else self._inbox.own
         if hook is not None and self._hooked is None:
             self._hooked = torch.empty_like(output.local, dtype=self._recipe.reduce)
         through = (hook, self._hooked) if hook is not None and self._hooked is not None else None
@@ -103,6 +106,9 @@ class GradientStage:
 
     def close(self, pool: Pool) -> None:
         """Give the memory back."""
+        if self._receiving:
+            pool.give(self._inbox)
+            self._receiving = False
         if self.buffer is not None:
             pool.give(self._memory[self.buffer.local.dtype])
             self.buffer = None

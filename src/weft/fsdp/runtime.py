@@ -37,7 +37,8 @@ class RuntimeOptions:
     `separate_all_gather_group`: gathers on a communicator of their own, so that they run beside reductions.
     `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" asks torch each time.
     `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
-    `max_live_reduce_buffers`: how many units' partial gradients may be alive at once.
+    `max_live_reduce_buffers`: how many units' partial gradients may be alive at once, those of the unit whose backward
+    runs counted: with 2, one unit is reduced while the next computes; with 1, nothing is.
     `check_collectives`: compare after each backward what every rank issued.
     """
 
@@ -276,14 +277,25 @@ class Runtime:
             group.pack(self.gradients, defer=defer)
             if not defer:
                 self._start_reduction(unit, group, 0, unit.scale_of(group), unit.requires_all_reduce)
+        if not defer:
+            self._keep_under_way(self.options.max_live_reduce_buffers - 1)
 
     def make_room(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
-        """Wait until gradients of `group` may be packed: none of its own under way, not too many of other units."""
+        """Wait until gradients of `group` may be packed: none of its own under way, not too many of other units.
+
+        The unit's own gradients are one live buffer, autograd's or the one they are written into; while they are packed
+        there are both.
+        """
         while any(reduction.group is group for reduction in self._reducing):
             self._finish_oldest()
         if not defer:
-            while len({entry.unit for entry in self._reducing} - {unit.number}) >= self.options.max_live_reduce_buffers:
-                self._finish_oldest()
+            own = 1 if group.accumulates or group.writes_itself else 2
+            self._keep_under_way(self.options.max_live_reduce_buffers - own, apart_from=unit.number)
+
+    def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
+        """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
+        while len({entry.unit for entry in self._reducing if not entry.stage} - {apart_from}) > max(most, 0):
+            self._finish_oldest()
 
     def _start_reduction(self, unit: "Unit", group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
         finishes = finishes and self.is_last
