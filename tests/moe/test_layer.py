@@ -63,8 +63,15 @@ def backward(output, loss, scale=1.0):
     (objective + (0 if loss is None else loss * scale)).backward()
 
 
+@pytest.fixture
+def only_deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_the_layer_is_its_definition(options):
+def test_the_layer_is_its_definition(options, only_deterministic):
     layer = make(options)
     hidden = batch().requires_grad_()
     output, loss = layer(hidden)

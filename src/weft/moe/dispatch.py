@@ -163,13 +163,13 @@ class AllToAll:
 
     def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
         """See `Dispatcher`."""
-        assert isinstance(handle, _ExchangeHandle)
-        return self._move(rows, handle.received_from, handle.sent_to)
+        sent_to, received_from = _splits(handle)
+        return self._move(rows, received_from, sent_to)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
         """See `Dispatcher`."""
-        assert isinstance(handle, _ExchangeHandle)
-        return self._move(rows, handle.sent_to, handle.received_from)
+        sent_to, received_from = _splits(handle)
+        return self._move(rows, sent_to, received_from)
 
     def _move(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Arrival:
         # Both ends live on the compute stream, and the arrival keeps them until that has waited for the lane.
@@ -211,6 +211,14 @@ class _ExchangeHandle(Handle):
             self.by_expert = _sort_blocks(blocks, self.received)
             arange = torch.arange(self.received, device=received.device)
             self.by_arrival = torch.empty_like(self.by_expert).scatter_(0, self.by_expert, arange)
+
+
+def _splits(handle: Handle) -> tuple[list[int], list[int]]:
+    """The rows that go to each rank and come from each."""
+    assert isinstance(handle, _ExchangeHandle)
+    if not handle.sent_to:
+        raise RuntimeError("it is not known yet how many rows come from each rank: call handle.ready() first")
+    return handle.sent_to, handle.received_from
 
 
 def _sort_blocks(sizes: Tensor, total: int) -> Tensor:
