@@ -94,6 +94,7 @@ def test_many_exchanges_under_way_do_not_mix():
         assert arrival.wait() is arrival.wait()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_exchanges_that_nobody_waits_for_leave_nothing_for_the_next():
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -109,6 +110,7 @@ def test_exchanges_that_nobody_waits_for_leave_nothing_for_the_next():
         assert torch.equal(dispatcher.dispatch(rows, handle).wait(), expected_arrival(counts, dispatcher.experts))
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_the_backward_of_an_exchange_is_the_reverse_exchange_once():
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -131,6 +133,7 @@ def test_the_backward_of_an_exchange_is_the_reverse_exchange_once():
         gradient.sum().backward()
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_ranks_in_several_expert_groups_exchange_within_their_own():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))
@@ -144,6 +147,7 @@ def test_ranks_in_several_expert_groups_exchange_within_their_own():
     assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts) + 10 * (rank // 2))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_one_dispatcher_serves_copies_of_a_model_and_wrong_numbers_of_experts_are_refused():
     dispatcher = AllToAll(dist.group.WORLD, 4)

@@ -126,6 +126,7 @@ def test_experts_over_ranks_equal_one_process_with_all_of_them():
         assert loads.all() != (options is IDLE)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_rank_without_tokens_takes_part():
     rank = dist.get_rank()
@@ -230,6 +231,7 @@ def test_load_is_counted_once_per_training_forward_recomputed_or_not(reentrant):
     assert load_statistics(torch.nn.Linear(2, 2)) == {}
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_load_is_summed_over_every_axis_of_a_mesh():
     layer = make({})
