@@ -12,7 +12,7 @@ fallback, and leads to a new plan when the step is over. A plan knows all steps 
 that it would take more than `PATIENCE` times what was alive at once, it starts anew from the last step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,8 @@ class Pool:
 
     def give(self, transient: Transient) -> None:
         """Take the memory back; what was computed from it is ordered before what will be written there."""
+        if transient not in self._alive:  # its take failed
+            return
         del self._alive[transient]
         self.live -= transient.nbytes
         if transient.tensor is transient.own:
@@ -139,6 +141,20 @@ class Pool:
             plan = self._planned(foreseen)
         self.outdated = False
         self._adopt(plan)
+
+    def foresee(self, together: Iterable[Sequence[Transient]]) -> None:
+        """Everything is at rest, and each of these sets of buffers will be alive at once: plan for it, if need be."""
+        if not self.planned or self._alive or any(each.is_fixed() for each in self._met):
+            return
+        for alive in together:
+            self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
+            for one in alive:
+                self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
+                if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
+                    self.outdated = True
+        if self.outdated:
+            self.outdated = False
+            self._adopt(self._planned(None))
 
     def _planned(self, foreseen: Callable[[Transient, Transient], bool] | None) -> SlabPlan:
         def meet(one: Any, other: Any) -> bool:
@@ -190,15 +206,15 @@ class Pool:
 
     def _rivals(self, transient: Transient) -> list[Transient]:
         """Who lives in the planned place of `transient`."""
-        if self.plan is None or transient not in self._places:
-            return []
-        offsets = self.plan.offsets
-        start, stop = offsets[transient], offsets[transient] + transient.nbytes
-        return [
-            other
-            for other in self._alive
-            if other.tensor is not other.own and offsets[other] < stop and start < offsets[other] + other.nbytes
-        ]
+        return [other for other in self._alive if other.tensor is not other.own and self._share(transient, other)]
+
+    def _share(self, one: Transient, other: Transient) -> bool:
+        """Whether the planned places of two buffers have bytes in common."""
+        if one not in self._places or other not in self._places:
+            return False
+        assert self.plan is not None
+        start, begin = self.plan.offsets[one], self.plan.offsets[other]
+        return begin < start + one.nbytes and start < begin + other.nbytes
 
     def _meet(self, transient: Transient) -> None:
         met = self._met.setdefault(transient, {})

@@ -90,7 +90,7 @@ class Runtime:
         self._agreement = Agreement(options.check_collectives)
         self._reducing: deque[_Reduction] = deque()
         self._reduced = False
-        self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward")}
+        self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward", "schedule")}
         self._current = "forward"
         self._foretold: set[int] = set()
         self._finished: list[int] = []
@@ -248,13 +248,21 @@ class Runtime:
         self._passes[kind].begin()
 
     @contextmanager
-    def scheduled(self, visits: Sequence["Unit"]) -> Iterator[None]:
-        """Around a schedule that visits units itself, in this order: hooks stand back, and what a backward does at its
-        end is done at the schedule's."""
+    def scheduled(self, visits: Sequence["Unit"], gathered: Callable[[], Iterable[Iterable["Unit"]]]) -> Iterator[None]:
+        """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
+        at its end is done at the schedule's. `gathered`: which units are gathered at once, for a new order."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self.enter_forward()
-        self._passes["schedule"] = Itinerary([unit.number for unit in visits])
+        order = [unit.number for unit in visits]
+        if order != self._passes["schedule"].expected:
+            self._passes["schedule"] = Itinerary(order)
+            transients = [
+                [group.transient for unit in units for group in unit.groups if group.transient is not None]
+                for units in gathered()
+            ]
+            self.weights.foresee(transients)
+        self._passes["schedule"].visited = []
         self._begin("schedule")
         self.in_schedule = True
         try:

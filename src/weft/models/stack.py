@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import Meshes
 from weft.models.blocks import MLP, Attention, Experts, RMSNorm, RotaryEmbedding, dispatcher_of
 from weft.models.config import HybridConfig
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
 from weft.moe import Dispatcher
-from weft.overlap import Crossing, run_stages
+from weft.overlap import Crossing, recompute, run_stages
 from weft.source import WeightSource
 
 
@@ -83,9 +81,7 @@ class Layer(nn.Module):
         return [self._terminal.experts] if isinstance(self._terminal, Experts) else []
 
     def _recomputed(self, stage: str, function: Any, *args: Any) -> Any:
-        if stage not in self.recompute or not torch.is_grad_enabled():
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return recompute(function, *args) if stage in self.recompute else function(*args)
 
 
 class Stack(nn.Module):

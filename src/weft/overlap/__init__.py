@@ -3,5 +3,6 @@
 from weft.overlap.layer import Crossing, StagedLayer, StagedModel, run_stages
 from weft.overlap.node import UndeclaredTensor
 from weft.overlap.schedule import forward_backward
+from weft.overlap.wgrad import recompute
 
-__all__ = ["Crossing", "StagedLayer", "StagedModel", "UndeclaredTensor", "forward_backward", "run_stages"]
+__all__ = ["Crossing", "StagedLayer", "StagedModel", "UndeclaredTensor", "forward_backward", "recompute", "run_stages"]

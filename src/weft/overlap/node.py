@@ -47,7 +47,7 @@ class UndeclaredTensor(RuntimeError):
 
 
 class ComputeNode:
-    """A function of values, whose backward runs when `backward` is called."""
+    """A function of values, whose backward runs when `backward` is called. `around`: what its forward runs in."""
 
     def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
         self.name = name
@@ -79,8 +79,7 @@ class ComputeNode:
         for _, value in edges:
             value.gradient = None
         if known:
-            with self._around:
-                torch.autograd.backward([edge for edge, _ in known], [gradient for _, gradient in known])
+            torch.autograd.backward([edge for edge, _ in known], [gradient for _, gradient in known])
 
 
 class _Border(torch.autograd.Function):

@@ -8,7 +8,8 @@ Units that only `experts` reads are held around that stage alone; units outside 
 time. The program is made before anything runs, so the future is known exactly: what is acquired next is gathered ahead.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,7 +96,8 @@ class ModelUnits:
         """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end."""
         if self.runtime is None:
             return nullcontext()
-        return self.runtime.scheduled([unit for each in program for unit in each.acquire])
+        visits = [unit for each in program for unit in each.acquire]
+        return self.runtime.scheduled(visits, lambda: self.gathered(program))
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire what the step needs.
@@ -118,21 +120,20 @@ class ModelUnits:
         for unit in around.reduce:
             unit.reduce()
 
-    def peak(self, program: Sequence[Around]) -> int:
-        """The most units that are gathered at once while `program` runs with one unit gathered ahead."""
+    def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
+        """The units that are gathered at once, at each acquisition, with one unit gathered ahead."""
         visits = [unit for each in program for unit in each.acquire]
-        held: dict[Unit, int] = {}
-        position = most = 0
+        held: Counter[Unit] = Counter()
+        position = 0
         for each in program:
             for unit in each.acquire:
-                held[unit] = held.get(unit, 0) + 1
+                held[unit] += 1
                 position += 1
-                most = max(most, len(held.keys() | set(visits[position : position + 1])))
+                yield held.keys() | set(visits[position : position + 1])
             for unit in each.release:
                 held[unit] -= 1
                 if not held[unit]:
                     del held[unit]
-        return most
 
 
 def _policy_of(module: Any) -> MixedPrecisionPolicy:

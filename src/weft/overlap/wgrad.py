@@ -1,17 +1,19 @@
 """Delayed weight gradients: backward computes what the layer below waits for, the weights' share comes later.
 
 A linear or grouped product with a parameter needs two products in backward, one for its input's gradient and one for
-the weight's. Under `DelayedWeights` the second is queued, to be computed by `run` in the shade of an exchange. It sees
-the products themselves, so any layer can take part, recomputed ones as well.
+the weight's. If the forward ran under `DelayedWeights`, the second is queued, for `run` to compute in the shade of an
+exchange. It sees the products themselves, so any layer can take part; what `recompute` runs again as well.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from weft.fsdp.direct_gradient import weight_gradient
 
@@ -40,6 +42,24 @@ class DelayedWeights(TorchFunctionMode):
             x, weight, *rest = args
             return _Product.apply(self._queue, kind, x, weight, rest[0] if rest else kwargs.get(kind.beside))
         return function(*args, **kwargs)
+
+
+def recompute(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose activations backward computes again (`torch.utils.checkpoint`, non-reentrant).
+
+    For parts of a stage, without collectives in them. The second run delays weight gradients as the first did.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    delayed = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DelayedWeights)]
+
+    def run(*args: Any) -> Any:
+        if not delayed or delayed[-1] in _get_current_function_mode_stack():
+            return function(*args)
+        with delayed[-1]:
+            return function(*args)
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Linear:

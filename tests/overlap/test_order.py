@@ -1,0 +1,114 @@
+"""The order of a combined step is that of the table, and every node runs once, after what it needs."""
+
+import itertools
+import re
+
+import pytest
+
+from weft.overlap import order
+from weft.overlap.order import BACKWARD, FORWARD, Layer, Step, combined_order, forward_backward_order
+
+EXPERTS = ("attend", "dispatch", "experts", "combine", "finish")
+DENSE = ("attend", "experts", "finish")
+ALONE = ("attend",)
+
+
+def layers(*stages):
+    return [Layer(number, each) for number, each in enumerate(stages)]
+
+
+def spelled(steps):
+    """Steps in the table's spelling, with the layer's number."""
+    return [f"{step.direction[0].upper()}{'' if step.layer is None else step.layer}.{step.slot}" for step in steps]
+
+
+def table():
+    """The rows of the module's own table, the exchange before the computation that it runs under."""
+    rows = re.findall(r"^    ([BF]\.[a-z.]+)(?: \(if delayed\))? *([BF]\.[a-z]+)?$", order.__doc__, re.MULTILINE)
+    return [entry for compute, exchange in rows for entry in (exchange, compute) if entry]
+
+
+def test_a_pair_runs_in_the_order_of_the_table():
+    steps = combined_order(layers(EXPERTS), 1, layers(EXPERTS), 0, delay_wgrad=True, early_release=False)
+    pair = [step for step in steps if step.layer is not None]
+    said = [f"{step.direction[0].upper()}.{step.slot}" for step in pair]
+    assert len(table()) == 12
+    # An exchange is issued as soon as what it carries is there; within a row that is before the computation.
+    assert said == table()
+    assert all((step.lane == "exchange") == (step.slot in ("dispatch", "combine")) for step in pair)
+    assert all(step.microbatch == (1 if step.direction == FORWARD else 0) for step in pair)
+
+
+def test_layers_pair_first_with_last_and_the_model_s_ends_stand_around_them():
+    three = layers(ALONE, DENSE, ALONE)
+    steps = combined_order(three, 1, three, 0, delay_wgrad=False, early_release=False)
+    assert spelled(steps) == [
+        "B.head",
+        "F.embed",
+        *("F0.attend", "B2.attend"),
+        *("B1.finish", "F1.attend", "B1.experts", "F1.experts", "B1.attend", "F1.finish"),
+        *("F2.attend", "B0.attend"),
+        "B.embed",
+        "F.head",
+    ]
+
+
+@pytest.mark.parametrize("ahead, behind", [(1, 3), (3, 1)])
+def test_surplus_layers_run_unpaired_behind_the_pairs(ahead, behind):
+    steps = combined_order(
+        layers(*[ALONE] * ahead), 1, layers(*[ALONE] * behind), 0, delay_wgrad=False, early_release=False
+    )
+    said = [entry for entry in spelled(steps) if "attend" in entry]
+    if behind > ahead:
+        assert said == ["F0.attend", "B2.attend", "B1.attend", "B0.attend"]
+    else:
+        assert said == ["F0.attend", "B0.attend", "F1.attend", "F2.attend"]
+
+
+def test_early_release_runs_the_backward_of_attend_before_the_forward_of_experts():
+    for early_release in (False, True):
+        steps = list(
+            combined_order(layers(EXPERTS), 1, layers(EXPERTS), 0, delay_wgrad=True, early_release=early_release)
+        )
+        positions = [
+            steps.index(Step(*entry))
+            for entry in ((BACKWARD, 0, 0, "attend", "compute"), (FORWARD, 1, 0, "experts", "compute"))
+        ]
+        assert (positions[0] < positions[1]) == early_release
+
+
+def test_without_overlap_each_microbatch_ends_before_the_next_begins():
+    steps = list(
+        forward_backward_order(layers(EXPERTS, DENSE), 3, overlap=False, delay_wgrad=False, early_release=False)
+    )
+    assert [step.microbatch for step in steps] == sorted(step.microbatch for step in steps)
+    for microbatch in range(3):
+        directions = [step.direction for step in steps if step.microbatch == microbatch]
+        assert directions == sorted(directions, reverse=True)  # forward, then backward
+
+
+@pytest.mark.parametrize("overlap, delay_wgrad, early_release", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_every_node_runs_once_in_each_direction_and_after_what_it_needs(
+    microbatches, overlap, delay_wgrad, early_release
+):
+    stack = layers(EXPERTS, ALONE, DENSE, EXPERTS)
+    steps = list(
+        forward_backward_order(
+            stack, microbatches, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release
+        )
+    )
+    assert len(set(steps)) == len(steps)
+    for microbatch in range(microbatches):
+        mine = [step for step in steps if step.microbatch == microbatch]
+        forward = [(step.layer, step.slot) for step in mine if step.direction == FORWARD]
+        backward = [(step.layer, step.slot) for step in mine if step.direction == BACKWARD]
+        through = [(None, "embed"), *((layer.number, slot) for layer in stack for slot in layer.stages), (None, "head")]
+        assert forward == through
+        assert [entry for entry in backward if "." not in entry[1]] == through[::-1]
+        delayed = [entry for entry in backward if "." in entry[1]]
+        weights = [(layer.number, f"{slot}.weights") for layer in stack for slot in layer.stages]
+        expected = [(number, slot) for number, slot in weights if slot in ("attend.weights", "experts.weights")]
+        assert sorted(delayed) == sorted(expected if delay_wgrad else [])
+        for number, slot in delayed:
+            assert backward.index((number, slot)) > backward.index((number, slot.partition(".")[0]))

@@ -1,0 +1,273 @@
+"""The combined schedule computes what plain forward and backward compute, bit for bit."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.pool import distributed
+from weft.fsdp.module import unit_of, units_under
+from weft.fsdp.runtime import Runtime
+from weft.models import HybridConfig, HybridModel
+from weft.overlap import UndeclaredTensor, forward_backward
+from weft.overlap.order import Layer, forward_backward_order
+from weft.overlap.units import ModelUnits
+
+CFG = HybridConfig(
+    pattern="[*E]*[*E]",
+    vocab_size=37,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    num_experts=4,
+    moe_intermediate_size=16,
+    aux_loss_coef=0.1,
+)
+MODELS = {
+    "odd": CFG,
+    "even, dense layers between": dataclasses.replace(CFG, pattern="[*E][*-]*E-", z_loss_coef=0.01),
+    "shared expert, recomputed": dataclasses.replace(
+        CFG, shared_expert_intermediate_size=8, recompute=("attend", "experts"), tie_word_embeddings=True
+    ),
+}
+SWITCHES = [
+    dict(zip(("delay_wgrad", "early_release"), values)) for values in itertools.product([False, True], repeat=2)
+]
+
+
+def build(cfg, meshes, **options):
+    """The model with the same weights everywhere; sharded, if there are options."""
+    torch.manual_seed(0)
+    model = HybridModel(cfg, meshes=meshes)
+    return weft.models.shard(model, meshes, **options) if options else model
+
+
+def data(microbatches, vocabulary=CFG.vocab_size):
+    """Microbatches of this rank, of different sizes."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shapes = [(2, 2, 6 + 2 * (number % 2)) for number in range(microbatches)]
+    return [torch.randint(vocabulary, shape, generator=generator).unbind() for shape in shapes]
+
+
+def plain(model, microbatches):
+    """Forward and backward of one microbatch after the other, by the model itself."""
+    losses = []
+    for number, (tokens, labels) in enumerate(microbatches):
+        if isinstance(model, weft.FSDPModule):
+            model.set_is_last_backward(number + 1 == len(microbatches))
+        loss = model(tokens, labels)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def gradients(model):
+    """Local gradients by name, and away with them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.to_local().clone() if isinstance(gradient, DTensor) else gradient
+    model.zero_grad()
+    return found
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def compare(cfg, meshes, ways, **options):
+    """Each way of running, by its number of microbatches, equals the plain one in losses and gradients."""
+    model = build(cfg, meshes, **options)
+    for count, chosen in ways.items():
+        microbatches = data(count)
+        expected = plain(model, microbatches), gradients(model)
+        for overlap, switches in chosen:
+            losses = forward_backward(model, microbatches, overlap=overlap, **switches)
+            same((losses, gradients(model)), expected)
+            assert not any(unit.resident for unit in units_under(model) if any(g.transient for g in unit.groups))
+
+
+PLAIN, DELAYED, EARLY, BOTH = ((True, SWITCHES[number]) for number in (0, 2, 1, 3))
+APART, APART_DELAYED = ((False, SWITCHES[number]) for number in (0, 2))
+ALL = {1: [APART, BOTH], 2: [PLAIN, DELAYED], 3: [PLAIN, DELAYED, EARLY, BOTH, APART, APART_DELAYED], 5: [BOTH, EARLY]}
+SOME = {2: [PLAIN, BOTH, APART_DELAYED]}
+
+
+@pytest.mark.slow
+@distributed(2, 4)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_of_running_equals_plain_forward_and_backward(name):
+    """Expert parallel over all ranks, each strategy, unsharded too."""
+    cfg, meshes = MODELS[name], weft.init_meshes("cpu", ep=dist.get_world_size())
+    compare(cfg, meshes, ALL, strategy="optim_grads_params")
+    compare(cfg, meshes, SOME, strategy="optim_grads")
+    compare(cfg, meshes, SOME, strategy="optim")
+    # The shares of a tied weight would be added up in another order from one microbatch to the next.
+    compare(dataclasses.replace(cfg, tie_word_embeddings=False), meshes, SOME)
+
+
+@pytest.mark.slow
+@distributed(4)
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+def test_experts_on_some_ranks_and_copies_on_others(dp_replicate):
+    """Expert parallel 2 of 4: the experts are sharded as well; HSDP; separate gather groups; bf16."""
+    meshes = weft.init_meshes("cpu", ep=2, dp_replicate=dp_replicate)
+    runtime = weft.RuntimeOptions(separate_all_gather_group=True)
+    policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    cfg = MODELS["even, dense layers between"]
+    compare(cfg, meshes, {3: [PLAIN, BOTH]}, strategy="optim_grads_params", runtime=runtime)
+    compare(cfg, meshes, SOME, strategy="optim_grads")
+    compare(
+        MODELS["shared expert, recomputed"], meshes, {2: [DELAYED]}, strategy="optim_grads_params", mp_policy=policy
+    )
+
+
+@distributed(2)
+def test_one_combined_run_equals_the_plain_one():
+    meshes = weft.init_meshes("cpu", ep=2)
+    model = build(CFG, meshes, strategy="optim_grads_params")
+    microbatches = data(2)
+    expected = plain(model, microbatches), gradients(model)
+    same((forward_backward(model, microbatches), gradients(model)), expected)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_scaled_loss_scales_gradients_and_validation_may_come_between():
+    model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    microbatches = data(4)
+    losses, whole = forward_backward(model, microbatches), gradients(model)
+    with torch.no_grad():
+        model(*microbatches[0])
+    scaled = forward_backward(model, microbatches, loss_scale=0.25)
+    same(scaled, losses)
+    same(gradients(model), {name: gradient / 4 for name, gradient in whole.items()})
+    plain(model, microbatches)
+    same(gradients(model), whole)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_gradients_add_to_those_that_are_there_and_the_user_says_when_they_end():
+    model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim")
+    microbatches = data(4)
+    expected = forward_backward(model, microbatches), gradients(model)
+    model.set_is_last_backward(False)
+    losses = forward_backward(model, microbatches[:2])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.set_is_last_backward(True)
+    losses += forward_backward(model, microbatches[2:])
+    same((losses, gradients(model)), expected)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
+    model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
+    for switches in SWITCHES:
+        trace, events, most = [], [], 0
+        reduce, visit = Runtime.reduce, Runtime.visit
+
+        def counted(runtime, unit, group, *, defer, trace=trace, events=events, reduce=reduce):
+            events.append((len(trace), unit, defer))
+            reduce(runtime, unit, group, defer=defer)
+
+        def watched(runtime, unit, explicit, visit=visit):
+            nonlocal most
+            visit(runtime, unit, explicit)
+            most = max(most, sum(each.resident for each in runtime.units))
+
+        with mock.patch.object(Runtime, "reduce", counted), mock.patch.object(Runtime, "visit", watched):
+            forward_backward(model, data(3), trace=trace, **switches)
+        steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
+        assert trace == steps
+
+        # Each group once per microbatch, never before the last weight gradient of its layer.
+        groups = {unit: len(unit.trainable_groups) for unit in units_under(model)}
+        assert Counter(unit for _, unit, _ in events) == {unit: 3 * count for unit, count in groups.items()}
+        assert not any(defer for _, _, defer in events)
+        for number, layer in enumerate(model.staged_layers):
+            mine = [position for position, unit, _ in events if unit is unit_of(layer)]
+            slot = "attend.weights" if switches["delay_wgrad"] else "attend"
+            done = [
+                place + 1 for place, step in enumerate(trace) if step[0] == "backward" and step[2:4] == (number, slot)
+            ]
+            assert sorted(set(mine)) == done
+
+        units = ModelUnits.of(model, model.staged_layers)
+        assert most == max(map(len, units.gathered(units.program(steps))))
+        assert most < len(units_under(model))
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_an_exception_leaves_a_model_that_runs_again():
+    model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    microbatches = data(3)
+    expected = forward_backward(model, microbatches), gradients(model)
+    layer = model.decoder.layers[1]
+    with mock.patch.object(type(layer), "attend", side_effect=ArithmeticError), pytest.raises(ArithmeticError):
+        forward_backward(model, microbatches)
+    assert not any(unit.held for unit in units_under(model))
+    same((forward_backward(model, microbatches), gradients(model)), expected)
+
+
+@distributed(2)
+def test_a_layer_that_smuggles_a_tensor_is_refused_with_the_node_s_name():
+    model = build(CFG, weft.init_meshes("cpu", ep=2))
+    layer = model.decoder.layers[2]
+    kind = type(layer)
+
+    def attend(self, hidden):
+        self.hidden = hidden
+        return kind.attend(self, hidden)
+
+    def finish(self, rows, kept, handle):
+        return kind.finish(self, rows, kept, handle) + self.hidden
+
+    layer.__class__ = type("Smuggler", (kind,), {"attend": attend, "finish": finish})
+    with pytest.raises(UndeclaredTensor, match=r"node microbatch 0, layer 2\.finish"):
+        forward_backward(model, data(1), overlap=False)
+
+
+class Plain(nn.Module):
+    def embed(self, tokens):
+        return tokens
+
+    def loss(self, hidden, labels, losses):
+        return hidden
+
+
+def test_wrong_calls_are_refused_with_the_fix():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    with pytest.raises(ValueError, match=r"expert parallel 1.*overlap=False"):
+        forward_backward(model, [batch])
+    with pytest.raises(ValueError, match="at least one pair"):
+        forward_backward(model, [], overlap=False)
+    with pytest.raises(TypeError, match=r"Plain is no .*it lacks staged_layers"):
+        forward_backward(Plain(), [batch], overlap=False)
+    unstaged = Plain()
+    unstaged.staged_layers = [nn.Linear(2, 2)]
+    with pytest.raises(TypeError, match=r"layer 0, a Linear, is no .*stages, dispatcher, attend"):
+        forward_backward(unstaged, [batch], overlap=False)
+    model.decoder.layers[0] = checkpoint_wrapper(model.decoder.layers[0])
+    with pytest.raises(ValueError, match=r"layer 0 is inside a full-layer activation checkpoint.*recompute"):
+        forward_backward(model, [batch], overlap=False)
+
+
+def test_layers_without_a_sharded_root_are_refused():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    found = mock.patch("weft.overlap.units.units_under", lambda module: [] if module is model else [object()])
+    with found, pytest.raises(ValueError, match="fully_shard on it too, last"):
+        ModelUnits.of(model, model.staged_layers)
