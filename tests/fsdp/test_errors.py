@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import weft
@@ -90,8 +89,6 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
         weft.fully_shard(block, mp_policy="bf16")
     with refused(TypeError, "offload_policy=True", "OffloadPolicy"):
         weft.fully_shard(block, offload_policy=True)
-    with refused(ValueError, "CPUOffloadPolicy", "not available"):
-        weft.fully_shard(block, offload_policy=CPUOffloadPolicy())
     sharded = weft.fully_shard(block)
     with refused(ValueError, "set_requires_all_reduce(False)", "set_requires_gradient_sync"):
         sharded.set_requires_all_reduce(False)

@@ -64,6 +64,29 @@ def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGrou
     return Pending(works)
 
 
+def upload(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, tag: int) -> Pending:
+    """Copy `source`, in (pinned) CPU memory, to `target` on the device.
+
+    `staging`: memory on the device in `source`'s dtype, where that is not `target`'s: casting on the CPU would make the
+    host wait.
+    """
+    if staging is None:
+        target.copy_(source, non_blocking=True)
+    else:
+        staging.copy_(source, non_blocking=True)
+        target.copy_(staging)
+    return Pending()
+
+
+def all_gather_uploaded(
+    full: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, group: dist.ProcessGroup, tag: int
+) -> Pending:
+    """`upload` into this rank's slice of `full`, then `all_gather`."""
+    own = full.view(group.size(), -1)[dist.get_rank(group)]
+    upload(own, source, staging, tag)
+    return all_gather(full, own, group, tag)
+
+
 def reduce_scatter(
     output: torch.Tensor,
     partial: torch.Tensor,
@@ -205,7 +228,7 @@ def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.Proc
         Pending(works).complete()
         return
     width = max(part.numel() for part in parts)
-    padded = parts[rank].new_zeros(len(parts), width)
+    padded = _movable(parts[rank].new_zeros(len(parts), width), group)
     padded[rank, : parts[rank].numel()] = parts[rank]
     dist.all_gather_into_tensor(padded.view(-1), padded[rank].clone(), group=group)
     for peer in _peers(rank, len(parts)):
@@ -215,13 +238,26 @@ def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.Proc
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Overwrite `tensor` with that of the group's first rank, and wait."""
     if group.size() > 1:
-        dist.broadcast(tensor, group=group, group_src=0)
+        moved = _movable(tensor, group)
+        dist.broadcast(moved, group=group, group_src=0)
+        if moved is not tensor:
+            tensor.copy_(moved)
 
 
 def reduce_now(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce a small tensor in place, wait, and return it."""
     if group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+        moved = _movable(tensor, group)
+        dist.all_reduce(moved, op=op, group=group)
+        if moved is not tensor:
+            tensor.copy_(moved)
+    return tensor
+
+
+def _movable(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`tensor`, or a copy on the device where it lies in CPU memory, which NCCL does not reach."""
+    if tensor.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        return tensor.to("cuda")
     return tensor
 
 

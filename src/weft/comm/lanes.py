@@ -29,6 +29,7 @@ class Ticket:
     def __init__(self, pending: Pending | None, event: Any = None) -> None:
         self._pending = pending
         self._event = event
+        self._waited = False
 
     def __del__(self) -> None:
         self.abandon()
@@ -38,9 +39,7 @@ class Ticket:
 
         Their messages would pair with those of whoever uses the lane next.
         """
-        event, self._event = self._event, None
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        self._order()
         pending, self._pending = self._pending, None
         for work in pending.works if pending is not None else ():
             with contextlib.suppress(RuntimeError):
@@ -48,10 +47,8 @@ class Ticket:
 
     def wait(self) -> None:
         """Make the computation that follows see the result."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._event = None
-        elif self._pending is not None:
+        self._order()
+        if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.complete()
 
@@ -60,6 +57,11 @@ class Ticket:
         if self._event is not None:
             self._event.synchronize()
         self.wait()
+
+    def _order(self) -> None:
+        if self._event is not None and not self._waited:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._waited = True
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -78,7 +80,7 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105}
+    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105, "download": 106}
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -114,3 +116,17 @@ class Lane:
             return pending
 
         return run
+
+    def follow(self, ticket: Ticket, work: Callable[[], Any]) -> Ticket:
+        """Start `work` behind `ticket` alone, whatever has been computed since; it takes the ticket over."""
+        if self.stream is None:
+
+            def finish() -> None:
+                ticket.wait()
+                work()
+
+            return Ticket(Pending(finish=finish))
+        with torch.cuda.stream(self.stream):
+            ticket.wait()
+            work()
+            return Ticket(None, self.stream.record_event())

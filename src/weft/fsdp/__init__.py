@@ -8,8 +8,9 @@ from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.layout import padding_of
 from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from weft.fsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from weft.fsdp.placement import Placements
-from weft.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.runtime import RuntimeOptions
 from weft.fsdp.state_dict import install
 

@@ -60,6 +60,19 @@ def materialize(
     return placed
 
 
+def bring_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move buffers in CPU memory to `device`, where the modules compute; those that are shared stay shared."""
+    if device.type == "cpu":
+        return
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
+
+
 def _owns_meta(module: nn.Module) -> bool:
     own = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in own)

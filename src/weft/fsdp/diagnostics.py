@@ -33,7 +33,8 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Bytes on this rank by storage accounting.
 
-    `persistent`: by role, what stays at rest. `transient`: for gathered weights and partial gradients
+    `persistent`: by role, what stays at rest on the device. `offloaded`: in CPU memory, with `CPUOffloadPolicy`.
+    `transient`: for gathered weights and partial gradients
 
         live          bytes in use now
         peak          the most bytes that ever were
@@ -44,15 +45,20 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         fallbacks     how often a buffer was outside of the slab because the plan did not foresee it
     """
     units = _units(model)
-    persistent = {"weights": 0, "gradients": 0}
+    persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:
-            persistent["weights"] += sum(group.persistent_weights().values())
+            weights = sum(group.persistent_weights().values())
+            if group.offload is not None:
+                offloaded["weights"] += group.main_weight.local.nbytes
+                weights -= group.main_weight.local.nbytes
+            persistent["weights"] += weights
             if group.main_grad is not None:
-                persistent["gradients"] += group.main_grad.local.nbytes
+                (persistent if group.offload is None else offloaded)["gradients"] += group.main_grad.local.nbytes
     runtimes = list({id(unit.runtime): unit.runtime for unit in units}.values())
     return {
         "persistent": persistent,
+        "offloaded": offloaded,
         "transient": {
             "gathered weights": _transient([runtime.weights for runtime in runtimes]),
             "partial gradients": _transient([runtime.gradients for runtime in runtimes]),

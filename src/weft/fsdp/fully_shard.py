@@ -12,14 +12,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.groups import group_of
 from weft.fsdp.atomic import granularity_of
-from weft.fsdp.construction import materialize
+from weft.fsdp.construction import bring_buffers, materialize
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.hooks import HookDriver
 from weft.fsdp.mesh_dims import data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, kind_of, units_under
+from weft.fsdp.offload import OffloadPolicy, offload_of
 from weft.fsdp.parameter_group import ParameterGroup, Slot
 from weft.fsdp.placement import Placements, placements_of
-from weft.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, check_offload, precision_of
+from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
 from weft.fsdp.runtime import Runtime, RuntimeOptions
 from weft.fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.fsdp.unit import Unit
@@ -52,7 +53,8 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
-        mesh: a DeviceMesh over the ranks that share the work: 1-D, or 2-D (outer, shard). Default: all ranks, 1-D.
+        mesh: a DeviceMesh over the ranks that share the work: 1-D, or 2-D (outer, shard). Default: all ranks on the
+            parameters' device; for parameters in CPU memory on CUDA, unless the process group is gloo.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
@@ -62,7 +64,8 @@ def fully_shard(
             `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least), or
             `Shard(dim)` (cut along another dimension, between its slices, into parts of unequal number if need be).
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
-        offload_policy: `weft.OffloadPolicy`, or torch's.
+        offload_policy: `weft.OffloadPolicy`, or `weft.CPUOffloadPolicy`: sharded weights, gradients and optimizer
+            state stay in CPU memory; or torch's.
         ignored_params: parameters to leave alone.
         gradient_divide_factor: divide averaged gradients by this as well.
         runtime: `weft.RuntimeOptions`; the root's count.
@@ -87,7 +90,7 @@ def fully_shard(
     if gradient_divide_factor is not None and gradient_divide_factor <= 0:
         raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
-    check_offload(offload_policy if offload_policy is not None else OffloadPolicy())
+    offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
     if dp_mesh_dims is not None:
         if mesh is None:
             raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
@@ -103,6 +106,7 @@ def fully_shard(
     owners = _owners(modules)
     found = {key: value for key, value in _owned_parameters(owners).items() if id(key) not in ignored}
     found = materialize(owners, found, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
+    bring_buffers(owners, device)
     tied = {key: _sharded_elsewhere[key] for key in found if key in _sharded_elsewhere}
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
     parallel = {
@@ -122,6 +126,8 @@ def fully_shard(
             policy.resolve(dtype),
             [granularity_of(p, own[p].name, shard_placement_fn) for p in members],
             [parallel[p] for p in members],
+            device,
+            offload,
         )
         for (dtype, _), members in kinds.items()
     ]
@@ -177,9 +183,7 @@ def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMe
             raise ValueError(
                 "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
             )
-        first = next((parameter for module in modules for parameter in module.parameters()), None)
-        device_type = first.device.type if first is not None else "cpu"
-        return _whole_world("cpu" if device_type == "meta" else device_type)
+        return _whole_world(_default_device_type(modules))
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D one (shard) or a 2-D one (outer, shard)"
@@ -190,6 +194,14 @@ def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMe
             "call fully_shard only on the ranks of its mesh"
         )
     return mesh
+
+
+def _default_device_type(modules: list[nn.Module]) -> str:
+    """Where the parameters are; for those in CPU memory or nowhere yet, what the process group is for."""
+    first = next((parameter for module in modules for parameter in module.parameters()), None)
+    if first is not None and first.device.type not in ("cpu", "meta"):
+        return first.device.type
+    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
 
 
 _worlds: dict[tuple[str, Any], DeviceMesh] = {}
@@ -243,10 +255,10 @@ def _checked_parameter(
         raise ValueError(
             f"{where} is sharded already, by a module around it: call fully_shard bottom-up, children first"
         )
-    if parameter.device.type != device.type:
+    if parameter.device.type not in (device.type, "cpu"):  # from the CPU only this rank's part is copied
         raise ValueError(
-            f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} "
-            "before fully_shard"
+            f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "
+            "the CPU before fully_shard"
         )
     return tensor_parallel_of(parameter, mesh, where)
 

@@ -38,10 +38,10 @@ class FSDPModule:
         """Buffers follow `.to()` and its like; what would change sharded parameters raises."""
         groups = [group for unit in units_under(self, recurse) for group in unit.groups]
         for group in groups:
-            probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.device))
-            if (probe.dtype, probe.device) != (group.recipe.main, group.device):
+            probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
+            if (probe.dtype, probe.device) != (group.recipe.main, group.home):
                 raise ValueError(
-                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on {group.device} to "  # type: ignore[arg-type]
+                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on {group.home} to "  # type: ignore[arg-type]
                     f"{probe.dtype} on {probe.device}: convert it before fully_shard, or use weft.MixedPrecisionPolicy"
                 )
         for group in groups:
@@ -224,6 +224,7 @@ class UnshardHandle:
         """Wait for the gather and register the full parameters."""
         if self._unit is not None:
             self._unit.keep()
+            self._unit.runtime.finish_uploads()
             self._unit = None
 
 

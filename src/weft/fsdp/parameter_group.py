@@ -25,12 +25,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.buffer import FlatBuffer, sharded_axes
 from weft.fsdp.direct_gradient import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradient_stage import GradientStage
 from weft.fsdp.layout import plan_layout
+from weft.fsdp.offload import CPUOffloadPolicy, GradientDownload, host_memory
 from weft.fsdp.placement import Placements
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.post_forward import PostForwardPiece
@@ -65,6 +67,8 @@ class ParameterGroup:
         recipe: Recipe,
         cutting: Sequence[tuple[int, int]],
         tensor_parallel: Sequence[TensorParallel | None],
+        device: torch.device,
+        offload: CPUOffloadPolicy | None,
     ) -> None:
         self.slots = list(slots)
         self.tensor_parallel = list(tensor_parallel)
@@ -73,7 +77,10 @@ class ParameterGroup:
         self.placements = placements
         self.recipe = recipe
         self.trainable = parameters[0].requires_grad
-        self.device = parameters[0].device
+        self.device = device
+        self.offload = offload
+        self.home = torch.device("cpu") if offload is not None else device
+        """Where the registered sharded parameters and their gradients lie."""
         slices = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         self.layout = plan_layout(
             [tuple(tensor.shape) for tensor in slices],
@@ -83,6 +90,11 @@ class ParameterGroup:
             dims=[dim for _, dim in cutting],
         )
         self.main_weight, self.model_weight = self._weights(slices)
+        self._staging: Transient | None = None
+        if offload is not None and recipe.main != recipe.compute:
+            self._staging = Transient(self.main_weight.local.numel(), recipe.main, device)
+            self._staging.settle()
+        self._staged = False
         self.full = self.model_weight
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
@@ -113,6 +125,7 @@ class ParameterGroup:
             if recipe.main_grad != recipe.main:
                 sharded.grad_dtype = recipe.main_grad
         self.main_grad: FlatBuffer | None = None
+        self._download: GradientDownload | None = None
         self.has_gradient = [False] * len(self.slots)
         self.gives_all_gradients = False
         """Whether parameters that no rank used get a gradient of zeros, or none."""
@@ -133,6 +146,11 @@ class ParameterGroup:
     def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
         recipe, where = self.recipe, self.placements
+        if self.offload is not None:
+            main = self._home_buffer(recipe.main)
+            main.fill(parameters)
+            gathered = where.parameter == where.optimizer and self.layout.shards > 1
+            return main, main if gathered else self._new_buffer(where.parameter, recipe.compute)
         aliased = recipe.main == recipe.compute
         if aliased and where.parameter != where.optimizer:
             model = self._new_buffer(where.parameter, recipe.compute)
@@ -148,6 +166,14 @@ class ParameterGroup:
         pieces = math.prod(self.mesh.size(axis) for axis in sharded_axes(placements))
         local = torch.empty(self.layout.numel // pieces, dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, self.mesh, placements, local)
+
+    def _home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        """A buffer under the optimizer's placements, in CPU memory where that is asked for."""
+        where = self.placements.optimizer
+        if self.offload is None:
+            return self._new_buffer(where, dtype)
+        pieces = math.prod(self.mesh.size(axis) for axis in sharded_axes(where))
+        return FlatBuffer(self.layout, self.mesh, where, host_memory(self.layout.numel // pieces, dtype, self.offload))
 
     @property
     def _whole(self) -> tuple[Replicate, ...]:
@@ -183,7 +209,7 @@ class ParameterGroup:
     def transients(self) -> list[Transient]:
         """The memory that comes and goes with the gathered weights."""
         pieces = [piece.transient for piece in self._pieces.values()]
-        return [self.transient, *pieces] if self.transient is not None else []
+        return [each for each in (self.transient, self._staging, *pieces) if each is not None]
 
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
@@ -201,7 +227,7 @@ class ParameterGroup:
         `group`: the shard axis' ranks, on the communicator that gathers use.
         """
         with torch.no_grad():
-            ticket = self._refresh(lane, outer_lane)
+            ticket = self._refresh(lane, outer_lane, pool)
             if self.transient is None:
                 return ticket
             if ticket is not None:
@@ -209,6 +235,9 @@ class ParameterGroup:
             pool.take(self.transient)
             if self.piece is not None and self.piece.held:
                 return self.piece.gather_into(self.full.local, lane)
+            if self.offload is not None and self.model_weight is self.main_weight:
+                source, staging = self.main_weight.local, self._take_staging(pool)
+                return lane.run(collectives.all_gather_uploaded, self.full.local, source, staging, group)
             return self.model_weight.gather_into(self.full, lane, group)
 
     def leave_pieces(self, size: int | None) -> None:
@@ -227,22 +256,37 @@ class ParameterGroup:
             with torch.no_grad():
                 self.piece.keep(self.full.local, pool)
 
+    def gathered(self, pool: Pool) -> None:
+        """The gather is done: give back what it read on its way."""
+        self.drop_piece(pool)
+        if self._staging is not None and self._staged:
+            self._staged = False
+            pool.give(self._staging)
+
+    def _take_staging(self, pool: Pool) -> torch.Tensor | None:
+        if self._staging is None:
+            return None
+        self._staged = True
+        return pool.take(self._staging)
+
     def drop_piece(self, pool: Pool) -> None:
         """Let the next gather start from the main weights again."""
         if self.piece is not None:
             self.piece.drop(pool)
 
-    def _refresh(self, lane: Lane, outer_lane: Lane) -> Ticket | None:
+    def _refresh(self, lane: Lane, outer_lane: Lane, pool: Pool) -> Ticket | None:
         """Bring the model weights up to date with the main weights, if a pass began since the last time."""
         if self.model_weight is self.main_weight or not self._outdated:
             return None
         self._outdated = False
         own = self.model_weight.part(self.placements.optimizer).local
-        if own.data_ptr() != self.main_weight.local.data_ptr():
+        lane = outer_lane if self.model_weight.axes else lane
+        uploaded = None
+        if self.offload is not None:  # on the lane of the gather, which so comes behind it
+            uploaded = lane.run(collectives.upload, own, self.main_weight.local, self._take_staging(pool))
+        elif own.data_ptr() != self.main_weight.local.data_ptr():
             own.copy_(self.main_weight.local)
-        return self.model_weight.gather_in_place(
-            self.placements.optimizer, outer_lane if self.model_weight.axes else lane
-        )
+        return self.model_weight.gather_in_place(self.placements.optimizer, lane) or uploaded
 
     def withdraw(self) -> None:
         """Leave the parameters' places empty, until `register`."""
@@ -371,7 +415,7 @@ class ParameterGroup:
         gradient, parallel = self.full_parameters[number].grad, self.tensor_parallel[number]
         return gradient if gradient is None or parallel is None else parallel.slice_of_gradient(gradient)
 
-    def reduce(self, number: int, lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
+    def reduce(self, number: int, lane: Lane, download_lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
         """Start the reduction of stage `number` into the next stage, or from the last into the main gradients.
 
         `defer`: the next stage will wait for more microbatches.
@@ -383,14 +427,29 @@ class ParameterGroup:
             output = following.buffer or following.open(pool, accumulating=defer)
         else:
             if self.main_grad is None:
-                self.main_grad = self._new_buffer(self.placements.optimizer, self.recipe.main_grad)
+                self.main_grad = self._home_buffer(self.recipe.main_grad)
                 self._gradients = list(self.main_grad.dtensors(self.tensor_parallel))
+                if self.offload is not None:
+                    self._download = GradientDownload(self.main_grad, self.offload, self.device)
+            if self._download is not None:
+                self._download.finish()
             output, accumulate = self.main_grad, self._unpublished or self.take_over_gradients()
             self._unpublished = True
-        hook = self.reduction_hook if number == self.last_stage else None
-        return stage.reduce_into(
-            output, lane, pool, scale=scale, accumulate=accumulate, sum_only=self.sums_only, hook=hook
+        last, adds = number == self.last_stage, accumulate
+        if last and self._download is not None:
+            output, accumulate = self._download.open(pool), False
+        ticket = stage.reduce_into(
+            output,
+            lane,
+            pool,
+            scale=scale,
+            accumulate=accumulate,
+            sum_only=self.sums_only,
+            hook=self.reduction_hook if last else None,
         )
+        if last and self._download is not None:
+            return self._download.start(ticket, download_lane, accumulate=adds)
+        return ticket
 
     @property
     def last_stage(self) -> int:
@@ -399,6 +458,8 @@ class ParameterGroup:
 
     def reduced(self, number: int, pool: Pool) -> None:
         """The reduction of stage `number` is done: give its memory back."""
+        if number == self.last_stage and self._download is not None:
+            self._download.close(pool)
         self._stages[number].close(pool)
         if not number:
             self._filled = [False] * len(self.slots)
@@ -431,6 +492,8 @@ class ParameterGroup:
     def publish_gradients(self) -> None:
         """Set `.grad` of the sharded parameters that have a gradient on any rank, and run their hooks for it."""
         self._unpublished = False
+        if self._download is not None:
+            self._download.finish()
         for parameter, gradient, present in zip(self.sharded_parameters, self._gradients, self.has_gradient):
             if present:
                 parameter.grad = gradient

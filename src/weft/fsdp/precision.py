@@ -12,9 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy as _TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import OffloadPolicy as _TorchOffloadPolicy
 from torch.utils._pytree import tree_map
 
 _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -86,19 +84,6 @@ def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
     return torch.finfo(narrow).max < torch.finfo(wide).max
 
 
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Keep everything on the device."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep sharded weights, gradients and optimizer state in CPU memory; `pin_memory`: in pages that copies can use
-    while the device computes."""
-
-    pin_memory: bool = True
-
-
 def cast_floating(values: Any, dtype: torch.dtype | None) -> Any:
     """`values`, a tree, with its floating tensors cast to `dtype`; None changes nothing."""
     if dtype is None:
@@ -121,11 +106,3 @@ def precision_of(policy: Any) -> MixedPrecisionPolicy:
             policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
         )
     raise TypeError(f"mp_policy={policy!r}: pass a weft.MixedPrecisionPolicy or torch's")
-
-
-def check_offload(policy: Any) -> None:
-    """Raise for an offload policy that is none, or that asks for what weft does not do yet."""
-    if isinstance(policy, (CPUOffloadPolicy, _TorchCPUOffloadPolicy)):
-        raise ValueError("offload_policy=CPUOffloadPolicy: not available yet; pass weft.OffloadPolicy()")
-    if not isinstance(policy, (OffloadPolicy, _TorchOffloadPolicy)):
-        raise TypeError(f"offload_policy={policy!r}: pass weft.OffloadPolicy() or torch's OffloadPolicy()")

@@ -79,6 +79,7 @@ class Runtime:
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device)
         self.outer_lane = Lane("outer", device)
+        self.download_lane = Lane("download", device)
         self.last_backward = True
         self.more_to_come = False
         """Whether a schedule has further microbatches to reduce."""
@@ -89,6 +90,7 @@ class Runtime:
         self._units: list[weakref.ref[Unit]] = []
         self._agreement = Agreement(options.check_collectives)
         self._reducing: deque[_Reduction] = deque()
+        self._uploads: list[Ticket] = []
         self._reduced = False
         self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward", "schedule")}
         self._current = "forward"
@@ -126,7 +128,8 @@ class Runtime:
 
     def share_lanes(self, other: "Runtime") -> None:
         """Queue communication behind that of `other`."""
-        self.gather_lane, self.reduce_lane, self.outer_lane = other.gather_lane, other.reduce_lane, other.outer_lane
+        self.gather_lane, self.reduce_lane = other.gather_lane, other.reduce_lane
+        self.outer_lane, self.download_lane = other.outer_lane, other.download_lane
 
     def _separate_gathers(self) -> None:
         if not self.options.separate_all_gather_group:
@@ -146,9 +149,16 @@ class Runtime:
             separate = self.options.separate_all_gather_group
             gather_group = self._gather_groups[shard_group] if separate else shard_group
             ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
+        if ticket is not None and group.offload is not None:
+            self._uploads.append(ticket)
         if ticket is not None and self._current != "evaluation":
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
+
+    def finish_uploads(self) -> None:
+        """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
+        while self._uploads:
+            self._uploads.pop().synchronize()
 
     def enter_forward(self) -> None:
         """A sharded module is called; the outermost call begins a pass: whatever an earlier one left behind goes."""
@@ -186,6 +196,7 @@ class Runtime:
         for unit in units:
             if not self.is_next(unit):
                 unit.free()
+        self.finish_uploads()
         if self._current == "evaluation":
             self._plan(units)
 
@@ -309,7 +320,7 @@ class Runtime:
         finishes = finishes and self.is_last
         lane = self.outer_lane if stage else self.reduce_lane
         with torch.no_grad():
-            ticket = group.reduce(stage, lane, self.gradients, scale, defer=not finishes)
+            ticket = group.reduce(stage, lane, self.download_lane, self.gradients, scale, defer=not finishes)
         self._agreement.note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
         self._reducing.append(_Reduction(unit.number, group, stage, finishes, ticket))
         self._reduced = True
@@ -349,6 +360,7 @@ class Runtime:
                 unit.reduce()
         while self._reducing:
             self._finish_oldest()
+        self.finish_uploads()
         self._current = "forward"
         for unit in units:
             if unit.reshard_after_backward:

@@ -207,7 +207,7 @@ class Unit:
         for ticket in tickets:
             ticket.wait()
         for group in self.groups:
-            group.drop_piece(self.runtime.weights)
+            group.gathered(self.runtime.weights)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,62 @@
+"""CPU offload with a device: pinned memory on one side, streams and events on the other, the same numbers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import weft
+from tests.fsdp import nets
+
+pytestmark = pytest.mark.gpu
+
+HALF = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def trained(offload_policy, mp_policy) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A net after steps of two microbatches, and its last gradients."""
+    net = nets.shard(nets.make(), mp_policy=mp_policy, offload_policy=offload_policy)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for batch in nets.data(4, 4 * ranks).cuda():
+        optimizer.zero_grad()
+        for part in batch.chunk(2):
+            nets.loss_of(net, part.chunk(ranks)[rank]).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    return net, {name: nets.full(p.grad).cpu() for name, p in net.named_parameters()}
+
+
+def body(rank: int, ranks: int, store: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        for policy in (weft.MixedPrecisionPolicy(), HALF):
+            _, expected = trained(weft.OffloadPolicy(), policy)
+            net, gradients = trained(weft.CPUOffloadPolicy(), policy)
+            tolerance = {"rtol": 3e-3, "atol": 3e-3} if policy is HALF else {}  # of bf16 sums in another order
+            torch.testing.assert_close(gradients, expected, **tolerance)
+            for parameter in net.parameters():
+                for tensor in (parameter, parameter.grad):
+                    assert tensor.to_local().device.type == "cpu"
+                    assert not tensor.to_local().numel() or tensor.to_local().is_pinned()
+            report = weft.memory_report(net)
+            assert report["persistent"]["gradients"] == 0 < report["offloaded"]["gradients"]
+            tokens = nets.data(1, 4)[0].cuda()
+            block = net.blocks[0]
+            torch.cuda.set_sync_debug_mode("error")  # uploads and gathers make nobody wait but streams
+            try:
+                loss = nets.loss_of(net, tokens)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            loss.backward()
+            block.unshard()
+            assert block.up.weight.is_cuda
+            block.reshard()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_offloaded_training_equals_that_on_the_device(tmp_path):
+    ranks = min(2, torch.cuda.device_count())
+    mp.spawn(body, args=(ranks, str(tmp_path / "store")), nprocs=ranks)
