@@ -1,15 +1,19 @@
 """Which units `weft.models.shard` makes. The engine's own tests say what a unit does."""
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import weft.fsdp
+import weft.overlap
+from tests.fsdp.nets import full
 from tests.pool import distributed
 from weft.mesh import Meshes, init_meshes
 from weft.models import HybridConfig, HybridModel, shard
@@ -72,3 +76,71 @@ def test_a_sharded_model_trains_like_one_process(tied):
     assert list(parts.state_dict()) == list(whole.state_dict())
     for name, weight in parts.state_dict().items():
         assert_close(weight.full_tensor(), whole.state_dict()[name], rtol=1e-4, atol=1e-4)
+
+
+EXPERTS = HybridConfig(
+    pattern="[*E][*-][*E]",
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=2,
+    num_experts=4,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    aux_loss_coef=0.1,
+)
+ADAMW: Any = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def clipped_steps(model, batches, optimizer, clip, forward_backward):
+    """Norms before clipping, the gradients of the last step after it, and the weights that come of it."""
+    norms = []
+    for tokens, labels in batches:
+        optimizer.zero_grad()
+        forward_backward(model, list(zip(tokens.chunk(2), labels.chunk(2))))
+        norms.append(full(clip(model)))
+        optimizer.step()
+    gradients = {name: full(weight.grad) for name, weight in model.named_parameters()}
+    return norms, gradients, {name: full(weight) for name, weight in model.named_parameters()}
+
+
+def one_after_another(model, microbatches):
+    for tokens, labels in microbatches:
+        (model(tokens, labels=labels) / len(microbatches)).backward()
+
+
+def overlapped(model, microbatches):
+    weft.overlap.forward_backward(model, microbatches, delay_wgrad=True, loss_scale=1 / len(microbatches))
+
+
+def torchs_clip(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+
+
+def weft_clip(model):
+    return weft.optim.clip_grad_norm_(model, 0.3)
+
+
+@pytest.mark.slow
+@distributed(2, 4)
+def test_norms_clipping_and_optimizers_count_every_expert_once():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens, labels = torch.randint(37, (2, 5, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(7)
+    whole = HybridModel(EXPERTS)
+    adamw = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    expected = clipped_steps(whole, list(zip(tokens, labels)), adamw, torchs_clip, one_after_another)
+    assert min(expected[0]) > 0.3  # all five steps are clipped
+
+    mine = [batch[:, rank::ranks] for batch in (tokens, labels)]
+    meshes = init_meshes("cpu", ep=2)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        for run, flat in ((one_after_another, False), (overlapped, True)):
+            torch.manual_seed(7)
+            model = shard(HybridModel(EXPERTS, meshes), meshes, strategy=strategy)
+            if flat:
+                optimizer, clip = weft.optim.flat(torch.optim.AdamW, model, **ADAMW), weft_clip
+            else:
+                optimizer, clip = torch.optim.AdamW(model.parameters(), **ADAMW), torchs_clip
+            actual = clipped_steps(model, list(zip(*mine)), optimizer, clip, run)
+            assert_close(actual, expected, msg=lambda text, at=(strategy, run, flat): f"{at}: {text}")

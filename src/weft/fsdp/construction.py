@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import broadcast
 from weft.fsdp.parameter_group import Slot
@@ -55,8 +56,9 @@ def materialize(
     for module in empty:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
+                here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 for group in groups:
-                    broadcast(tensor.detach(), group)
+                    broadcast(here.detach(), group)
     return placed
 
 

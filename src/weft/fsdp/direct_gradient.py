@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
@@ -72,6 +73,22 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     return parameter.grad, accumulate
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter for local computation: of a DTensor what lies on this rank, which `parameter_of` knows again."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part = parameter.to_local()
+    if part.requires_grad:  # else it may be the parameter's own, which must not refer to it
+        part.part_of = parameter  # type: ignore[attr-defined]
+    return part
+
+
+def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that `weight` is, or is the local part of; None for anything else."""
+    whole = getattr(weight, "part_of", weight)
+    return whole if isinstance(whole, nn.Parameter) else None
 
 
 def declares_writing(parameter: nn.Parameter) -> bool:

@@ -211,7 +211,7 @@ def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
             alike.setdefault((tensor.device_mesh, tensor.axes), []).append(number)
         else:
             norms[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
-    mesh = _most_extended([mesh for mesh, _ in alike])
+    mesh = _common_mesh([mesh for mesh, _ in alike])
     for (own, _), numbers in alike.items():
         like = args[0][numbers[0]]
         parts = torch.stack([_part_norm(args[0][number]._local_tensor, order, dtype) for number in numbers])
@@ -220,12 +220,16 @@ def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return norms
 
 
-def _most_extended(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """The mesh whose first axes are those of all others; None where there is none."""
+def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """A mesh on which a value is replicated if it is on one of `meshes`; None where there is none.
+
+    One whose first axes are those of all others, or any where they all lay out the same ranks.
+    """
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
-    extends = all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes)
-    return longest if extends else None
+    if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
+        return longest
+    return longest if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}) == 1 else None
 
 
 def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:

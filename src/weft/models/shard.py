@@ -12,14 +12,16 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 
     Every logical layer becomes one unit over `meshes.dense`, from the first to the last; experts that are spread
     over ranks become units of their own over `meshes.expert`, whose gradients are averaged over all data-parallel
-    ranks like the others. The root unit, last, takes the embedding, the final norm and the head. `options` go to
-    each `weft.fully_shard` call, `runtime` to the root's only.
+    ranks like the others and whose parameters are DTensors of all experts, over `meshes.ep` too. The root unit, last,
+    takes the embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
+    root's only.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
     for layer in model.decoder.layers:
         if layer.dispatcher is not None:
             for experts in layer.expert_modules():
+                experts.spread(meshes.ep)
                 fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
         fsdp.fully_shard(layer, mesh=meshes.dense, **options)
     fsdp.fully_shard(model, mesh=meshes.dense, **options, **root)

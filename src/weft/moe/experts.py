@@ -5,7 +5,10 @@ import logging
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from weft.fsdp.direct_gradient import local_part
 from weft.linear import Linear
 from weft.moe.require import require, require_size
 from weft.source import INITIAL_STD, WeightSource
@@ -55,12 +58,23 @@ class GroupedExperts(nn.Module):
     def reset_parameters(self) -> None:
         """Set the initial weights."""
         for name, weight in self.named_parameters():
-            for number, expert in enumerate(weight, start=self.first_expert):
+            for number, expert in enumerate(local_part(weight), start=self.first_expert):
                 (self.source / str(number) / name).normal_(expert, INITIAL_STD)
+
+    def spread(self, mesh: DeviceMesh) -> None:
+        """Turn the parameters into DTensors of all experts, of which each rank of the 1-D `mesh` has these here.
+
+        Before `fully_shard`: norms, optimizers and checkpoints then see each expert once, under one number everywhere.
+        """
+        for name, weight in list(self.named_parameters()):
+            spread = DTensor.from_local(weight.detach(), mesh, [Shard(0)], run_check=False)
+            parameter = nn.Parameter(spread, requires_grad=weight.requires_grad)
+            vars(parameter).update(vars(weight))
+            self.register_parameter(name, parameter)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
-        weights: tuple[Tensor, ...] = (self.gate_proj, self.up_proj, self.down_proj)
+        weights = tuple(local_part(weight) for weight in (self.gate_proj, self.up_proj, self.down_proj))
         if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from weft.fsdp.direct_gradient import weight_gradient
+from weft.fsdp.direct_gradient import parameter_of, weight_gradient
 
 
 class DelayedWeights(TorchFunctionMode):
@@ -103,7 +103,7 @@ _KINDS: dict[Any, Any] = {F.linear: _Linear, torch._grouped_mm: _Grouped}
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queue: list, kind: Any, x: Tensor, weight: nn.Parameter, beside: Tensor | None) -> Tensor:
+    def forward(ctx: Any, queue: list, kind: Any, x: Tensor, weight: Tensor, beside: Tensor | None) -> Tensor:
         ctx.queue, ctx.kind = queue, kind
         ctx.weight = weight  # not saved: an activation checkpoint would hand back another tensor
         ctx.save_for_backward(x, beside)
@@ -114,7 +114,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, beside = ctx.saved_tensors
         gradient = gradient.contiguous()
-        ctx.queue.append((ctx.weight, ctx.kind, gradient, x, beside))
+        ctx.queue.append((parameter_of(ctx.weight), ctx.kind, gradient, x, beside))
         needs = ctx.needs_input_grad
         input_gradient = ctx.kind.input_gradient(gradient, ctx.weight.detach(), beside) if needs[2] else None
         bias_gradient = gradient.flatten(0, -2).sum(0) if needs[4] else None
@@ -124,8 +124,9 @@ class _Product(torch.autograd.Function):
 def _can_wait(kind: Any, x: Any = None, weight: Any = None, *rest: Any, **kwargs: Any) -> bool:
     """Whether this product's weight gradient can be queued; one that cannot is computed in backward as usual."""
     return (
-        isinstance(weight, nn.Parameter)
-        and weight.requires_grad
+        isinstance(weight, Tensor)
+        and (parameter := parameter_of(weight)) is not None
+        and parameter.requires_grad
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(weight.device.type)
         and len(rest) + len(kwargs) <= 1
