@@ -65,9 +65,10 @@ def test_ends_are_noticed_when_transfers_end_not_when_somebody_waits():
         with span("compute", "late"):
             ticket.wait()
         ticket.wait()
-    gathered, late = timeline.intervals()
+    gathered, late, waited = timeline.intervals()
     assert (gathered.lane, gathered.label) == ("gather", "first")
     assert 0 < gathered.start < gathered.end < late.start
+    assert waited.lane == "wait" and late.start <= waited.start <= waited.end <= late.end
     assert full.mean(1).tolist() == [1.0, 2.0]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import Pending
-from weft.comm.timeline import Timeline, recording
+from weft.comm.timeline import Timeline, recording, span
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
@@ -46,11 +46,14 @@ class Ticket:
                 work.wait(ABANDONED_TIMEOUT)
 
     def wait(self) -> None:
-        """Make the computation that follows see the result."""
-        self._order()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.complete()
+        """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
+        if self._pending is None and (self._event is None or self._waited):
+            return
+        with span("wait"):
+            self._order()
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                pending.complete()
 
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""

@@ -172,20 +172,24 @@ def labelled(label: str) -> AbstractContextManager:
     return _NOTHING if _recording is None else _labelled(_recording, label)
 
 
-def span(lane: str, label: str) -> AbstractContextManager:
-    """Record what runs inside, such as computation, as one interval of `lane`. On CUDA: on the current stream."""
+def span(lane: str, label: str = "") -> AbstractContextManager:
+    """Record what runs inside, such as computation, as one interval of `lane`. On CUDA: on the current stream.
+
+    `label`: default is what `labelled` has set.
+    """
     return _NOTHING if _recording is None else _span(_recording, lane, label)
 
 
-def busy(intervals: Iterable[Interval], lane: str) -> float:
-    """Seconds during which `lane` moves something."""
-    return _length(_union(intervals, lane))
+def busy(intervals: Iterable[Interval], *lanes: str) -> float:
+    """Seconds during which any of `lanes` is busy."""
+    return sum(stop - start for start, stop in _union(intervals, *lanes))
 
 
-def overlap(intervals: Iterable[Interval], one: str, other: str) -> float:
-    """Seconds during which both lanes move something."""
+def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str = "") -> float:
+    """Seconds during which both lanes are busy, and the lane `without`, if one is named, is not."""
     intervals = list(intervals)
-    return busy(intervals, one) + busy(intervals, other) - _length(_union(intervals, one, other))
+    alone = busy(intervals, one, without) + busy(intervals, other, without) - busy(intervals, without)
+    return alone - busy(intervals, one, other, without)
 
 
 _NOTHING: AbstractContextManager = nullcontext()
@@ -202,7 +206,7 @@ def _labelled(timeline: Timeline, label: str) -> Iterator[None]:
 
 @contextmanager
 def _span(timeline: Timeline, lane: str, label: str) -> Iterator[None]:
-    entry = timeline.begin(lane, label)
+    entry = timeline.begin(lane, label or timeline.label)
     try:
         yield
     finally:
@@ -210,7 +214,7 @@ def _span(timeline: Timeline, lane: str, label: str) -> Iterator[None]:
 
 
 def _union(intervals: Iterable[Interval], *lanes: str) -> list[tuple[float, float]]:
-    """The moments at which any of the lanes moves something, as disjoint pieces."""
+    """The moments at which any of the lanes is busy, as disjoint pieces."""
     pieces: list[tuple[float, float]] = []
     for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
         if pieces and start <= pieces[-1][1]:
@@ -218,10 +222,6 @@ def _union(intervals: Iterable[Interval], *lanes: str) -> list[tuple[float, floa
         else:
             pieces.append((start, stop))
     return pieces
-
-
-def _length(pieces: list[tuple[float, float]]) -> float:
-    return sum(stop - start for start, stop in pieces)
 
 
 def _event() -> Any:

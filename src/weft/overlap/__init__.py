@@ -1,8 +1,18 @@
 """When things run: the token exchange of one microbatch under the computation of another."""
 
+from weft.overlap.hidden import hidden_fraction
 from weft.overlap.layer import Crossing, StagedLayer, StagedModel, run_stages
 from weft.overlap.node import UndeclaredTensor
 from weft.overlap.schedule import forward_backward
 from weft.overlap.wgrad import recompute
 
-__all__ = ["Crossing", "StagedLayer", "StagedModel", "UndeclaredTensor", "forward_backward", "recompute", "run_stages"]
+__all__ = [
+    "Crossing",
+    "StagedLayer",
+    "StagedModel",
+    "UndeclaredTensor",
+    "forward_backward",
+    "hidden_fraction",
+    "recompute",
+    "run_stages",
+]

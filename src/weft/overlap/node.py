@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from weft.comm.timeline import span
+from weft.overlap.order import COMPUTE
+
 
 class Value:
     """A tensor on its way from one node to a later one, and the gradient that comes back."""
@@ -58,7 +61,7 @@ class ComputeNode:
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
     ) -> list[Value]:
         """The results of `function(*tensors)`. `owner`: check that nothing but its parameters and `inputs` is in it."""
-        with torch.enable_grad(), self._around:
+        with span(COMPUTE), torch.enable_grad(), self._around:
             entered = _enter(inputs)
             border = {tensor.grad_fn for tensor in entered}
             first = _sequence_number()
@@ -79,7 +82,8 @@ class ComputeNode:
         for _, value in edges:
             value.gradient = None
         if known:
-            torch.autograd.backward([edge for edge, _ in known], [gradient for _, gradient in known])
+            with span(COMPUTE):
+                torch.autograd.backward([edge for edge, _ in known], [gradient for _, gradient in known])
 
 
 class _Border(torch.autograd.Function):

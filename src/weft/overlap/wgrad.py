@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from weft.comm.timeline import span
 from weft.fsdp.direct_gradient import parameter_of, weight_gradient
+from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
@@ -28,7 +30,7 @@ class DelayedWeights(TorchFunctionMode):
     def run(self) -> None:
         """Compute the queued gradients, straight into the buffers that are reduced."""
         queue, self._queue = self._queue, []
-        with torch.no_grad():
+        with span(COMPUTE), torch.no_grad():
             for parameter, kind, gradient, x, beside in queue:
                 buffer, accumulate = weight_gradient(parameter)
                 if not accumulate and kind is _Linear and buffer.dtype == x.dtype:
