@@ -12,10 +12,12 @@ from weft.fsdp import (
     RuntimeOptions,
     TensorAtomic,
     UnshardHandle,
+    check_views,
     describe,
     fully_shard,
     memory_report,
     padding_of,
+    parameter_norms,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
@@ -33,6 +35,7 @@ __all__ = [
     "RuntimeOptions",
     "TensorAtomic",
     "UnshardHandle",
+    "check_views",
     "describe",
     "fully_shard",
     "init_meshes",
@@ -40,6 +43,7 @@ __all__ = [
     "models",
     "optim",
     "padding_of",
+    "parameter_norms",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

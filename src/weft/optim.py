@@ -13,18 +13,16 @@ parameter ends and the next begins, so it runs over runs of neighbouring paramet
     flat tensors      1             2              3                 4                  5
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.collectives import reduce_now
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.module import FSDPModule, units_under
+from weft.fsdp.norms import gradient_norm
 from weft.fsdp.parameter_group import ParameterGroup
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD")
@@ -206,28 +204,10 @@ _classes: dict[type, Any] = {}
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
 
-    One kernel per parameter group (two where it mixes slices and whole tensors of tensor parallelism), one small
-    all-reduce per mesh axis.
+    Every element counts once, wherever it lies: on the mesh of the model, replicated, on a part of its ranks as experts
+    are, or sliced for tensor parallelism. One kernel per parameter group and one small all-reduce per mesh axis.
     """
-    powers: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for group in _trainable_groups(model):
-        if group.main_grad is not None and group.take_over_gradients():
-            for piece, others in group.gradient_pieces():
-                some = piece if piece.numel() else piece.new_zeros(1)  # the infinity norm of nothing is none
-                local = torch.linalg.vector_norm(some, norm_type, dtype=torch.float32)
-                powers.setdefault(tuple(others), []).append(local)
-    if not powers:
-        return torch.zeros(())
-    infinite = math.isinf(norm_type)
-    totals = []
-    for holders, norms in powers.items():
-        stacked = torch.stack(norms)
-        total = stacked.max() if infinite else stacked.pow(norm_type).sum()
-        for holder in holders:
-            reduce_now(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, holder)
-        totals.append(total)
-    combined = torch.stack(totals)
-    return combined.max() if infinite else combined.sum().pow(1 / norm_type)
+    return gradient_norm(_trainable_groups(model), norm_type)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

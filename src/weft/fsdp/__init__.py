@@ -1,7 +1,7 @@
 """Sharding: where the bytes are, and when."""
 
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
-from weft.fsdp.diagnostics import describe, memory_report
+from weft.fsdp.diagnostics import ParameterNorms, check_views, describe, memory_report, parameter_norms
 from weft.fsdp.direct_gradient import weight_gradient
 from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.fully_shard import fully_shard
@@ -26,12 +26,15 @@ __all__ = [
     "Placements",
     "RuntimeOptions",
     "TensorAtomic",
+    "ParameterNorms",
     "UnevenDTensor",
+    "check_views",
     "UnshardHandle",
     "describe",
     "fully_shard",
     "memory_report",
     "padding_of",
+    "parameter_norms",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

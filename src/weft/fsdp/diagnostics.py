@@ -1,10 +1,16 @@
-"""What a person can ask a sharded model: its units and layout, and where its memory goes."""
+"""What a person can ask a sharded model: its units and layout, where its memory goes, how large its numbers are."""
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.fsdp.module import units_under
+from weft.fsdp.norms import squared_norms
 from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.pool import Pool
 from weft.fsdp.unit import Unit
@@ -64,6 +70,83 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             "partial gradients": _transient([runtime.gradients for runtime in runtimes]),
         },
     }
+
+
+class ParameterNorms(NamedTuple):
+    """The 2-norms of a parameter and of its gradient, None where no rank has one."""
+
+    weight: float
+    gradient: float | None
+
+
+def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
+    """The norms of every sharded parameter and of its gradient by name, the same on every rank.
+
+    Nothing is gathered: one small all-reduce per mesh axis for the whole model. Collective; the host waits for it.
+    Raises TypeError for a model without sharded modules.
+    """
+    names, weights, gradients = [], [], []
+    for name, group, number in _named_slots(model):
+        parameter = group.sharded_parameters[number]
+        names.append(name)
+        weights.append((group, number, _local(parameter)))
+        gradients.append((group, number, _local(parameter.grad) if parameter.grad is not None else None))
+    roots = [math.sqrt(square) if square is not None else None for square in squared_norms([*weights, *gradients])]
+    return {
+        name: ParameterNorms(weight or 0.0, gradient)
+        for name, weight, gradient in zip(names, roots, roots[len(names) :])
+    }
+
+
+def check_views(model: nn.Module) -> None:
+    """Check that the sharded parameters and gradients here lie in their units' buffers, and apart from each other.
+
+    Raises RuntimeError that names the parameters, TypeError for a model without sharded modules.
+    """
+    found: list[tuple[int, int, str]] = []
+    for name, group, number in _named_slots(model):
+        parameter = group.sharded_parameters[number]
+        for what, tensor, buffer in (
+            ("weight", parameter, group.main_weight),
+            ("gradient", parameter.grad, group.main_grad),
+        ):
+            if tensor is None or not _local(tensor).numel():
+                continue
+            start, stop = _range(_local(tensor))
+            if what == "weight":
+                first, last = _range(buffer.local)  # type: ignore[union-attr]
+                if not (first <= start and stop <= last):
+                    raise RuntimeError(
+                        f"the weight of {name} no longer lies in the flat buffer of its unit, so that gathers and "
+                        "optimizers do not see it: change it in place, with copy_, and do not assign to .data"
+                    )
+            found.append((start, stop, f"the {what} of {name}"))
+    found.sort()
+    for (_, stop, one), (start, end, other) in pairwise(found):
+        if start < stop:
+            raise RuntimeError(
+                f"{one} and {other} overlap by {min(stop, end) - start} bytes, so that writing one changes the other: "
+                "a tensor was replaced by a view of another; assign copies"
+            )
+
+
+def _named_slots(model: nn.Module) -> Iterator[tuple[str, ParameterGroup, int]]:
+    """The model's names of all sharded parameters, each with its group and its number there."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit in _units(model):
+        for group in unit.groups:
+            for number, both in enumerate(zip(group.sharded_parameters, group.full_parameters)):
+                name = next((names[id(each)] for each in both if id(each) in names), None)
+                yield name or f"{unit.name}.{group.slots[number].name}".lstrip("."), group, number
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a dense tensor's first byte and of the one behind its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _transient(pools: list[Pool]) -> dict[str, int]:

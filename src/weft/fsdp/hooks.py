@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from weft.fsdp.ranges import profiled
+from weft.fsdp.ranges import Stretch
 from weft.fsdp.runtime import in_backward
 from weft.fsdp.unit import Unit
 
@@ -33,6 +33,7 @@ class ForwardCall:
         self._retained = False
         self._holds = False
         self._moves = unit.moves
+        self._stretch = Stretch()
         unit.calls.add(self)
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
@@ -50,11 +51,11 @@ class ForwardCall:
                 )
             unit.calls.add(self)
         unit.runtime.begin_backward(self)
+        self._stretch.begin(unit.name, "backward")
         unit.backwards += 1
         self._holds = unit.unshard_in_backward
         if self._holds:
-            with profiled(unit.name, "backward"):
-                unit.runtime.visit(unit, unit.backward_prefetch)
+            unit.runtime.visit(unit, unit.backward_prefetch)
         unit.offer_main_gradients()
 
     def end(self) -> None:
@@ -66,6 +67,7 @@ class ForwardCall:
         if not self._retained:
             unit.calls.discard(self)
         unit.backwards -= 1
+        self._stretch.end()
         unit.reduce()
         if unit.reshard_after_backward:
             unit.drop()
@@ -98,6 +100,7 @@ class HookDriver:
         self._modules = modules
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
+        self._stretch = Stretch()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
@@ -119,8 +122,8 @@ class HookDriver:
         unit, runtime = self.unit, self.unit.runtime
         runtime.enter_forward()
         if not self._entered:
-            with profiled(unit.name, "forward"):
-                runtime.visit(unit, unit.forward_prefetch)
+            self._stretch.begin(unit.name, "forward")
+            runtime.visit(unit, unit.forward_prefetch)
             self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         if self._call is not None and not self._entered:  # backward ends where forward began
@@ -142,6 +145,7 @@ class HookDriver:
 
     def let_go(self) -> None:
         """The unit's forward, if it is in one, is over: all its modules ran, or the rest will not."""
+        self._stretch.end()
         if not self._entered:
             return
         unit = self.unit

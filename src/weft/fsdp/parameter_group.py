@@ -16,6 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -469,25 +470,46 @@ class ParameterGroup:
         if self.main_grad is None:
             return False
         held = [parameter.grad for parameter in self.sharded_parameters]
+        foreign = [n for n, (mine, gradient) in enumerate(zip(self._gradients, held)) if gradient is not mine]
+        if not foreign:
+            return True
         if all(gradient is None for gradient in held):
             return False
-        for view, mine, gradient in zip(self.main_grad.views(), self._gradients, held):
-            if gradient is None:
-                view.zero_()
-            elif gradient is not mine:
-                mine.copy_(gradient)
+        views = self.main_grad.views()
+        for number in foreign:
+            if held[number] is None:
+                views[number].zero_()
+            else:
+                self._gradients[number].copy_(held[number])
+                self.sharded_parameters[number].grad = self._gradients[number]
         return True
 
-    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, list[dist.ProcessGroup]]]:
-        """The main gradients here, each piece with the process groups that hold other elements of its tensors."""
-        assert self.main_grad is not None, "reduce first"
-        cut = [group_of(self.mesh, axis) for axis in self.main_grad.axes]
-        sliced = [group_of(tp.spec.mesh, 0) if tp is not None and tp.is_spread else None for tp in self.tensor_parallel]
-        end = 0
-        for group, members in groupby(range(len(sliced)), key=lambda number: sliced[number]):
-            *_, last = members
-            start, end = end, self.layout.extents[last].end if last + 1 < len(sliced) else self.layout.numel
-            yield self.main_grad.within(start, end), [*cut, group] if group is not None else cut
+    @cached_property
+    def slice_groups(self) -> list[dist.ProcessGroup | None]:
+        """Per parameter, the tensor-parallel ranks that hold its other slices; None where it is not sliced."""
+        return [
+            group_of(parallel.spec.mesh, 0) if parallel is not None and parallel.is_spread else None
+            for parallel in self.tensor_parallel
+        ]
+
+    @cached_property
+    def _slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
+        """The layout's elements in ranges that belong to parameters with the same slice group."""
+        starts: list[int] = []
+        groups = []
+        for group, members in groupby(range(len(self.slots)), key=lambda number: self.slice_groups[number]):
+            starts.append(self.layout.extents[next(members)].offset if starts else 0)
+            groups.append(group)
+        return list(zip(starts, [*starts[1:], self.layout.numel], groups))
+
+    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
+        """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
+        present = self.take_over_gradients()
+        for start, stop, group in self._slice_ranges:
+            if present and self.main_grad is not None:
+                yield self.main_grad.within(start, stop), group
+            else:
+                yield self.main_weight.local[:0], group
 
     def publish_gradients(self) -> None:
         """Set `.grad` of the sharded parameters that have a gradient on any rank, and run their hooks for it."""
