@@ -12,15 +12,15 @@ back as well while a schedule drives the units.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.fsdp.ranges import Stretch
 from weft.fsdp.runtime import in_backward
+from weft.fsdp.trees import map_tensors, tensors_in
 from weft.fsdp.unit import Unit
 
 
@@ -58,6 +58,18 @@ class ForwardCall:
             unit.runtime.visit(unit, unit.backward_prefetch)
         unit.offer_main_gradients()
 
+    def reach_inputs(self) -> None:
+        """The inputs' gradients are done."""
+        unit = self.unit
+        if not self._begun and unit.awaits_reduction:
+            if not unit.held:
+                raise RuntimeError(
+                    f"backward came into {unit.name or 'the root'} ({unit.kind}) through a tensor that its forward did "
+                    "not return, when its weights were gone: return that tensor too, in whatever structure"
+                )
+            self.begin()
+        self.end()
+
     def end(self) -> None:
         """The last input's gradient is done; for a call without differentiable inputs, the whole backward is."""
         if not self._begun:
@@ -87,7 +99,7 @@ class _EndOfBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.call.end()
+        ctx.call.reach_inputs()
         return (None, *gradients)
 
 
@@ -134,11 +146,16 @@ class HookDriver:
     @torch.compiler.disable
     def _after(self, output: Any) -> Any:
         """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
+        if isinstance(output, _LAZY):
+            raise TypeError(
+                f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, and "
+                "the weights are gone by then: return a list"
+            )
         output = self.unit.policy.cast_output(output)
         if self._call is not None:
-            for leaf in tree_flatten(output)[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._call.begin)
+            for tensor in tensors_in(output, hidden=True):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._call.begin)
         if len(self._entered) == self._modules:
             self.let_go()
         return output
@@ -170,9 +187,11 @@ class HookDriver:
 
 def _marked(call: ForwardCall, inputs: Any) -> Any:
     """`inputs` with their differentiable tensors passed through the end-of-backward mark."""
-    leaves, structure = tree_flatten(inputs)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if places:
-        for place, tensor in zip(places, _EndOfBackward.apply(call, *(leaves[i] for i in places))):
-            leaves[place] = tensor
-    return tree_unflatten(leaves, structure)
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+    if not tensors:
+        return inputs
+    marked = {id(tensor): mark for tensor, mark in zip(tensors, _EndOfBackward.apply(call, *tensors))}
+    return map_tensors(lambda tensor: marked.get(id(tensor), tensor), inputs)
+
+
+_LAZY = (Iterator, Coroutine, AsyncIterator)

@@ -7,13 +7,15 @@ main_params_dtype        param_dtype                                       |
   optimizer  <-------------------------------------------------  main gradients: main_grads_dtype
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchMixedPrecisionPolicy
-from torch.utils._pytree import tree_map
+
+from weft.fsdp.trees import map_tensors, tensors_in
 
 _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,11 +54,30 @@ class MixedPrecisionPolicy:
 
     def cast_inputs(self, values: Any) -> Any:
         """`values`, a tree, with floating tensors cast to `param_dtype` where the policy says so."""
-        return cast_floating(values, self.param_dtype) if self.cast_forward_inputs else values
+        if self.param_dtype is None or not self.cast_forward_inputs:
+            return values
+        return map_tensors(_cast_to(self.param_dtype), values)
 
     def cast_output(self, values: Any) -> Any:
-        """`values`, a tree, with floating tensors cast to `output_dtype`, if there is one."""
-        return cast_floating(values, self.output_dtype)
+        """`values`, a tree or dataclass, with floating tensors cast to `output_dtype` where the policy says so.
+
+        Raises TypeError where all floating tensors are hidden in an object that could not be made anew.
+        """
+        if self.output_dtype is None:
+            return values
+        cast = map_tensors(_cast_to(self.output_dtype), values, in_dataclasses=True)
+        if cast is values and not isinstance(values, torch.Tensor):
+            found = [tensor for tensor in tensors_in(values, hidden=True) if tensor.is_floating_point()]
+            if found and all(tensor.dtype != self.output_dtype for tensor in found):
+                raise TypeError(
+                    f"output_dtype={self.output_dtype}: the tensors of a {type(values).__name__} cannot be replaced; "
+                    "return a dataclass, or register the class with torch.utils._pytree.register_pytree_node"
+                )
+        return cast
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True)
@@ -82,19 +103,6 @@ class Recipe:
 def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether finite values of the dtype `wide` may be infinite in `narrow`."""
     return torch.finfo(narrow).max < torch.finfo(wide).max
-
-
-def cast_floating(values: Any, dtype: torch.dtype | None) -> Any:
-    """`values`, a tree, with its floating tensors cast to `dtype`; None changes nothing."""
-    if dtype is None:
-        return values
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
-            return value.to(dtype)
-        return value
-
-    return tree_map(cast, values)
 
 
 def precision_of(policy: Any) -> MixedPrecisionPolicy:
