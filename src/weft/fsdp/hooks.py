@@ -6,13 +6,16 @@
               end     release, reduce
               over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
 
+A backward that is differentiated itself is like a forward: a backward through it begins at the gradients of the call's
+inputs, and needs the weights until the call's own end.
+
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward is under way, its
 weights are held and the hooks stand back; if that backward is still to come, the weights are kept for it. Hooks stand
 back as well while a schedule drives the units.
 """
 
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +39,11 @@ class ForwardCall:
         self._stretch = Stretch()
         unit.calls.add(self)
 
+    @property
+    def begun(self) -> bool:
+        """Whether its backward is under way."""
+        return self._begun
+
     def begin(self, gradient: torch.Tensor | None = None) -> None:
         """The first output's gradient has come."""
         if self._begun:
@@ -58,7 +66,7 @@ class ForwardCall:
             unit.runtime.visit(unit, unit.backward_prefetch)
         unit.offer_main_gradients()
 
-    def reach_inputs(self) -> None:
+    def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """The inputs' gradients are done."""
         unit = self.unit
         if not self._begun and unit.awaits_reduction:
@@ -68,6 +76,10 @@ class ForwardCall:
                     "not return, when its weights were gone: return that tensor too, in whatever structure"
                 )
             self.begin()
+        if torch.is_grad_enabled():
+            for gradient in gradients:
+                if gradient is not None and gradient.requires_grad:
+                    gradient.register_hook(self.begin)
         self.end()
 
     def end(self) -> None:
@@ -99,7 +111,7 @@ class _EndOfBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.call.reach_inputs()
+        ctx.call.reach_inputs(gradients)
         return (None, *gradients)
 
 

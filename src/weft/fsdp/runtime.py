@@ -98,6 +98,7 @@ class Runtime:
         self._finished: list[int] = []
         self._calls: list[ForwardCall] = []
         self._callback_queued = False
+        self._makes_graph = False
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
 
@@ -291,6 +292,12 @@ class Runtime:
 
     def reduce(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
         """Pack a group's gradients and, unless deferred, start their reduction over the shard axis."""
+        if self._makes_graph and group.gradients_arrived:
+            raise RuntimeError(
+                f"backward(create_graph=True) through {unit.name or 'the root'} ({unit.kind}): gradients of parameters "
+                "are reduced over the ranks and cannot be differentiated; call torch.autograd.grad with respect to "
+                "inputs"
+            )
         self.make_room(unit, group, defer=defer)
         with torch.no_grad(), profiled(unit.name, "reduce"):
             group.pack(self.gradients, defer=defer)
@@ -343,6 +350,7 @@ class Runtime:
         self._calls.append(call)
         if not self._callback_queued:
             self._callback_queued = True
+            self._makes_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self.end_backward)
             self._begin("backward")
             if not self._passes["backward"].expected:
@@ -351,6 +359,14 @@ class Runtime:
     def end_backward(self) -> None:
         """The backward is over: complete what no hook could, collect the reductions, check, publish."""
         self._callback_queued = False
+        unended = [call.unit for call in self._calls if call.begun]
+        if self._makes_graph and unended:
+            self.reset()
+            raise RuntimeError(
+                f"create_graph=True: a gradient was taken inside {unended[0].name or 'the root'} ({unended[0].kind}), "
+                "and a backward through it could not know when it needs the weights: take gradients with respect to "
+                "inputs of sharded modules"
+            )
         for call in reversed(self._calls):
             call.end()
         self._calls.clear()
