@@ -105,14 +105,14 @@ def fully_shard(
     ignored = {id(parameter) for parameter in ignored_params or ()}
     owners = _owners(modules)
     found = {key: value for key, value in _owned_parameters(owners).items() if id(key) not in ignored}
-    found = materialize(owners, found, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
-    bring_buffers(owners, device)
-    tied = {key: _sharded_elsewhere[key] for key in found if key in _sharded_elsewhere}
+    tied = {parameter: _sharded_elsewhere[parameter] for parameter in found if parameter in _sharded_elsewhere}
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
     parallel = {
         parameter: _checked_parameter(parameter, mesh, device, f"parameter {slot.name!r} of {kind_of(modules[0])}")
         for parameter, slot in own.items()
     }
+    real = materialize(owners, own, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
+    bring_buffers(owners, device)
 
     kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
     for parameter in sorted(own, key=lambda p: not ((tp := parallel[p]) and tp.is_spread)):
@@ -120,7 +120,7 @@ def fully_shard(
     groups = [
         ParameterGroup(
             [own[p] for p in members],
-            members,
+            [real.get(p, p) for p in members],
             mesh,
             placements,
             policy.resolve(dtype),
@@ -128,6 +128,7 @@ def fully_shard(
             [parallel[p] for p in members],
             device,
             offload,
+            [p in real for p in members],
         )
         for (dtype, _), members in kinds.items()
     ]
@@ -255,7 +256,7 @@ def _checked_parameter(
         raise ValueError(
             f"{where} is sharded already, by a module around it: call fully_shard bottom-up, children first"
         )
-    if parameter.device.type not in (device.type, "cpu"):  # from the CPU only this rank's part is copied
+    if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "
             "the CPU before fully_shard"

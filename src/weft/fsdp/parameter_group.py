@@ -70,7 +70,9 @@ class ParameterGroup:
         tensor_parallel: Sequence[TensorParallel | None],
         device: torch.device,
         offload: CPUOffloadPolicy | None,
+        passing: Sequence[bool],
     ) -> None:
+        """`passing`: of which parameters nobody needs the memory once their values are copied."""
         self.slots = list(slots)
         self.tensor_parallel = list(tensor_parallel)
         """Per parameter, where its slices lie; those that have slices come first."""
@@ -91,6 +93,9 @@ class ParameterGroup:
             dims=[dim for _, dim in cutting],
         )
         self.main_weight, self.model_weight = self._weights(slices)
+        for tensor, passes in zip(slices, passing):
+            if passes:
+                tensor.untyped_storage().resize_(0)
         self._staging: Transient | None = None
         if offload is not None and recipe.main != recipe.compute:
             self._staging = Transient(self.main_weight.local.numel(), recipe.main, device)

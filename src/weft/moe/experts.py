@@ -31,6 +31,9 @@ class GroupedExperts(nn.Module):
     wherever it is.
     """
 
+    fills_slices = True
+    """`reset_parameters` fills the local parts of DTensors, each expert from its own number."""
+
     def __init__(
         self,
         num_local_experts: int,
