@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.fsdp.layout import ALIGNMENT_BYTES, Layout, plan_layout
+from weft.fsdp.layout import ALIGNMENT_BYTES, Layout, _place, plan_layout
 
 LLAMA_3_8B = [
     (4096, 4096),
@@ -104,6 +104,47 @@ def test_cuts_respect_the_demanded_granularity(shapes, shards, itemsize, data):
     assert_sound(layout, itemsize)
     for number, step in enumerate(demanded):
         assert all(cut % step == 0 for cut in layout.cuts(number))
+
+
+blocks = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
+"""How many blocks a tensor has, of how many rows, of how many elements."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(blocks, min_size=1, max_size=6), shard_counts, itemsizes)
+def test_blocks_of_odd_sizes_pad_shards_to_a_multiple_of_them_or_by_one_tensor_at_most(tensors, shards, itemsize):
+    demanded = [rows * row for _, rows, row in tensors]
+    sizes = [count * block for (count, _, _), block in zip(tensors, demanded)]
+    shapes = [(count * rows, row) for count, rows, row in tensors]
+    layout = plan_layout(shapes, shards, itemsize=itemsize, granularities=demanded)
+    assert_sound(layout, itemsize)
+    assert all(cut % step == 0 for number, step in enumerate(demanded) for cut in layout.cuts(number))
+    unit = ALIGNMENT_BYTES // itemsize
+    tight = -(-sum(sizes) // shards // unit) * unit
+    common = math.lcm(*demanded, unit)
+    with_gaps = -(-(sum(sizes) + sum(demanded)) // shards)
+    most = min(-(-with_gaps // common) * common, tight + max(sizes) + unit)
+    assert layout.shard_numel <= most * (1 + 1 / 64) + unit
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(blocks, min_size=1, max_size=4), st.integers(2, 9) | st.just(64))
+def test_no_shard_that_is_much_smaller_could_hold_the_blocks(tensors, shards):
+    demanded = [rows * row for _, rows, row in tensors]
+    sizes = [count * block for (count, _, _), block in zip(tensors, demanded)]
+    layout = plan_layout([(size,) for size in sizes], shards, itemsize=4, granularities=demanded)
+    unit = ALIGNMENT_BYTES // 4
+    smallest = unit
+    while _place(sizes, [[step] for step in demanded], smallest, shards, 1) is None:
+        smallest += unit
+    assert smallest <= layout.shard_numel <= smallest * (1 + 1 / 64) + unit
+
+
+def test_blocks_without_a_small_common_multiple_take_no_shard_larger_than_they_need():
+    rows, widths, counts = 32, (2881, 1023), (100, 50)
+    shapes = [(rows * count, width) for count, width in zip(counts, widths)]
+    layout = plan_layout(shapes, 64, granularities=[rows * width for width in widths])
+    assert layout.shard_numel <= 1.2 * math.prod(shapes[1]) / 2, "the smaller tensor over two shards"
 
 
 @settings(max_examples=100, deadline=None)

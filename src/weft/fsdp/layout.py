@@ -147,10 +147,11 @@ def plan_layout(
 
     # Nothing fits: what remains is the demanded granularity, with shards as large as it takes.
     loose = [[step] for step in demanded]
-    shard_numel = tight
-    while (placed := _place(sizes, loose, shard_numel, shards, 1)) is None:
-        shard_numel = _round_up(max(shard_numel + align, shard_numel * 1025 // 1024), align)
-    return _layout(tensors, placed, shard_numel, shards)
+    for shard_numel in _larger_shards(tight, max(sizes), demanded, align):
+        placed = _place(sizes, loose, shard_numel, shards, 1)
+        if placed is not None:
+            return _layout(tensors, placed, shard_numel, shards)
+    raise AssertionError("a shard with room for the largest tensor always fits")
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
@@ -182,6 +183,19 @@ def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
         steps.add(math.lcm(*wanted, align))
         steps.update(math.lcm(step, align) for step in wanted)
     return steps
+
+
+def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) -> list[int]:
+    """Shard sizes to try for blocks that must stay whole, ascending: multiples of blocks, which can be cut at every
+    border, and in the end one that always fits, since each border wastes less than the largest tensor."""
+    most = _round_up(tight + largest, align)
+    sizes = {most}
+    for step in {align, *(math.lcm(step, align) for step in demanded), math.lcm(*demanded, align)}:
+        size = _round_up(tight, step)
+        while size < most:
+            sizes.add(size)
+            size = _round_up(size + max(size // 64, 1), step)
+    return sorted(sizes)
 
 
 def _place(
