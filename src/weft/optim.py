@@ -214,9 +214,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before."""
     norm = grad_norm(model, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    locals_ = [group.main_grad.local for group in _trainable_groups(model) if group.main_grad is not None]
-    if locals_:
-        torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
+    for group in _trainable_groups(model):
+        if group.main_grad is not None:
+            by_device.setdefault(group.home, []).append(group.main_grad.local)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
     return norm
 
 
@@ -231,7 +234,7 @@ def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer],
     main, main_grad = group.recipe.main, group.recipe.main_grad
     if main == main_grad:
         return
-    probe = nn.Parameter(torch.zeros(1, dtype=main, device=group.device))
+    probe = nn.Parameter(torch.zeros(1, dtype=main, device=group.home))
     probe.grad_dtype = main_grad
     probe.grad = torch.zeros(1, dtype=main_grad, device=group.device)
     try:

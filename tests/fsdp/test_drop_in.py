@@ -395,6 +395,39 @@ def another_forward_method(fsdp):
     return [output.detach(), whole(net)], seen
 
 
+def torchtitan_s_way(fsdp):
+    """Its units, its precision, its microbatches: a module beside the blocks, norm and output as one unit that is not
+    resharded, sums over tokens without division, and its own calls per microbatch."""
+    net = make()
+    net.head.weight = nn.Parameter(torch.randn(11, 13, generator=torch.Generator().manual_seed(2)))
+    config = {
+        "mesh": mesh_of(),
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    fsdp.fully_shard(net.embedding, **config, reshard_after_forward=True)
+    for block in net.blocks:
+        fsdp.fully_shard(block, **config, reshard_after_forward=True)
+    fsdp.fully_shard([net.norm, net.head], **config, reshard_after_forward=False)
+    fsdp.fully_shard(net, **config)
+    for module in net.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_gradient_divide_factor(1.0)
+    seen = [kinds(net)]
+
+    def before(number, last):
+        net.set_is_last_backward(last)
+        net.set_requires_gradient_sync(last)
+        net.set_reshard_after_backward(last)
+
+    def clip(net):
+        total = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()], foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, total, foreach=True)
+        return total.full_tensor()
+
+    return steps(net, before=before, seen=seen, clip=clip), seen
+
+
 def hooked_reductions(fsdp):
     net, seen = bottom_up(fsdp, make()), []
 
@@ -495,6 +528,7 @@ SCRIPTS = [
     one_unit_of_several_modules,
     left_alone,
     another_forward_method,
+    torchtitan_s_way,
     hooked_reductions,
     summed_only,
     separate_communicators_and_more_buffers,

@@ -3,12 +3,17 @@
 import functools
 import importlib.util
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 import weft
@@ -211,3 +216,53 @@ def test_accelerate_runs_the_loop_around_a_sharded_model():
         optimizer.zero_grad()
     torch.testing.assert_close(norms, expected)
     torch.testing.assert_close(weights(model), weights(plain))
+
+
+def prepared_by_accelerate(fsdp: ModuleType) -> nn.Module:
+    """Llama in units of Accelerate's choosing, with the names that it imports from torch taken from `fsdp`."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    model = llama(tie_word_embeddings=True)
+    layers = type(model.model.layers[0])
+    plugin = SimpleNamespace(
+        set_auto_wrap_policy=lambda model: None,
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layers}),
+        transformer_cls_names_to_wrap=[layers.__name__],
+        reshard_after_forward=True,
+        cpu_offload=torch_fsdp.OffloadPolicy(),
+        mixed_precision_policy=None,
+        ignored_modules=None,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
+        mixed_precision="no",
+        is_main_process=False,
+    )
+    with mock.patch.multiple(torch_fsdp, fully_shard=fsdp.fully_shard, FSDPModule=fsdp.FSDPModule):
+        return fsdp2_prepare_model(accelerator, model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+@distributed(2)
+def test_accelerate_prepares_a_model_with_weft_in_the_place_of_fsdp2():
+    """Tied embedding, norm and head are one unit, of which the embedding runs first and the others last."""
+    theirs, ours = prepared_by_accelerate(torch_fsdp), prepared_by_accelerate(weft)
+    units = [
+        sorted(n for n, m in model.named_modules() if isinstance(m, fsdp.FSDPModule))
+        for model, fsdp in ((theirs, torch_fsdp), (ours, weft))
+    ]
+    assert units[0] == units[1] and len(units[1]) > 3
+    results = []
+    for model in (theirs, ours):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        norms = []
+        for batch in batches():
+            model(input_ids=mine(batch), labels=mine(batch), use_cache=False).loss.backward()
+            norms.append(nets.full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([norms, weights(model)])
+    torch.testing.assert_close(results[1], results[0])

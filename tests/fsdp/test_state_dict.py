@@ -188,3 +188,29 @@ def test_torch_s_functions_are_those_that_weft_wraps():
     """A new torch that changed them must not go unnoticed."""
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
         assert hasattr(getattr(torch.distributed.checkpoint.state_dict, name), "__wrapped__"), name
+
+
+def saved_on_four_ranks(folder):
+    """By either, to load on other numbers of ranks; returns the whole tensors."""
+    expected = {}
+    for saves in (weft, torch_fsdp):
+        net, optimizer = trained_pair(saves)
+        dcp.save(as_checkpoint(net, optimizer), checkpoint_id=f"{folder}/{saves.__name__}")
+        a_step(net, optimizer, mine(nets.data(4, 8)[3]))
+        expected[saves.__name__] = whole(net)["weights"]
+    return expected
+
+
+def loaded_on_two_ranks(folder, expected):
+    for saves, loads in ((weft, torch_fsdp), (torch_fsdp, weft), (weft, weft)):
+        net, optimizer = trained_pair(loads, seed=1, count=1)
+        state = as_checkpoint(net, optimizer)
+        dcp.load(state, checkpoint_id=f"{folder}/{saves.__name__}")
+        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        a_step(net, optimizer, mine(nets.data(4, 8)[3]))
+        torch.testing.assert_close(whole(net)["weights"], expected[saves.__name__])
+
+
+def test_training_goes_on_after_loading_on_another_number_of_ranks(pool, tmp_path):
+    expected = pool.run(4, saved_on_four_ranks, str(tmp_path))[0]
+    pool.run(2, loaded_on_two_ranks, str(tmp_path), expected)

@@ -50,6 +50,15 @@ def body(rank: int, ranks: int, store: str) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             loss.backward()
+            partly = nets.make()
+            weft.fully_shard(partly.blocks[0], offload_policy=weft.CPUOffloadPolicy())
+            weft.fully_shard(partly)
+            whole = nets.shard(nets.make())
+            for model in (partly, whole):
+                nets.loss_of(model, tokens).backward()
+            norms = [weft.optim.clip_grad_norm_(model, 0.1) for model in (partly, whole)]
+            torch.testing.assert_close(norms[0].cuda(), norms[1].cuda())
+            torch.testing.assert_close(nets.full(partly.gain.grad), nets.full(whole.gain.grad))
             block.unshard()
             assert block.up.weight.is_cuda
             block.reshard()

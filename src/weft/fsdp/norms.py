@@ -82,7 +82,9 @@ def _shares(kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torc
     """Of pieces by the number of their copies: the sum of the powers of their norms, or the largest of all values."""
     shares = []
     for copies, tensors in kinds.items():
-        norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))
+        # Those of offloaded gradients are in CPU memory.
+        each = [norm.to(device) for norm in torch._foreach_norm(tensors, norm_type, dtype=torch.float32)]
+        norms = torch.stack(each)
         shares.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum() / copies)
     if not shares:
         return torch.zeros((), device=device)
@@ -104,7 +106,8 @@ def squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None
         locals_.append(tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device))
         shares.append(1 / (ranks.copies(group) * repeated))
         present.append(tensor is not None)
-    squares = torch.stack(torch._foreach_norm(locals_, 2, dtype=torch.float32)).double().square()
+    norms = [norm.to(device) for norm in torch._foreach_norm(locals_, 2, dtype=torch.float32)]
+    squares = torch.stack(norms).double().square()
     amounts = torch.tensor([shares, present], dtype=torch.float64).to(device)
     values = torch.stack([squares * amounts[0], amounts[1]])
     for each in slices:
