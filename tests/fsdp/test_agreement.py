@@ -7,14 +7,13 @@ import torch.distributed as dist
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.lanes import Lane
-from weft.fsdp.agreement import Agreement, CollectiveMismatch
+from weft.fsdp.agreement import Agreed, Agreement, CollectiveMismatch
 
-CPU = torch.device("cpu")
+NAMES = ("", "blocks.0", "blocks.1")
 
 
-def reach(agreement: Agreement, present: list[bool], names=("", "blocks.0", "blocks.1")) -> list[bool]:
-    return agreement.reach(present, names, Lane("reduce", CPU), [dist.group.WORLD], CPU)
+def reach(agreement: Agreement, present: list[bool], arrived=(), waiting=()) -> Agreed:
+    return agreement.reach(present, arrived, waiting, NAMES, [dist.group.WORLD])
 
 
 @distributed(2, 4)
@@ -24,7 +23,7 @@ def test_a_parameter_is_present_where_any_rank_has_a_gradient():
         flags = torch.rand(dist.get_world_size(), count, generator=generator) < 0.3
         agreement = Agreement(True)
         agreement.note(1, "all-gather", 8)
-        assert reach(agreement, flags[dist.get_rank()].tolist()) == flags.any(0).tolist()
+        assert reach(agreement, flags[dist.get_rank()].tolist()).present == flags.any(0).tolist()
 
 
 @pytest.mark.parametrize("difference", ["unit", "operation", "bytes", "order", "number"])
@@ -47,14 +46,32 @@ def test_every_rank_learns_which_unit_differed_first(difference):
     with pytest.raises(CollectiveMismatch, match=r"position 1 .*rank 0: all-gather of blocks\.0 \(128 bytes\)"):
         reach(agreement, [True])
     agreement.note(0, "all-gather", 64)
-    assert reach(agreement, [True]) == [True], "the next step starts anew"
+    assert reach(agreement, [True]).present == [True], "the next step starts anew"
 
 
 @distributed(2)
 def test_nothing_is_compared_without_the_check():
     agreement = Agreement(False)
     agreement.note(dist.get_rank(), "all-gather", 64)
-    assert reach(agreement, [dist.get_rank() == 1]) == [True]
+    assert reach(agreement, [dist.get_rank() == 1]).present == [True]
+
+
+@distributed(2, 4)
+def test_ranks_hear_what_waits_elsewhere_and_whether_all_came_the_same_way():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    agreement = Agreement(True)
+    assert reach(agreement, [], arrived=[2, 1, 0]) == Agreed([], [], True)
+    arrived = [2, 0, 1] if rank == last else [2, 1, 0]
+    waiting = {0, 1} if rank == last else set()
+    assert reach(agreement, [], arrived, waiting) == Agreed([], [1, 0], False)
+
+
+@distributed(2, 4)
+def test_ranks_follow_the_order_of_the_first_with_what_it_lacks():
+    groups, last = [dist.group.WORLD], dist.get_rank() == dist.get_world_size() - 1
+    assert Agreement(True).order([3, 1, 0], groups) == [3, 1, 0]
+    assert Agreement(True).order([3, 2, 0] if last else [3, 1, 0], groups) == [3, 2, 1, 0]
+    assert Agreement(True).order([0, 1, 3] if last else [3, 1, 0], groups) == [3, 1, 0]
 
 
 @distributed(2)

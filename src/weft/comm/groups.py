@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.control import host_group
+
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """The process group of one mesh axis that this rank is in."""
@@ -46,7 +48,7 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's `value`, in rank order. For errors and construction, not for steady steps."""
+    """Every rank's `value`, in rank order, over the hosts' network. For errors and construction, not for every step."""
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
+    dist.all_gather_object(everyone, value, group=host_group(group))
     return everyone

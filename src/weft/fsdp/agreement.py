@@ -1,20 +1,19 @@
-"""What the ranks tell each other once per backward: which collectives they issued, and which parameters got gradients.
+"""What the ranks tell each other once per backward: what they reduced, what they issued, what got gradients.
 
-Both are a few bytes in one small all-gather. Ranks that issued different collectives have mixed up gradients or are
-about to: that is an error before the optimizer can use them. A parameter keeps `.grad = None` only where no rank has a
-gradient for it, as in a single process.
+A few words over the hosts' network. Reductions that are missing somewhere are then made up for. Ranks that issued
+different collectives where messages of different units look alike have mixed up gradients or are about to: that is an
+error before the optimizer can use them. A parameter keeps `.grad = None` only where no rank has a gradient for it, as
+in a single process.
 """
 
-import functools
-import operator
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from weft.comm import collectives
+from weft.comm.control import agree
 from weft.comm.groups import exchange_objects
-from weft.comm.lanes import Lane
 
 _WORD = 62
 
@@ -23,8 +22,21 @@ class CollectiveMismatch(RuntimeError):
     """Ranks issued different collectives; the message names the units and the ranks."""
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What holds on all ranks after a backward.
+
+    `present`: per parameter, whether any rank has a gradient. `waiting`: the units that any rank packed without a turn
+    in the agreed order. `same_order`: whether the units' backwards ended in the same order everywhere.
+    """
+
+    present: list[bool]
+    waiting: list[int]
+    same_order: bool
+
+
 class Agreement:
-    """The log of one backward's collectives, and its comparison over a process group."""
+    """The log of one backward's collectives, and what the ranks agree on at its end."""
 
     def __init__(self, check: bool) -> None:
         self._check = check
@@ -35,48 +47,75 @@ class Agreement:
         if self._check:
             self._log.append((unit, operation, nbytes))
 
+    def order(self, mine: list[int], groups: Sequence[dist.ProcessGroup]) -> list[int]:
+        """One order of reductions for all ranks: that of the first, with what it lacks where others have it."""
+        (high, low), _ = agree(_both_ways(_fingerprint(mine)), [], groups)
+        if high == -low:
+            return mine
+        for group in groups:
+            if group.size() > 1:
+                mine = _merged(exchange_objects(mine, group))
+        return mine
+
     def reach(
         self,
         present: Sequence[bool],
+        arrived: Sequence[int],
+        waiting: Iterable[int],
         names: Sequence[str],
-        lane: Lane,
         groups: Sequence[dist.ProcessGroup],
-        device: torch.device,
-    ) -> list[bool]:
-        """Compare the logs and return, per parameter, whether any rank of `groups` has a gradient.
+    ) -> Agreed:
+        """Tell the other ranks, and hear what holds on all; the arguments are this rank's part of `Agreed`.
 
         `groups`: of the mesh axes, which together reach every rank. Raises CollectiveMismatch on every rank where logs
         differ anywhere.
         """
         log, self._log = self._log, []
-        mine, differs = _fingerprint(log), False
-        flags = [sum(flag << bit for bit, flag in enumerate(present[i : i + _WORD])) for i in _starts(present)]
-        for group in groups:
-            if group.size() == 1:
-                continue
-            words = torch.tensor([mine, differs, *flags], dtype=torch.int64, device=device)
-            everyone = torch.empty(group.size() * len(words), dtype=torch.int64, device=device)
-            lane.run(collectives.all_gather, everyone, words, group).wait()
-            rows = everyone.view(group.size(), -1).tolist()
-            differs = any(row[0] != mine or row[1] for row in rows)
-            flags = [functools.reduce(operator.or_, column) for column in zip(*(row[2:] for row in rows))]
-        if differs:
-            raise CollectiveMismatch(
-                _difference([dict(exchange_objects((dist.get_rank(), log), group)) for group in groups], names)
-            )
-        return [bool(flags[i // _WORD] >> (i % _WORD) & 1) for i in range(len(present))]
+        flags = _packed(present)
+        out_of_turn = set(waiting)
+        highest, union = agree(
+            [*_both_ways(_fingerprint(log)), *_both_ways(_fingerprint(arrived))],
+            [*flags, *_packed([number in out_of_turn for number in range(len(names))])],
+            groups,
+        )
+        if highest[0] != -highest[1]:
+            logs = [dict(exchange_objects((dist.get_rank(), log), group)) for group in groups]
+            raise CollectiveMismatch(_difference(logs, names))
+        any_waiting = _unpacked(union[len(flags) :], len(names))
+        return Agreed(
+            _unpacked(union[: len(flags)], len(present)),
+            [number for number in reversed(range(len(names))) if any_waiting[number]],
+            highest[2] == -highest[3],
+        )
 
 
-def _starts(present: Sequence[bool]) -> range:
-    return range(0, len(present), _WORD)
+def _both_ways(word: int) -> tuple[int, int]:
+    """The highest of these two over all ranks tell whether the word is the same on all."""
+    return word, -word
 
 
-def _fingerprint(log: list[tuple[int, str, int]]) -> int:
-    value = len(log)
-    for unit, operation, nbytes in log:
-        for part in (unit, *operation.encode(), nbytes):
-            value = (value * 1_000_003 ^ part) % (2**61 - 1)
-    return value
+def _packed(flags: Sequence[bool]) -> list[int]:
+    return [sum(flag << bit for bit, flag in enumerate(flags[i : i + _WORD])) for i in range(0, len(flags), _WORD)]
+
+
+def _unpacked(words: Sequence[int], count: int) -> list[bool]:
+    return [bool(words[i // _WORD] >> (i % _WORD) & 1) for i in range(count)]
+
+
+def _fingerprint(things: Sequence[object]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(things).encode(), digest_size=7).digest())
+
+
+def _merged(orders: Sequence[list[int]]) -> list[int]:
+    """The first order, with each number that it lacks behind what comes before that in another."""
+    merged, *others = ([*order] for order in orders)
+    for order in others:
+        place = 0
+        for number in order:
+            if number not in merged:
+                merged.insert(place, number)
+            place = merged.index(number) + 1
+    return merged
 
 
 def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> str:

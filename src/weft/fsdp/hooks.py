@@ -144,7 +144,7 @@ class HookDriver:
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked."""
         unit, runtime = self.unit, self.unit.runtime
-        runtime.enter_forward()
+        runtime.enter_forward(unit)
         if not self._entered:
             self._stretch.begin(unit.name, "forward")
             runtime.visit(unit, unit.forward_prefetch)

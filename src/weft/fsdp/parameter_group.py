@@ -147,6 +147,7 @@ class ParameterGroup:
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
         self._outdated = True
+        self._refreshing: Ticket | None = None
         self._unpublished = False
 
     def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
@@ -232,12 +233,12 @@ class ParameterGroup:
 
         `group`: the shard axis' ranks, on the communicator that gathers use.
         """
+        self.refresh(lane, outer_lane, pool)
+        if self.transient is None:
+            ticket, self._refreshing = self._refreshing, None
+            return ticket
+        self.await_refresh()
         with torch.no_grad():
-            ticket = self._refresh(lane, outer_lane, pool)
-            if self.transient is None:
-                return ticket
-            if ticket is not None:
-                ticket.wait()
             pool.take(self.transient)
             if self.piece is not None and self.piece.held:
                 return self.piece.gather_into(self.full.local, lane)
@@ -245,6 +246,29 @@ class ParameterGroup:
                 source, staging = self.main_weight.local, self._take_staging(pool)
                 return lane.run(collectives.all_gather_uploaded, self.full.local, source, staging, group)
             return self.model_weight.gather_into(self.full, lane, group)
+
+    def refresh(self, lane: Lane, outer_lane: Lane, pool: Pool) -> None:
+        """Start bringing the model weights up to date with the main weights, if a pass began since the last time."""
+        if self.model_weight is self.main_weight or not self._outdated:
+            return
+        self.await_refresh()
+        self._outdated = False
+        lane = outer_lane if self.model_weight.axes else lane
+        uploaded = None
+        with torch.no_grad():
+            own = self.model_weight.part(self.placements.optimizer).local
+            if self.offload is not None:  # on the lane of the gather, which so comes behind it
+                uploaded = lane.run(collectives.upload, own, self.main_weight.local, self._take_staging(pool))
+            elif own.data_ptr() != self.main_weight.local.data_ptr():
+                own.copy_(self.main_weight.local)
+            self._refreshing = self.model_weight.gather_in_place(self.placements.optimizer, lane) or uploaded
+
+    def await_refresh(self) -> None:
+        """Wait for the model weights, before anything changes or gathers them."""
+        ticket, self._refreshing = self._refreshing, None
+        if ticket is not None:
+            with torch.no_grad():
+                ticket.wait()
 
     def leave_pieces(self, size: int | None) -> None:
         """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
@@ -279,20 +303,6 @@ class ParameterGroup:
         """Let the next gather start from the main weights again."""
         if self.piece is not None:
             self.piece.drop(pool)
-
-    def _refresh(self, lane: Lane, outer_lane: Lane, pool: Pool) -> Ticket | None:
-        """Bring the model weights up to date with the main weights, if a pass began since the last time."""
-        if self.model_weight is self.main_weight or not self._outdated:
-            return None
-        self._outdated = False
-        own = self.model_weight.part(self.placements.optimizer).local
-        lane = outer_lane if self.model_weight.axes else lane
-        uploaded = None
-        if self.offload is not None:  # on the lane of the gather, which so comes behind it
-            uploaded = lane.run(collectives.upload, own, self.main_weight.local, self._take_staging(pool))
-        elif own.data_ptr() != self.main_weight.local.data_ptr():
-            own.copy_(self.main_weight.local)
-        return self.model_weight.gather_in_place(self.placements.optimizer, lane) or uploaded
 
     def withdraw(self) -> None:
         """Leave the parameters' places empty, until `register`."""
@@ -342,10 +352,9 @@ class ParameterGroup:
             parameter.grad is not None or says_it_wrote(parameter) for parameter in self.full_parameters
         )
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients wait here for a later reduction."""
-        return any(stage.buffer is not None for stage in self._stages)
+    def accumulates(self, finishing: bool = True) -> bool:
+        """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
+        return any(stage.buffer is not None for stage in (self._stages if finishing else self._stages[:1]))
 
     @property
     def writes_itself(self) -> bool:

@@ -24,6 +24,7 @@ from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.prefetch import Itinerary
 from weft.fsdp.ranges import profiled
+from weft.fsdp.reductions import Reductions
 
 if TYPE_CHECKING:
     from weft.fsdp.hooks import ForwardCall
@@ -57,17 +58,6 @@ class RuntimeOptions:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """A reduction under way; `finishes`: the stages behind it follow in this backward."""
-
-    unit: int
-    group: ParameterGroup
-    stage: int
-    finishes: bool
-    ticket: Ticket
-
-
 class Runtime:
     """The shared state of the units under one root."""
 
@@ -89,9 +79,13 @@ class Runtime:
         self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._units: list[weakref.ref[Unit]] = []
         self._agreement = Agreement(options.check_collectives)
-        self._reducing: deque[_Reduction] = deque()
+        myself = weakref.ref(self)
+        self.reductions = Reductions(
+            self.gradients, is_last=lambda: _alive(myself).is_last, note=lambda *what: _alive(myself)._note(*what)
+        )
+        self._use_options()
+        self._to_refresh: deque[int] = deque()
         self._uploads: list[Ticket] = []
-        self._reduced = False
         self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward", "schedule")}
         self._current = "forward"
         self._foretold: set[int] = set()
@@ -125,12 +119,18 @@ class Runtime:
     def change(self, **options: Any) -> None:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
+        self._use_options()
         self._separate_gathers()
 
     def share_lanes(self, other: "Runtime") -> None:
         """Queue communication behind that of `other`."""
         self.gather_lane, self.reduce_lane = other.gather_lane, other.reduce_lane
         self.outer_lane, self.download_lane = other.outer_lane, other.download_lane
+        self._use_options()
+
+    def _use_options(self) -> None:
+        self.reductions.most_alive = self.options.max_live_reduce_buffers
+        self.reductions.use(self.reduce_lane, self.outer_lane, self.download_lane)
 
     def _separate_gathers(self) -> None:
         if not self.options.separate_all_gather_group:
@@ -149,10 +149,11 @@ class Runtime:
             shard_group = group.groups[-1]
             separate = self.options.separate_all_gather_group
             gather_group = self._gather_groups[shard_group] if separate else shard_group
+            self._refresh_up_to(unit)
             ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
         if ticket is not None and group.offload is not None:
             self._uploads.append(ticket)
-        if ticket is not None and self._current != "evaluation":
+        if group.transient is not None and self._current != "evaluation":
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
 
@@ -161,8 +162,17 @@ class Runtime:
         while self._uploads:
             self._uploads.pop().synchronize()
 
-    def enter_forward(self) -> None:
-        """A sharded module is called; the outermost call begins a pass: whatever an earlier one left behind goes."""
+    def _refresh_up_to(self, unit: "Unit | None") -> None:
+        """Refresh the weights of all units before `unit` and its own, or of all that are left: in one order on all
+        ranks, whatever runs where."""
+        while self._to_refresh and (unit is None or unit.number in self._to_refresh):
+            if (each := self._units[self._to_refresh.popleft()]()) is not None:
+                for group in each.groups:
+                    group.refresh(self.gather_lane, self.outer_lane, self.weights)
+
+    def enter_forward(self, outermost: "Unit") -> None:
+        """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
+        behind goes."""
         self._depth += 1
         if self._depth > 1 or in_backward():
             return
@@ -178,9 +188,12 @@ class Runtime:
             unit.forget()
             unit.free()
             for group in unit.groups:
+                group.await_refresh()
                 group.follow_requires_grad()
                 if not self._accumulating:
                     group.outdate()
+        inside = f"{outermost.name}." if outermost.number else ""
+        self._to_refresh.extend(unit.number for unit in self.units if unit is outermost or unit.name.startswith(inside))
         self._begin("forward" if torch.is_grad_enabled() else "evaluation")
         self._finished = []
 
@@ -193,6 +206,7 @@ class Runtime:
         for unit in self.units:
             if (driver := unit.driver()) is not None:
                 driver.let_go()
+        self._refresh_up_to(None)
         units = self.units
         for unit in units:
             if not self.is_next(unit):
@@ -265,7 +279,7 @@ class Runtime:
         at its end is done at the schedule's. `gathered`: which units are gathered at once, for a new order."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
-        self.enter_forward()
+        self.enter_forward(self.units[0])
         order = [unit.number for unit in visits]
         if order != self._passes["schedule"].expected:
             self._passes["schedule"] = Itinerary(order)
@@ -277,9 +291,12 @@ class Runtime:
         self._passes["schedule"].visited = []
         self._begin("schedule")
         self.in_schedule = True
+        self.reductions.begin(())
+        self.reductions.in_turn = False  # every rank runs the same schedule
         try:
             yield
             self.more_to_come = False
+            self._refresh_up_to(None)
             self.end_backward()
             self._depth = 0
         except BaseException:
@@ -287,61 +304,22 @@ class Runtime:
             raise
         finally:
             self.more_to_come = self.in_schedule = False
+            self.reductions.in_turn = True
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def reduce(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
-        """Pack a group's gradients and, unless deferred, start their reduction over the shard axis."""
-        if self._makes_graph and group.gradients_arrived:
+    def reduce(self, unit: "Unit") -> None:
+        """Pack the gradients of `unit`, and reduce them if that is due."""
+        if self._makes_graph and unit.awaits_reduction:
             raise RuntimeError(
                 f"backward(create_graph=True) through {unit.name or 'the root'} ({unit.kind}): gradients of parameters "
                 "are reduced over the ranks and cannot be differentiated; call torch.autograd.grad with respect to "
                 "inputs"
             )
-        self.make_room(unit, group, defer=defer)
-        with torch.no_grad(), profiled(unit.name, "reduce"):
-            group.pack(self.gradients, defer=defer)
-            if not defer:
-                self._start_reduction(unit, group, 0, unit.scale_of(group), unit.requires_all_reduce)
-        if not defer:
-            self._keep_under_way(self.options.max_live_reduce_buffers - 1)
+        self.reductions.reduce(unit, self.units)
 
-    def make_room(self, unit: "Unit", group: ParameterGroup, *, defer: bool) -> None:
-        """Wait until gradients of `group` may be packed: none of its own under way, not too many of other units.
-
-        The unit's own gradients are one live buffer, autograd's or the one they are written into; while they are packed
-        there are both.
-        """
-        while any(reduction.group is group for reduction in self._reducing):
-            self._finish_oldest()
-        if not defer:
-            own = 1 if group.accumulates or group.writes_itself else 2
-            self._keep_under_way(self.options.max_live_reduce_buffers - own, apart_from=unit.number)
-
-    def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
-        """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
-        while len({entry.unit for entry in self._reducing if not entry.stage} - {apart_from}) > max(most, 0):
-            self._finish_oldest()
-
-    def _start_reduction(self, unit: "Unit", group: ParameterGroup, stage: int, scale: float, finishes: bool) -> None:
-        finishes = finishes and self.is_last
-        lane = self.outer_lane if stage else self.reduce_lane
-        with torch.no_grad():
-            ticket = group.reduce(stage, lane, self.download_lane, self.gradients, scale, defer=not finishes)
-        self._agreement.note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
-        self._reducing.append(_Reduction(unit.number, group, stage, finishes, ticket))
-        self._reduced = True
-
-    def _finish_oldest(self) -> None:
-        done = self._reducing.popleft()
-        with torch.no_grad():
-            done.ticket.wait()
-        done.group.reduced(done.stage, self.gradients)
-        if done.stage < done.group.last_stage and done.finishes:
-            unit = self._units[done.unit]()
-            assert unit is not None
-            with profiled(unit.name, "reduce"):
-                self._start_reduction(unit, done.group, done.stage + 1, 1.0, True)
+    def _note(self, unit: "Unit", nbytes: int) -> None:
+        self._agreement.note(unit.number, "reduction", nbytes)
 
     # --- the backward pass ------------------------------------------------------------------------------------------
 
@@ -355,6 +333,19 @@ class Runtime:
             self._begin("backward")
             if not self._passes["backward"].expected:
                 self._passes["backward"].expected = self._finished[::-1]
+            if self.options.check_collectives and not self.reductions.has_order:
+                self._find_order()
+            self.reductions.begin(self.units)
+
+    def _find_order(self) -> None:
+        """The first backward: reductions follow the order in which forward came by, on all ranks that of the first."""
+        trainable = {unit.number for unit in self.units if unit.trainable_groups and unit.reduces_in_turn}
+        order = [number for number in reversed(self._passes["forward"].latest) if number in trainable]
+        self.reductions.follow(self._agreement.order(order, self._process_groups()))
+
+    def _process_groups(self) -> list[dist.ProcessGroup]:
+        """Of the mesh axes of all units, which together reach every rank."""
+        return list(dict.fromkeys(each for unit in self.units for group in unit.groups for each in group.groups))
 
     def end_backward(self) -> None:
         """The backward is over: complete what no hook could, collect the reductions, check, publish."""
@@ -371,11 +362,13 @@ class Runtime:
             call.end()
         self._calls.clear()
         units = self.units
-        for unit in units:
-            if unit.awaits_reduction:
+        for unit in reversed(units):
+            if unit.awaits_reduction or self.reductions.left_over(unit):
                 unit.reduce()
-        while self._reducing:
-            self._finish_oldest()
+        due = any(unit.trainable_groups and not unit.defers for unit in units)
+        if due:
+            self._settle(units)
+        self.reductions.drain()
         self.finish_uploads()
         self._current = "forward"
         for unit in units:
@@ -384,10 +377,35 @@ class Runtime:
             unit.forget()
             unit.free()
         self._plan(units)
-        reduced, self._reduced = self._reduced, False
-        self._accumulating = not (reduced and self.is_last)
-        if reduced:
-            self._publish(units)
+        self._accumulating = not (due and self.is_last)
+        if due:
+            for unit in units:
+                for group in unit.trainable_groups:
+                    if group.main_grad is not None and not group.accumulates():
+                        group.publish_gradients()
+
+    def _settle(self, units: list["Unit"]) -> None:
+        """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
+        self.reductions.complete_order(units)
+        self.reductions.drain()  # others may wait for what follows a reduction over the shard axis
+        groups = [group for unit in units for group in unit.trainable_groups]
+        try:
+            agreed = self._agreement.reach(
+                [flag for group in groups for flag in group.has_gradient],
+                self.reductions.arrived,
+                self.reductions.waiting,
+                [unit.name for unit in units],
+                self._process_groups(),
+            )
+        except CollectiveMismatch:
+            self.reset()
+            raise
+        present = agreed.present
+        for group in groups:
+            group.has_gradient, present = present[: len(group.slots)], present[len(group.slots) :]
+        self.reductions.add(agreed.waiting, units)
+        if agreed.same_order and self.reductions.arrived:
+            self.reductions.follow(self.reductions.arrived)
 
     def _plan(self, units: list["Unit"]) -> None:
         self.weights.end_step(self._foreseen(units) if self.weights.outdated else None)
@@ -412,29 +430,13 @@ class Runtime:
 
         return together
 
-    def _publish(self, units: list["Unit"]) -> None:
-        groups = [group for unit in units for group in unit.trainable_groups]
-        present = [flag for group in groups for flag in group.has_gradient]
-        names = [unit.name for unit in units]
-        everyone = list(dict.fromkeys(each for group in groups for each in group.groups))
-        try:
-            present = self._agreement.reach(present, names, self.reduce_lane, everyone, self.device)
-        except CollectiveMismatch:
-            self.reset()
-            raise
-        for group in groups:
-            mine, present = present[: len(group.slots)], present[len(group.slots) :]
-            group.has_gradient = mine
-            if group.main_grad is not None and not group.accumulates:
-                group.publish_gradients()
-
     def reset(self) -> None:
         """Return every unit to rest and forget gradients that were not reduced: after an exception in a pass."""
-        while self._reducing:
-            self._finish_oldest()
+        self.reductions.drain()
+        self.reductions.begin(())
+        self._to_refresh.clear()
         self._calls.clear()
         self._callback_queued = False
-        self._reduced = False
         self._depth = 0
         self._accumulating = False
         self._agreement = Agreement(self.options.check_collectives)
@@ -445,6 +447,12 @@ class Runtime:
                 group.discard(self.gradients)
         for unit in self.units:
             unit.let_go()
+
+
+def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:
+    alive = runtime()
+    assert alive is not None
+    return alive
 
 
 def in_backward() -> bool:

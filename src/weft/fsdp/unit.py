@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.fsdp.direct_gradient import settle
 from weft.fsdp.parameter_group import ParameterGroup
@@ -228,26 +229,35 @@ class Unit:
 
     def reduce(self) -> None:
         """Pack the gradients and start their reduction, unless they are to be accumulated here first."""
-        for group in self.trainable_groups:
-            self.runtime.reduce(self, group, defer=self._defers(group))
+        self.runtime.reduce(self)
 
     def gradient_to_write(self, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
         """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
-        defer = self._defers(group)
-        self.runtime.make_room(self, group, defer=defer)
-        return group.gradient_to_write(number, self.runtime.gradients, defer=defer)
+        self.runtime.reductions.make_room(self, group)
+        return group.gradient_to_write(number, self.runtime.gradients, defer=self.defers)
 
     def offer_main_gradients(self) -> None:
         """Make `main_grad` ready for the modules that declared to use it."""
         for group in self.trainable_groups:
             if group.writes_itself:
-                defer = self._defers(group)
-                self.runtime.make_room(self, group, defer=defer)
-                group.offer_main_gradients(self.runtime.gradients, defer=defer)
+                self.runtime.reductions.make_room(self, group)
+                group.offer_main_gradients(self.runtime.gradients, defer=self.defers)
 
-    def _defers(self, group: ParameterGroup) -> bool:
+    @property
+    def defers(self) -> bool:
         """Whether gradients wait for another backward before they are reduced."""
-        return not self.requires_gradient_sync or not (self.runtime.is_last or group.placements.reduces_each_microbatch)
+        each_time = any(group.placements.reduces_each_microbatch for group in self.groups)
+        return not self.requires_gradient_sync or not (self.runtime.is_last or each_time)
+
+    @property
+    def reduces_in_turn(self) -> bool:
+        """Whether its reductions keep to the order that the ranks agree on.
+
+        Not where gathers of different units could be taken for one another: what such ranks compute is wrong anyway.
+        """
+        return self.runtime.options.check_collectives and all(
+            group.transient is None or sends_directly(group.groups[-1], group.device) for group in self.groups
+        )
 
     @property
     def awaits_reduction(self) -> bool:

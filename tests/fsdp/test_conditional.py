@@ -1,0 +1,130 @@
+"""Ranks that run different units in a step get the gradients of the mathematics: the mean over ranks of each rank's
+gradient, zero where it did not run."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+
+RESIDENT = ["no_shard", "optim", "optim_grads"]
+
+
+class Routes(nn.Module):
+    """Four equal blocks between an embedding and a head; `path` says which of them run, in which order.
+
+    Blocks from `dropped` on run too, but the loss does not depend on them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 13)
+        self.blocks = nn.ModuleList(nets.Block(13, 29) for _ in range(4))
+        self.head = nn.Linear(13, 11)
+        self.path: Sequence[int] = ()
+        self.dropped: Sequence[int] = ()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number in self.path:
+            x = self.blocks[number](x)
+        for number in self.dropped:
+            self.blocks[number](x)
+        return self.head(x)
+
+
+def make() -> Routes:
+    torch.manual_seed(0)
+    return Routes().double()
+
+
+def shard(net: Routes, **options) -> Routes:
+    for block in net.blocks:
+        weft.fully_shard(block, **options)
+    return weft.fully_shard(net, **options)
+
+
+Way = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
+"""The path and the dropped blocks of a rank in a step's microbatch."""
+
+WAYS: dict[str, Way] = {
+    "each rank another one of two": lambda rank, step, micro: ((0, 1 + (rank + step) % 2, 3), ()),
+    "the last rank fewer": lambda rank, step, micro: ((0, 3) if rank == last() else (0, 1, 2, 3), ()),
+    "the last rank one of them twice": lambda rank, step, micro: ((0, 1, 0, 3) if rank == last() else (0, 1, 3), ()),
+    "in another order": lambda rank, step, micro: ((2, 1, 0) if rank == last() else (0, 1, 2), ()),
+    "only in forward": lambda rank, step, micro: ((0, 3), (1, 2) if rank == last() else (2,)),
+    "none in the last microbatch": lambda rank, step, micro: ((0, 1, 2) if not micro else (0, 3), ()),
+    "all skip one in some steps": lambda rank, step, micro: ((0, 1, 2, 3) if step % 2 else (0, 3), ()),
+}
+
+
+def last() -> int:
+    return dist.get_world_size() - 1
+
+
+def assert_truth(way: Way, microbatches: int, flagged: bool = True, **options) -> None:
+    """Three steps of the sharded net have the gradients and weights of one process that goes every rank's way."""
+    plain, sharded = make(), shard(make(), **options)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (plain, sharded)]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for step, batch in enumerate(nets.data(3, 2 * ranks * microbatches)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro, rows in enumerate(batch.chunk(microbatches)):
+            for each, part in enumerate(rows.chunk(ranks)):
+                plain.path, plain.dropped = way(each, step, micro)
+                (loss_of(plain, part) / ranks).backward()
+            sharded.path, sharded.dropped = way(rank, step, micro)
+            if flagged:
+                sharded.set_is_last_backward(micro == microbatches - 1)
+            loss_of(sharded, rows.chunk(ranks)[rank]).backward()
+        expected = {name: p.grad for name, p in plain.named_parameters()}
+        actual = {name: p.grad if p.grad is None else nets.full(p.grad) for name, p in sharded.named_parameters()}
+        torch.testing.assert_close(actual, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    weights = {name: nets.full(p) for name, p in sharded.named_parameters()}
+    torch.testing.assert_close(weights, {name: p.detach() for name, p in plain.named_parameters()})
+    assert all(role["live"] == 0 for role in weft.memory_report(sharded)["transient"].values())
+
+
+def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@distributed(2)
+def test_two_units_of_one_shape_of_which_each_rank_uses_another_have_true_gradients():
+    assert_truth(WAYS["each rank another one of two"], 1, strategy="optim_grads")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", RESIDENT)
+@distributed(2)
+def test_units_that_run_on_some_ranks_only_have_true_gradients(strategy):
+    for name, way in WAYS.items():
+        for microbatches in (1, 2):
+            try:
+                assert_truth(way, microbatches, strategy=strategy)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {microbatches} microbatches: {error}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
+@distributed(4)
+def test_units_that_run_on_some_ranks_only_have_true_gradients_on_two_axes(outer_strategy):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    for name, way in WAYS.items():
+        for flagged in (True, False):
+            options = {"strategy": "optim_grads", "outer_strategy": outer_strategy, "mesh": mesh}
+            try:
+                assert_truth(way, 2, flagged, **options)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, flagged {flagged}: {error}") from error
