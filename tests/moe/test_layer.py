@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.moe.reference import enlarge, plain
 from tests.pool import distributed
-from weft.moe import AllToAll, MoE, load_statistics
+from weft.moe import AllToAll, MoE, load_statistics, router_losses
 
 # Whole vectors of the processor in every row: what is left over at a tensor's end is computed with other roundings.
 HIDDEN, INNER, EXPERTS, K, SEQ = 32, 32, 8, 3, 7
@@ -211,16 +211,19 @@ def watched(handle, order):
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_load_is_counted_once_per_training_forward_recomputed_or_not(reentrant):
-    layer = make({"capacity_factor": 0.5})
+    layer = make({"capacity_factor": 0.5, "aux_loss_coef": 0.1})
     hidden = batch().requires_grad_()
     for _ in range(2):
         if reentrant is None:
-            output, _ = layer(hidden)
+            output, loss = layer(hidden)
         else:
-            output, _ = checkpoint(layer, hidden, use_reentrant=reentrant)
+            output, loss = checkpoint(layer, hidden, use_reentrant=reentrant)
         output.sum().backward()
     layer.eval()
     layer(hidden)
+    added = 2 * loss.detach()
+    assert torch.equal(router_losses(layer, reset=False)[""], added)
+    assert torch.equal(router_losses(layer)[""], added) and not router_losses(layer)[""]
     chosen = layer.router(hidden).experts.flatten().bincount(minlength=EXPERTS)
     assert torch.equal(load_statistics(layer, reset=False)[""], 2 * chosen)  # dropped ones were chosen too
     model = torch.nn.ModuleDict({"first": layer, "second": torch.nn.Sequential(make({}))})

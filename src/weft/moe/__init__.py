@@ -2,8 +2,9 @@
 
 from weft.moe.dispatch import AllToAll, Arrival, Dispatcher, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts
-from weft.moe.layer import MoE, Sent, load_statistics
+from weft.moe.layer import MoE, Sent
 from weft.moe.router import Router, Routing
+from weft.moe.statistics import expert_layers, load_statistics, router_losses
 
 __all__ = [
     "AllToAll",
@@ -17,5 +18,7 @@ __all__ = [
     "Routing",
     "Sent",
     "exchange",
+    "expert_layers",
     "load_statistics",
+    "router_losses",
 ]

@@ -3,12 +3,8 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.collectives import reduce_now
-from weft.comm.groups import group_of
 from weft.fsdp.runtime import in_backward
 from weft.linear import Linear
 from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
@@ -133,28 +129,5 @@ class MoE(nn.Module):
         if self.training and not in_backward():
             whole = routing.kept is None
             self.load += routing.counts if whole else count(routing.experts.view(1, -1), self.load.numel())[0]
-
-
-@torch.no_grad()
-def load_statistics(
-    model: nn.Module, reset: bool = True, group: dist.ProcessGroup | DeviceMesh | None = None
-) -> dict[str, Tensor]:
-    """Assignments per expert since the last reset, [num_experts] int64 for each layer by its name in `model`.
-
-    Counted are forwards in training mode, what a capacity dropped included, recomputation excluded. `group`: sum over
-    its ranks (of every axis of a mesh), which all call this; None: this rank's own.
-    """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    if not layers:
-        return {}
-    total = torch.cat([layer.load for layer in layers.values()])
-    if isinstance(group, DeviceMesh):
-        groups = [group_of(group, axis) for axis in range(group.ndim)]
-    else:
-        groups = [group] if group is not None else []
-    for each in groups:
-        reduce_now(total, dist.ReduceOp.SUM, each)
-    if reset:
-        for layer in layers.values():
-            layer.load.zero_()
-    return dict(zip(layers, total.split([layer.load.numel() for layer in layers.values()])))
+            if routing.loss is not None:
+                self.router.added_loss += routing.loss

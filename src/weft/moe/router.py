@@ -61,6 +61,8 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor | None
+    added_loss: Tensor
+    """The sum of the losses of training forwards since `weft.moe.router_losses` read it, fp32."""
 
     def __init__(
         self,
@@ -107,20 +109,24 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         bias = torch.empty(num_experts, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
+        self.register_buffer("added_loss", torch.empty((), dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the initial weight, and a bias of zero."""
         self.source.normal_(self.weight, INITIAL_STD)
+        nn.init.zeros_(self.added_loss)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Moves to another dtype leave the bias in fp32: in a narrower one its small updates would be lost."""
-        bias = self.expert_bias
+        """Moves to another dtype leave buffers in fp32: in a narrower one what is added to them would be lost."""
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
-            self.expert_bias = bias.to(self.expert_bias.device)
+        for name, kept in before.items():
+            moved = self._buffers[name]
+            if kept is not None and moved is not None and moved.dtype != kept.dtype:
+                self._buffers[name] = kept.to(moved.device)
         return self
 
     def forward(self, hidden: Tensor) -> Routing:

@@ -1,0 +1,54 @@
+"""What expert layers count while they train."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import group_of
+from weft.moe.layer import MoE
+
+Ranks = dist.ProcessGroup | DeviceMesh | None
+
+
+@torch.no_grad()
+def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
+    """Assignments per expert since the last reset, [num_experts] int64 for each layer by its name in `model`.
+
+    Counted are forwards in training mode, what a capacity dropped included, recomputation excluded. `group`: sum over
+    its ranks (of every axis of a mesh), which all call this; None: this rank's own.
+    """
+    return _read({name: layer.load for name, layer in expert_layers(model).items()}, reset, group)
+
+
+@torch.no_grad()
+def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
+    """What each layer's router added to the loss since the last reset, a sum over forwards, fp32 scalar by name.
+
+    Counted as in `load_statistics`; coefficients are applied. Divide by the number of forwards for what one adds.
+    """
+    return _read({name: layer.router.added_loss for name, layer in expert_layers(model).items()}, reset, group)
+
+
+def expert_layers(model: nn.Module) -> dict[str, MoE]:
+    """The expert layers of `model` by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def _read(counters: dict[str, Tensor], reset: bool, group: Ranks) -> dict[str, Tensor]:
+    """A copy of the counters, summed over the ranks as one tensor."""
+    if not counters:
+        return {}
+    total = torch.cat([counter.view(-1) for counter in counters.values()])
+    if isinstance(group, DeviceMesh):
+        groups = [group_of(group, axis) for axis in range(group.ndim)]
+    else:
+        groups = [group] if group is not None else []
+    for each in groups:
+        reduce_now(total, dist.ReduceOp.SUM, each)
+    if reset:
+        for counter in counters.values():
+            counter.zero_()
+    parts = total.split([counter.numel() for counter in counters.values()])
+    return {name: part.view_as(counter) for (name, counter), part in zip(counters.items(), parts)}
