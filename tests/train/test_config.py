@@ -93,6 +93,13 @@ def test_the_resolved_configuration_reads_back_equal():
         ("checkpoint.keep=0", ["checkpoint.keep = 0", "at least 1"]),
         ("run.name=a/b", ['run.name = "a/b"', "run.directory"]),
         ("model.hidden_size=-4", ["hidden_size", "-4"]),
+        ("sharding.ep=0", ["sharding.ep = 0", "number of ranks"]),
+        ("sharding.ep=2", ["sharding.ep = 2", 'model.pattern = "[*-][*-]" has no experts', "set sharding.ep = 1"]),
+        ("train.overlap=true", ["train.overlap = true", "sharding.ep = 1 has none", "set sharding.ep = 2"]),
+        ("train.delay_wgrad=true", ["train.delay_wgrad = true", "no effect without train.overlap"]),
+        ("train.early_release=true", ["train.early_release = true", "no effect without train.overlap"]),
+        ("train.expert_bias_rate=0", ["train.expert_bias_rate = 0.0", "positive"]),
+        ("train.expert_bias_rate=0.1", ["train.expert_bias_rate = 0.1", "no effect", "model.expert_bias = true"]),
         ("train.global_batch_size=20", ["train.global_batch_size = 20", "1 x 8 = 8", "16 or 24"]),
         ("train.global_batch_size=3", ["train.global_batch_size = 3", "nearest valid: 8"]),
     ],
@@ -140,6 +147,24 @@ def test_a_batch_is_valid_exactly_when_the_ranks_share_it_in_whole_microbatches(
         nearest = str(caught.value).split("nearest valid: ")[1].split(" or ")
         for value in nearest:
             parse("", f"train.global_batch_size={value}", "train.microbatch_size=3").validate(ranks)
+
+
+EXPERTS = ["model.pattern=[*E]", "sharding.ep=2"]
+
+
+def test_experts_and_overlap_that_do_not_fit_are_refused():
+    parse("", *EXPERTS, "train.overlap=true", "train.delay_wgrad=true").validate(2)
+    parse("", *EXPERTS, "model.expert_bias=true", "train.expert_bias_rate=0.1").validate(4)
+    with pytest.raises(ConfigError, match=r"sharding\.ep = 2: must divide model\.num_experts = 9; .*\[1, 3, 9\]"):
+        parse("", *EXPERTS, "model.num_experts=9")
+    with pytest.raises(ConfigError, match=r"sharding\.ep = 2: must divide the number of ranks, 1; .*\[1\]"):
+        parse("", *EXPERTS).validate(1)
+    checkpointed = [*EXPERTS, "train.overlap=true", "train.activation_checkpointing=true"]
+    with pytest.raises(ConfigError, match=r"train\.overlap = true: cannot .* recomputes as a whole.*model\.recompute"):
+        parse("", *checkpointed)
+    alone = [*EXPERTS, "train.overlap=true", "train.global_batch_size=16"]
+    with pytest.raises(ConfigError, match=r"train\.overlap = true: .*hide nothing; set train\.global_batch_size = 32"):
+        parse("", *alone).validate(2)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():

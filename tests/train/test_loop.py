@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.train.command import metrics, write_config
 from weft.models import HybridModel
+from weft.moe import load_statistics
 from weft.train.config import OptimizerConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.loop import Trainer, make_optimizer, train
@@ -81,6 +82,9 @@ def reference(path, steps):
         records.append({"loss": loss.item(), "gradient_norm": norm.item(), "lr": lr})
         optimizer.step()
         optimizer.zero_grad()
+        for name, load in load_statistics(model).items():
+            model.get_submodule(name).router.update_bias(load, config.train.expert_bias_rate)
+    model.eval()
     with torch.no_grad():
         losses = [model(tokens, labels=labels).item() for tokens, labels in validation]
     return records, sum(losses) / len(losses), model.state_dict()

@@ -84,8 +84,13 @@ def test_tensorboard_shows_the_same_numbers_and_forgets_those_after_the_resumed_
 
     write(tmp_path, range(1, 13))
     write(tmp_path, range(8, 15), resumed_step=7)
+    with Metrics(tmp_path, resumed_step=14) as metrics:
+        metrics.log_experts(14, {"layer": [5, 0, 3]})
+    assert read_metrics(tmp_path)[-1] == {"step": 14, "kind": "experts", "load": {"layer": [5, 0, 3]}}
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     shown = events.Scalars("train/loss")
     assert [event.step for event in shown] == list(range(1, 15))
     assert [event.value for event in shown] == pytest.approx([1 / step for step in range(1, 15)])
+    (load,) = events.Histograms("experts/layer")
+    assert (load.step, load.histogram_value.bucket) == (14, [5, 0, 3])

@@ -106,12 +106,31 @@ class LoopConfig:
     """Steps between two lines of output when the output is no terminal."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
+    overlap: bool = False
+    """Run the token exchange of one microbatch under the computation of its neighbour (`weft.overlap`)."""
+    delay_wgrad: bool = False
+    """With `overlap`: compute weight gradients apart, under an exchange."""
+    early_release: bool = False
+    """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    expert_bias_rate: float = 1e-3
+    """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
         for name in ("seed", "validate_every", "gradient_clip"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
+        _require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
+        for name in ("delay_wgrad", "early_release"):
+            value = getattr(self, name)
+            _require(f"train.{name}", value, self.overlap or not value, "has no effect without train.overlap = true")
+        _require(
+            "train.overlap",
+            self.overlap,
+            not (self.overlap and self.activation_checkpointing),
+            "cannot run layers in stages that train.activation_checkpointing recomputes as a whole; leave that out and "
+            'recompute inside the stages: model.recompute = ["attend"]',
+        )
         _check_batch(self.global_batch_size, self.microbatch_size, 1)
 
 
@@ -178,8 +197,11 @@ class ShardingConfig:
     """What each rank keeps only its part of: nothing, optimizer state, + gradients, + weights."""
     dp_shard: int = -1
     """Ranks over which it is cut; -1: all of them."""
+    ep: int = 1
+    """Ranks that share one copy of the experts and exchange tokens; divides the number of ranks."""
 
     def __post_init__(self) -> None:
+        _require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
         _require(
             "sharding.dp_shard",
             self.dp_shard,
@@ -250,12 +272,39 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     """Where the run lives."""
 
+    def __post_init__(self) -> None:
+        model, ep = self.model, self.sharding.ep
+        _require(
+            "sharding.ep",
+            ep,
+            ep == 1 or "E" in model.pattern,
+            f"model.pattern = {_show(model.pattern)} has no experts (E) to spread; set sharding.ep = 1",
+        )
+        fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
+        _require(
+            "sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}"
+        )
+        _require(
+            "train.overlap",
+            self.train.overlap,
+            ep > 1 or not self.train.overlap,
+            "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
+            "train.overlap = false",
+        )
+        has_bias = model.expert_bias and "E" in model.pattern
+        _require(
+            "train.expert_bias_rate",
+            self.train.expert_bias_rate,
+            has_bias or self.train.expert_bias_rate == LoopConfig.expert_bias_rate,
+            "has no effect on a model without expert biases; set model.expert_bias = true, or leave it out",
+        )
+
     def validate(self, world_size: int) -> None:
         """Check what depends on the number of processes and on the tokenizer's file; every process is a
         data-parallel rank.
 
-        Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that is not the
-        number of ranks, and a vocabulary smaller than the tokenizer's.
+        Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
+        number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
         """
         _require(
             "sharding.dp_shard",
@@ -263,7 +312,18 @@ class TrainConfig:
             self.sharding.dp_shard in (-1, world_size),
             f"must be the number of ranks, {world_size}, or -1 for all of them",
         )
-        _check_batch(self.train.global_batch_size, self.train.microbatch_size, world_size)
+        ep = self.sharding.ep
+        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        _require("sharding.ep", ep, ep in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
+        microbatches = self.microbatches_per_step(world_size)
+        least = 2 * world_size * self.train.microbatch_size
+        _require(
+            "train.overlap",
+            self.train.overlap,
+            microbatches > 1 or not self.train.overlap,
+            "runs two microbatches beside each other, and a step of each rank has one: it would hide nothing; set "
+            f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
+        )
         tokenizer = load_tokenizer(self.data.tokenizer)
         _require(
             "model.vocab_size",

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
 from weft.models import HybridModel, shard
+from weft.overlap import forward_backward
 from weft.train.bigram import Bigram
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.errors import ConfigError
+from weft.train.experts import ExpertBalance
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
 from weft.train.runs import Run, open_run
@@ -52,7 +54,7 @@ class Trainer:
         self.say = say if say is not None else _print_on(self.rank)
         config.validate(self.ranks)
 
-        meshes = weft.init_meshes(self.device.type, dp_shard=config.sharding.dp_shard)
+        meshes = weft.init_meshes(self.device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
         self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
         batches: dict[str, Any] = {
             "sequence_length": config.data.sequence_length,
@@ -67,13 +69,14 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         with self.device:
             model = HybridModel(config.model, meshes=meshes)
-        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         if config.train.activation_checkpointing:
             _recompute_layers(model)
         precision = weft.MixedPrecisionPolicy()
         if config.train.precision == "bf16":
             precision = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.model: Any = shard(model, meshes, strategy=config.sharding.strategy, mp_policy=precision)
+        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
@@ -132,6 +135,8 @@ class Trainer:
             while position.step < config.train.steps and not stopping:
                 values, stopping = self._step()
                 metrics.log(position.step, "train", **values)
+                if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
+                    metrics.log_experts(position.step, loads)
                 self.progress.update(position.step, **values)
                 last = position.step == config.train.steps
                 if last or _due(config.train.validate_every, position.step):
@@ -148,13 +153,9 @@ class Trainer:
         """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
         started = time.perf_counter()
         learning_rate = self.schedule.advance()
-        microbatches = self.batches.next_step()
-        loss_sum = torch.zeros((), device=self.device)
-        for number, (tokens, labels) in enumerate(microbatches, start=1):
-            self.model.set_is_last_backward(number == len(microbatches))
-            loss = self.model(tokens.to(self.device), labels=labels.to(self.device)) / len(microbatches)
-            loss.backward()
-            loss_sum += loss.detach()
+        microbatches = [(t.to(self.device), labels.to(self.device)) for t, labels in self.batches.next_step()]
+        losses = self._forward_backward(microbatches)
+        router_losses = self.experts.take_losses(losses.new_zeros(()))
         norm = clip_gradients(self.model, self.config.train.gradient_clip)
         if not math.isfinite(norm):  # the same on all ranks; the weights are still good
             raise self._diverged("gradient norm", float(norm))
@@ -162,9 +163,11 @@ class Trainer:
         self.optimizer.zero_grad()
 
         # One small all-reduce a step carries everything that ranks have to agree on.
-        shared = torch.stack([loss_sum.double() / self.ranks, loss_sum.new_tensor(self.stop.requested).double()])
+        mean = losses.double().mean() / self.ranks
+        router_mean = router_losses.double() / (len(microbatches) * self.ranks)
+        shared = torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested)])
         dist.all_reduce(shared)
-        loss_value, stops = shared.tolist()
+        loss_value, router_value, stops = shared.tolist()
         position = self.position
         position.step += 1
         tokens_done = self.config.train.global_batch_size * self.config.data.sequence_length
@@ -174,13 +177,34 @@ class Trainer:
         seconds = time.perf_counter() - started
         position.seconds += seconds
         values = {
-            "loss": loss_value,
+            "loss": loss_value - router_value,
+            **({"router_loss": router_value} if self.experts.has_losses else {}),
             "lr": learning_rate,
             "gradient_norm": float(norm),
             "tokens_per_second": tokens_done / seconds,
             "memory_bytes": _memory_in_use(self.device),
         }
         return values, stops > 0
+
+    def _forward_backward(self, microbatches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Leave the gradients of their mean loss; returns the loss of each, on the device."""
+        loop, scale = self.config.train, 1 / len(microbatches)
+        if loop.overlap:
+            losses = forward_backward(
+                self.model,
+                microbatches,
+                delay_wgrad=loop.delay_wgrad,
+                early_release=loop.early_release,
+                loss_scale=scale,
+            )
+            return torch.stack(losses)
+        losses = []
+        for number, (tokens, labels) in enumerate(microbatches, start=1):
+            self.model.set_is_last_backward(number == len(microbatches))
+            loss = self.model(tokens, labels=labels)
+            (loss * scale).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         return RuntimeError(
@@ -297,11 +321,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
     """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before."""
-    if largest:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
-    else:
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return weft.optim.clip_grad_norm_(model, largest) if largest else weft.optim.grad_norm(model)
 
 
 def _recompute_layers(model: HybridModel) -> None:

@@ -2,6 +2,7 @@
 
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
+{"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}}
 """
 
 import json
@@ -47,11 +48,34 @@ class Metrics:
             return
         record: dict[str, Any] = {"step": step, "kind": kind}
         record.update((k, v if math.isfinite(v) else None) for k, v in values.items())
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._write(record)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def log_experts(self, step: int, loads: dict[str, list[int]]) -> None:
+        """One line for `step` with the assignments per expert of each layer; on TensorBoard a histogram of each."""
+        if self._file is None:
+            return
+        self._write({"step": step, "kind": "experts", "load": loads})
+        if self._board is not None:
+            for layer, load in loads.items():
+                numbers = range(len(load))
+                self._board.add_histogram_raw(
+                    f"experts/{layer}",
+                    min=0,
+                    max=len(load),
+                    num=sum(load),
+                    sum=sum(number * count for number, count in zip(numbers, load)),
+                    sum_squares=sum(number**2 * count for number, count in zip(numbers, load)),
+                    bucket_limits=[number + 0.5 for number in numbers],
+                    bucket_counts=load,
+                    global_step=step,
+                )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Flush and close; `log` does nothing afterwards."""

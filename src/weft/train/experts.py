@@ -1,0 +1,38 @@
+"""What a run does for its experts besides training them: their load, and the biases that balance it."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.moe import expert_layers, load_statistics, router_losses
+
+
+class ExpertBalance:
+    """The expert layers of a model that trains on the ranks of `mesh`; a model without any needs nothing of this.
+
+    `bias_rate`: how far a step moves the bias of an expert, where routers have biases.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, bias_rate: float) -> None:
+        self._model, self._mesh, self._bias_rate = model, mesh, bias_rate
+        self._routers = {name: layer.router for name, layer in expert_layers(model).items()}
+        self._has_bias = any(router.expert_bias is not None for router in self._routers.values())
+        self.has_losses = any(router.aux_loss_coef or router.z_loss_coef for router in self._routers.values())
+
+    def take_losses(self, zero: torch.Tensor) -> torch.Tensor:
+        """`zero` plus what the routers of this rank added to the losses since the last time, over all microbatches."""
+        return sum(router_losses(self._model).values(), zero)
+
+    def after_step(self, *, show: bool) -> dict[str, list[int]]:
+        """Move the biases by the loads of the step; all ranks call this.
+
+        `show`: return the loads, the assignments per expert over all ranks by name of the layer; else nothing.
+        """
+        if not (show or self._has_bias):
+            load_statistics(self._model)  # the next step counts from zero
+            return {}
+        loads = load_statistics(self._model, group=self._mesh)
+        for name, router in self._routers.items():
+            if router.expert_bias is not None:
+                router.update_bias(loads[name], self._bias_rate)
+        return {name: load.tolist() for name, load in loads.items()} if show else {}

@@ -1,0 +1,81 @@
+"""Training with experts on several ranks, the exchange under computation."""
+
+import pytest
+import torch
+
+from tests.train.command import assert_same_contents, contents, metrics, weft, write_config
+from tests.train.test_loop import full, reference, train_on
+from weft.train.config import load_config
+from weft.train.loop import Trainer
+from weft.train.runs import Run
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "model__pattern": "[*E][*-][*E]",
+    "model__num_experts": 4,
+    "model__moe_intermediate_size": 16,
+    "model__aux_loss_coef": 0.05,
+    "model__expert_bias": True,
+    "train__expert_bias_rate": 0.01,
+    "train__overlap": True,
+    "train__delay_wgrad": True,
+    "train__log_every": 1,
+    "sharding__ep": 2,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, tmp_path, ranks):
+    path = write_config(tmp_path, **SETTINGS, train__gradient_clip=0.5, train__validate_every=5, checkpoint__every=0)
+    records, validation_loss, weights = reference(path, 5)
+    lines, validations, model, _, _ = pool.run(
+        ranks, train_on, path, tmp_path / "run", ["train.microbatch_size=1"], stop_at=5
+    )[0]
+    assert len(lines) == 5
+    for line, expected in zip(lines, records):
+        assert line["router_loss"] > 0
+        torch.testing.assert_close(line["loss"] + line["router_loss"], expected["loss"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(line["gradient_norm"], expected["gradient_norm"], rtol=1e-5, atol=1e-6)
+    assert validations[-1]["loss"] == pytest.approx(validation_loss, rel=1e-5)  # without what routers add
+    assert model.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(model[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert model["decoder.layers.0.mlp.router.expert_bias"].abs().max() > 0
+    loads = metrics(tmp_path / "run", "experts")
+    assert [line["step"] for line in loads] == [1, 2, 3, 4, 5]
+    assert all(line["load"].keys() == {"decoder.layers.0.mlp", "decoder.layers.2.mlp"} for line in loads)
+    assert all(sum(load) == 8 * 16 * 2 for line in loads for load in line["load"].values())
+
+
+def predictions(path, directory, overrides):
+    """What the model of a checkpoint says of some tokens, and its state."""
+    trainer = Trainer(load_config(path, overrides), Run(directory, 8), say=lambda line: None)
+    trainer.checkpoints.close()
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(5))
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = trainer.model(tokens)
+    return logits, {name: full(value) for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_with_experts_anywhere(pool, tmp_path):
+    path = write_config(tmp_path, **SETTINGS, train__steps=8, train__validate_every=4)
+    whole, parts = tmp_path / "whole", tmp_path / "runs" / "tiny"
+    pool.run(2, train_on, path, whole, stop_at=8)
+    pool.run(2, train_on, path, parts, stop_at=4)
+    resumed = weft("train", path, "--ranks", 2, "--resume", parts, OMP_NUM_THREADS="1")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"going on with {parts} from step 4" in resumed.stdout
+    for kind in ("train", "validation", "experts"):
+        assert metrics(parts, kind) == metrics(whole, kind)
+    assert_same_contents(*(contents(run / "checkpoints" / "step-00000008") for run in (parts, whole)))
+
+    logits, state = pool.run(2, predictions, path, whole, [])[0]
+    assert state["decoder.layers.0.mlp.experts.gate_proj"].shape == (4, 16, 16)
+    one_place = ["sharding.ep=1", "train.overlap=false", "train.delay_wgrad=false"]
+    for ranks, changes in ((1, one_place), (2, one_place), (4, [])):
+        others, other_state = pool.run(ranks, predictions, path, whole, [*changes, "train.microbatch_size=1"])[0]
+        assert other_state.keys() == state.keys()
+        assert all(torch.equal(other_state[name], value) for name, value in state.items())
+        torch.testing.assert_close(others, logits)
