@@ -144,3 +144,5 @@ def test_norms_clipping_and_optimizers_count_every_expert_once():
                 optimizer, clip = torch.optim.AdamW(model.parameters(), **ADAMW), torchs_clip
             actual = clipped_steps(model, list(zip(*mine)), optimizer, clip, run)
             assert_close(actual, expected, msg=lambda text, at=(strategy, run, flat): f"{at}: {text}")
+            norms = {name: torch.tensor(norms.weight) for name, norms in weft.parameter_norms(model).items()}
+            assert_close(norms, {name: weight.norm() for name, weight in actual[2].items()})

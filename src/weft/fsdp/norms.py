@@ -5,7 +5,9 @@
     that of the model, cut over all axes    one rank                                 all of it
     that of the model, replicated           one rank of each replica                 1 / replicas
     some of the model's ranks: experts      as above; other ranks, other experts     1 / replicas there
-    and tensor parallel beside it           as above, per slice                      the same, then over slices
+    and tensor parallel beside it           as above, per slice                      the same, then over slices*
+
+*   where the slices are on ranks that the sum leaves out; slices of experts are on those of the model's mesh.
 
 The model's mesh is its largest. Summed over its ranks, the shares give every element once, in one all-reduce per mesh
 axis over which anything differs, and one more per tensor-parallel group.
@@ -27,6 +29,7 @@ class ModelRanks:
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
+        self._everyone = set(self.mesh.mesh.flatten().tolist())
         if all(self._spans(group) for group in groups):
             self.axes = sorted({axis for group in groups for axis in group.main_weight.axes})
         else:
@@ -38,6 +41,12 @@ class ModelRanks:
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return math.prod(group.mesh.size(axis) for axis in replicated)
 
+    def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """The group that holds slices, unless its ranks are summed over anyway, as those with other experts are."""
+        if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
+            return None
+        return slices
+
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """All-reduce small `values` in place over the ranks."""
         for axis in self.axes:
@@ -48,13 +57,12 @@ class ModelRanks:
         return group.mesh is self.mesh or group.mesh == self.mesh
 
     def _check(self, groups: Sequence[ParameterGroup]) -> None:
-        everyone = set(self.mesh.mesh.flatten().tolist())
         for group in groups:
             ranks = group.mesh.mesh.flatten().tolist()
-            if not everyone.issuperset(ranks):
+            if not self._everyone.issuperset(ranks):
                 raise ValueError(
                     f"{group.slots[0].name} and its like lie on ranks {ranks}, which are not among the ranks "
-                    f"{sorted(everyone)} of the model's largest mesh: shard the root over all ranks of the model"
+                    f"{sorted(self._everyone)} of the model's largest mesh: shard the root over all ranks of the model"
                 )
 
 
@@ -66,7 +74,7 @@ def gradient_norm(groups: Sequence[ParameterGroup], norm_type: float) -> torch.T
     pieces: dict[dist.ProcessGroup | None, dict[int, list[torch.Tensor]]] = {}
     for group in groups:
         for piece, slices in group.gradient_pieces():
-            kinds = pieces.setdefault(slices, {})
+            kinds = pieces.setdefault(ranks.beyond(slices), {})
             if piece.numel():
                 kinds.setdefault(ranks.copies(group), []).append(piece)
     shares = [_shares(kinds, norm_type, groups[0].device) for kinds in pieces.values()]
@@ -97,12 +105,13 @@ def squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None
     and what lies here of it, None for nothing. None for a tensor of which nobody has anything. Collective.
     """
     ranks = ModelRanks([group for group, _, _ in parts])
-    slices = list(dict.fromkeys(own for group, _, _ in parts for own in group.slice_groups if own is not None))
+    of_parts = [ranks.beyond(group.slice_groups[number]) for group, number, _ in parts]
+    slices = list(dict.fromkeys(own for own in of_parts if own is not None))
     device = parts[0][0].device
     locals_, shares, present = [], [], []
-    for group, number, tensor in parts:
+    for (group, _, tensor), own in zip(parts, of_parts):
         # A slice group that does not hold slices of this tensor will count it as often as it has ranks.
-        repeated = math.prod(each.size() for each in slices if each is not group.slice_groups[number])
+        repeated = math.prod(each.size() for each in slices if each is not own)
         locals_.append(tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device))
         shares.append(1 / (ranks.copies(group) * repeated))
         present.append(tensor is not None)
