@@ -44,7 +44,7 @@ def test_the_readme_shows_the_example_as_it_is():
     assert (EXAMPLES / "any_module.py").read_text() in python_blocks("README.md")
 
 
-@pytest.mark.parametrize("page", ["sharding", "gradients", "experts", "from-fsdp2", "from-megatron-fsdp"])
+@pytest.mark.parametrize("page", ["sharding", "gradients", "precision", "experts", "from-fsdp2", "from-megatron-fsdp"])
 @distributed(2)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     names = {}
@@ -52,8 +52,8 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
         exec(block, names)
 
 
-@pytest.mark.parametrize("page", ["from-fsdp2", "from-megatron-fsdp"])
-def test_the_tests_that_a_table_names_are_there(page):
+@pytest.mark.parametrize("page", ["precision", "from-fsdp2", "from-megatron-fsdp"])
+def test_the_tests_that_a_page_names_are_there(page):
     named = re.findall(r"`([\w./]+\.py)::(\w+)`", (ROOT / f"docs/{page}.md").read_text())
     assert named
     for file, test in named:

@@ -178,20 +178,22 @@ def test_a_tensor_that_leaves_by_another_way_than_the_output_is_told():
 
 
 @distributed(2)
-def test_a_list_that_a_unit_fills_is_the_caller_s():
+def test_arguments_that_a_unit_fills_are_the_caller_s():
     class Fills(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(3, 3)
 
-        def forward(self, x, seen):
+        def forward(self, x, seen, carrier):
             seen.append(x.dtype)
+            carrier.other = carrier.x.dtype
             return self.linear(x)
 
     net = weft.fully_shard(Fills(), mp_policy=weft.MixedPrecisionPolicy(torch.bfloat16))
     seen: list = []
-    net(torch.ones(2, 3, requires_grad=True), seen)
-    assert seen == [torch.bfloat16]
+    carrier = Plain(torch.ones(2))
+    net(torch.ones(2, 3, requires_grad=True), seen, carrier)
+    assert seen == [torch.bfloat16] and carrier.other == torch.float32
 
 
 @distributed(2)
