@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.pool import distributed
 from weft.fsdp.module import unit_of, units_under
+from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.runtime import Runtime
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import UndeclaredTensor, forward_backward
@@ -172,32 +173,32 @@ def test_gradients_add_to_those_that_are_there_and_the_user_says_when_they_end()
 @pytest.mark.slow
 @distributed(2)
 def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
-    model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    deep = dataclasses.replace(CFG, pattern="[*E]*" * 3)
+    model = build(deep, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
     stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
     for switches in SWITCHES:
         trace, events, most = [], [], 0
-        reduce, visit = Runtime.reduce, Runtime.visit
+        reduce, visit = ParameterGroup.reduce, Runtime.visit
 
-        def counted(runtime, unit, group, *, defer, trace=trace, events=events, reduce=reduce):
-            events.append((len(trace), unit, defer))
-            reduce(runtime, unit, group, defer=defer)
+        def counted(group, *args, trace=trace, events=events, reduce=reduce, **kwargs):
+            events.append((len(trace), group))
+            return reduce(group, *args, **kwargs)
 
         def watched(runtime, unit, explicit, visit=visit):
             nonlocal most
             visit(runtime, unit, explicit)
             most = max(most, sum(each.resident for each in runtime.units))
 
-        with mock.patch.object(Runtime, "reduce", counted), mock.patch.object(Runtime, "visit", watched):
+        with mock.patch.object(ParameterGroup, "reduce", counted), mock.patch.object(Runtime, "visit", watched):
             forward_backward(model, data(3), trace=trace, **switches)
         steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
         assert trace == steps
 
         # Each group once per microbatch, never before the last weight gradient of its layer.
-        groups = {unit: len(unit.trainable_groups) for unit in units_under(model)}
-        assert Counter(unit for _, unit, _ in events) == {unit: 3 * count for unit, count in groups.items()}
-        assert not any(defer for _, _, defer in events)
+        groups = [group for unit in units_under(model) for group in unit.trainable_groups]
+        assert Counter(group for _, group in events) == dict.fromkeys(groups, 3)
         for number, layer in enumerate(model.staged_layers):
-            mine = [position for position, unit, _ in events if unit is unit_of(layer)]
+            mine = [position for position, group in events if group in unit_of(layer).groups]
             slot = "attend.weights" if switches["delay_wgrad"] else "attend"
             done = [
                 place + 1 for place, step in enumerate(trace) if step[0] == "backward" and step[2:4] == (number, slot)

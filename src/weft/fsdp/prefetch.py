@@ -9,9 +9,13 @@ from collections.abc import Iterator, Sequence
 
 
 class Itinerary:
-    """The units, by number, of the pass under way, and those of the last one as its prediction."""
+    """The units, by number, of the pass under way, and those of the last one as its prediction.
 
-    def __init__(self, expected: Sequence[int] = ()) -> None:
+    `depth`: how many of them are gathered ahead where no byte budget says otherwise.
+    """
+
+    def __init__(self, expected: Sequence[int] = (), depth: int = 1) -> None:
+        self.depth = depth
         self.expected = list(expected)
         self.visited: list[int] = []
         self.on_track = True

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,37 +223,30 @@ class Runtime:
         self._foretold.discard(unit.number)
         if self._foretold and not itinerary.on_track:
             self._free_foretold()
-        unit.prefetch()
-        self._gather_ahead(itinerary, explicit)
         unit.acquire()
-
-    def _gather_ahead(self, itinerary: Itinerary, explicit: list["weakref.ref[Unit]"] | None) -> None:
-        """Start the gathers that follow, before the host waits for the one it needs: no lane shall run dry."""
         if explicit is not None:
             for ref in explicit:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        for following in self._look_ahead(itinerary.ahead()):
+        for following in self._look_ahead(itinerary.ahead(), itinerary.depth):
             if not following.resident:
                 if not following.fits(self.weights):
                     break
                 following.prefetch()
                 self._foretold.add(following.number)
 
-    def _look_ahead(self, upcoming: Iterable[int]) -> Iterator["Unit"]:
-        """Of the units to come, those that may be gathered now."""
+    def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator["Unit"]:
+        """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
         budget = self.options.prefetch_bytes
         spent = 0
-        for number in upcoming:
+        for number in upcoming if budget is not None else islice(upcoming, depth):
             following = self._units[number]()
             assert following is not None
             spent += following.gathered_bytes
             if budget is not None and spent > budget:
                 return
             yield following
-            if budget is None:
-                return
 
     def _free_foretold(self) -> None:
         """The pass left the record: what it foretold may never be used."""
@@ -266,12 +260,14 @@ class Runtime:
         self._finished.append(unit.number)
 
     def is_next(self, unit: "Unit") -> bool:
-        """Whether the record says that `unit`, just released, is what the pass acquires next."""
-        upcoming = next(self._passes[self._current].ahead(), None)
-        if upcoming is None and self._current == "forward" and self._passes["forward"].on_track:
+        """Whether the record says that `unit`, just released, is among what the pass acquires next."""
+        itinerary = self._passes[self._current]
+        upcoming = list(islice(itinerary.ahead(), itinerary.depth))
+        if not upcoming and self._current == "forward" and self._passes["forward"].on_track:
             backward = self._passes["backward"]
-            upcoming = next((n for n in backward.latest if (other := self._units[n]()) and not other.held), None)
-        return upcoming == unit.number
+            free = (number for number in backward.latest if (other := self._units[number]()) and not other.held)
+            upcoming = list(islice(free, 1))
+        return unit.number in upcoming
 
     def _begin(self, kind: str) -> None:
         self._current = kind
@@ -279,15 +275,18 @@ class Runtime:
         self._passes[kind].begin()
 
     @contextmanager
-    def scheduled(self, visits: Sequence["Unit"], gathered: Callable[[], Iterable[Iterable["Unit"]]]) -> Iterator[None]:
+    def scheduled(
+        self, visits: Sequence["Unit"], depth: int, gathered: Callable[[], Iterable[Iterable["Unit"]]]
+    ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
-        at its end is done at the schedule's. `gathered`: which units are gathered at once, for a new order."""
+        at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
+        here at once, for a new order."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self.enter_forward(self.units[0])
         order = [unit.number for unit in visits]
         if order != self._passes["schedule"].expected:
-            self._passes["schedule"] = Itinerary(order)
+            self._passes["schedule"] = Itinerary(order, depth=depth)
             transients = [
                 [group.transient for unit in units for group in unit.groups if group.transient is not None]
                 for units in gathered()
@@ -423,7 +422,7 @@ class Runtime:
             (visited, following.number)
             for itinerary in self._passes.values()
             for position, visited in enumerate(itinerary.latest, start=1)
-            for following in self._look_ahead(itinerary.latest[position:])
+            for following in self._look_ahead(itinerary.latest[position:], itinerary.depth)
         }
 
         def together(one: Transient, other: Transient) -> bool:

@@ -21,6 +21,9 @@ from weft.fsdp.unit import Unit
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, FORWARD, Step
 
+AHEAD = 2
+"""Units gathered ahead: those of both layers of a pair, whose first steps follow one another closely."""
+
 
 @dataclass(frozen=True)
 class LayerUnits:
@@ -97,7 +100,7 @@ class ModelUnits:
         if self.runtime is None:
             return nullcontext()
         visits = [unit for each in program for unit in each.acquire]
-        return self.runtime.scheduled(visits, lambda: self.gathered(program))
+        return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program))
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire what the step needs.
@@ -121,7 +124,7 @@ class ModelUnits:
             unit.reduce()
 
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
-        """The units that are gathered at once, at each acquisition, with one unit gathered ahead."""
+        """The units that are gathered at once, at each acquisition, with what is gathered ahead."""
         visits = [unit for each in program for unit in each.acquire]
         held: Counter[Unit] = Counter()
         position = 0
@@ -129,7 +132,7 @@ class ModelUnits:
             for unit in each.acquire:
                 held[unit] += 1
                 position += 1
-                yield held.keys() | set(visits[position : position + 1])
+                yield held.keys() | set(visits[position : position + AHEAD])
             for unit in each.release:
                 held[unit] -= 1
                 if not held[unit]:
