@@ -104,6 +104,36 @@ def test_state_loads_under_another_strategy_and_training_goes_on_alike():
     torch.testing.assert_close(first, second)
 
 
+@pytest.mark.slow
+@distributed(2)
+def test_closures_make_the_gradients_and_assigned_gradients_are_clipped():
+    torch.manual_seed(0)
+    plain, model = Halves(), Halves()
+    model.load_state_dict(plain.state_dict())
+    weft.fully_shard(model)
+
+    def step(net, optimizer, clip):
+        def closure():
+            optimizer.zero_grad()
+            loss = net(torch.ones(2, 5)).square().sum()
+            loss.backward()
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 3
+            clip(net)
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    one = torch.optim.SGD(plain.parameters(), lr=0.1)
+    other = weft.optim.flat(torch.optim.SGD, model, lr=0.1)
+    for _ in range(2):
+        expected = step(plain, one, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+        torch.testing.assert_close(step(model, other, lambda net: weft.optim.clip_grad_norm_(net, 1.0)), expected)
+    weights = {name: nets.full(value) for name, value in model.state_dict().items()}
+    torch.testing.assert_close(weights, dict(plain.state_dict()))
+
+
 @distributed(2)
 def test_wrong_use_is_named():
     net = nets.shard(nets.make())

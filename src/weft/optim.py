@@ -13,7 +13,7 @@ parameter ends and the next begins, so it runs over runs of neighbouring paramet
     flat tensors      1             2              3                 4                  5
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.fsdp.dtensor import UnevenDTensor
-from weft.fsdp.module import FSDPModule, units_under
+from weft.fsdp.module import FSDPModule, unit_of, units_under
 from weft.fsdp.norms import gradient_norm
 from weft.fsdp.parameter_group import ParameterGroup
 
@@ -42,19 +42,24 @@ class _Run:
         self.flat = nn.Parameter(group.main_weight.local[self.start : self.stop])
         self.flat.grad_dtype = group.recipe.main_grad
 
-    def attach(self) -> None:
-        """Give the flat parameter the gradient that its members have."""
-        present = [parameter.grad is not None for parameter in self.parameters]
-        if any(present) and self.group.main_grad is not None:
-            self.flat.grad = self.group.main_grad.local[self.start : self.stop]
-        else:
+    def attach(self) -> list[tuple[int, int]]:
+        """Give the flat parameter the gradient that its members have; returns the places of members that have none
+        beside others that have one: the step must not touch them."""
+        idle = [place for place, parameter in zip(self.places, self.parameters) if parameter.grad is None]
+        main_grad = self.group.main_grad
+        if main_grad is None or len(idle) == len(self.parameters):
             self.flat.grad = None
-
-    def idle(self) -> list[tuple[int, int]]:
-        """Places of members without a gradient beside others that have one: the step must not touch them."""
-        if self.flat.grad is None:
             return []
-        return [place for place, parameter in zip(self.places, self.parameters) if parameter.grad is None]
+        if self.flat.grad is None:
+            self.flat.grad = main_grad.local[self.start : self.stop]
+        return idle
+
+    def idle_tensors(self, states: Mapping[Any, dict[str, Any]]) -> Iterator[torch.Tensor]:
+        """Attach, and give what the step must leave as it is: of idle members, the weights and their `states`."""
+        for start, stop in self.attach():
+            for tensor in (self.flat, *states.get(self.flat, {}).values()):
+                if isinstance(tensor, torch.Tensor) and tensor.dim():
+                    yield tensor.detach()[start:stop]
 
     def part(self, number: int, value: Any) -> Any:
         """What a state `value` of the flat parameter means for one member."""
@@ -109,6 +114,7 @@ def flat(
     cls = _classes.setdefault(optimizer, type(f"Flat{optimizer.__name__}", (_FlatOptimizer, optimizer), {}))
     made = cls([group for group in groups if group["params"]], **options)
     made._runs = [*runs[True], *runs[False]]
+    made._groups = list(dict.fromkeys(run.group for run in made._runs))
     return made
 
 
@@ -116,15 +122,19 @@ class _FlatOptimizer(torch.optim.Optimizer):
     """The part of a flat optimizer that knows parameters from flat tensors; mixed into a class of torch.optim."""
 
     _runs: list[_Run]
+    _groups: list[ParameterGroup]
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters."""
-        for group in {id(run.group): run.group for run in self._runs}.values():
+        if closure is not None:  # it makes the gradients
+            with torch.enable_grad():
+                loss = closure()
+        else:
+            loss = None
+        for group in self._groups:
             group.take_over_gradients()
-        for run in self._runs:
-            run.attach()
-        kept = [(tensor, tensor.clone()) for run in self._runs for tensor in self._idle_tensors(run)]
-        loss = super().step(closure)
+        kept = [(tensor, tensor.clone()) for run in self._runs for tensor in run.idle_tensors(self.state)]
+        super().step()
         with torch.no_grad():
             for tensor, before in kept:
                 tensor.copy_(before)
@@ -191,12 +201,6 @@ class _FlatOptimizer(torch.optim.Optimizer):
             state[key] = torch.zeros_like(run.flat, dtype=value.dtype)
         run.part(number, state[key]).copy_(value)
 
-    def _idle_tensors(self, run: _Run) -> Iterator[torch.Tensor]:
-        for start, stop in run.idle():
-            for tensor in (run.flat, *self.state.get(run.flat, {}).values()):
-                if isinstance(tensor, torch.Tensor) and tensor.dim():
-                    yield tensor.detach()[start:stop]
-
 
 _classes: dict[type, Any] = {}
 
@@ -212,10 +216,11 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before."""
-    norm = grad_norm(model, norm_type)
+    groups = _trainable_groups(model)
+    norm = gradient_norm(groups, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
-    for group in _trainable_groups(model):
+    for group in groups:
         if group.main_grad is not None:
             by_device.setdefault(group.home, []).append(group.main_grad.local)
     for device, gradients in by_device.items():
@@ -224,9 +229,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _trainable_groups(model: nn.Module) -> list[ParameterGroup]:
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if isinstance(model, FSDPModule) and unit_of(model).number == 0:
+        units = unit_of(model).runtime.units  # a root knows them, and need not look through all modules
+    else:
+        units = units_under(model)
+    if not units:
         raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
-    return [group for unit in units_under(model) for group in unit.trainable_groups]
+    return [group for unit in units for group in unit.trainable_groups]
 
 
 def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
