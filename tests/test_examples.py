@@ -44,7 +44,9 @@ def test_the_readme_shows_the_example_as_it_is():
     assert (EXAMPLES / "any_module.py").read_text() in python_blocks("README.md")
 
 
-@pytest.mark.parametrize("page", ["sharding", "gradients", "precision", "experts", "from-fsdp2", "from-megatron-fsdp"])
+@pytest.mark.parametrize(
+    "page", ["sharding", "gradients", "precision", "experts", "overlap", "from-fsdp2", "from-megatron-fsdp"]
+)
 @distributed(2)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     names = {}

@@ -1,6 +1,6 @@
 """weft: sharded training for large PyTorch models, with its communication woven into the computation."""
 
-from weft import models, optim
+from weft import models, optim, overlap
 from weft.fsdp import (
     BlockAtomic,
     CPUOffloadPolicy,
@@ -42,6 +42,7 @@ __all__ = [
     "memory_report",
     "models",
     "optim",
+    "overlap",
     "padding_of",
     "parameter_norms",
     "register_fsdp_forward_method",
