@@ -1,6 +1,7 @@
 """The combined schedule computes what plain forward and backward compute, bit for bit."""
 
 import dataclasses
+import gc
 import itertools
 from collections import Counter
 from unittest import mock
@@ -272,3 +273,28 @@ def test_layers_without_a_sharded_root_are_refused():
     found = mock.patch("weft.overlap.units.units_under", lambda module: [] if module is model else [object()])
     with found, pytest.raises(ValueError, match="fully_shard on it too, last"):
         ModelUnits.of(model, model.staged_layers)
+
+
+def tensors():
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_step_leaves_nothing_behind_with_the_cyclic_collector_off():
+    meshes = weft.init_meshes("cpu", ep=2)
+    model = build(CFG, meshes, strategy="optim_grads_params")
+    microbatches = data(2)
+    for switches in SWITCHES:
+        counts = []
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                forward_backward(model, microbatches, **switches)
+                model.zero_grad()
+                counts.append(tensors())
+        finally:
+            gc.enable()
+        gc.collect()
+        assert counts == [tensors()] * 3, switches

@@ -16,7 +16,7 @@ from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.moe.dispatch import Arrival, Dispatcher
 from weft.overlap.layer import COMPUTE_STAGES, StagedLayer
 from weft.overlap.node import ComputeNode, Value
-from weft.overlap.order import BACKWARD, FORWARD
+from weft.overlap.order import FORWARD
 from weft.overlap.wgrad import DelayedWeights
 
 
@@ -49,24 +49,14 @@ class LayerPass:
         self._names: list[str] = []
         self._kept: list[Value] = []
         self._moving: Arrival | None = None
-        self._steps: dict[tuple[str, str], Callable[[], None]] = {
-            (FORWARD, "attend"): self._attend,
-            (FORWARD, "dispatch"): self._dispatch,
-            (FORWARD, "experts"): self._experts,
-            (FORWARD, "combine"): self._combine,
-            (FORWARD, "finish"): self._finish,
-            (BACKWARD, "finish"): self._finish_backward,
-            (BACKWARD, "combine"): self._combine_backward,
-            (BACKWARD, "experts"): self._experts_backward,
-            (BACKWARD, "dispatch"): self._dispatch_backward,
-            (BACKWARD, "attend"): self._attend_backward,
-            (BACKWARD, "experts.weights"): lambda: self._delayed["experts"].run(),
-            (BACKWARD, "attend.weights"): lambda: self._delayed["attend"].run(),
-        }
 
     def run(self, direction: str, slot: str) -> None:
         """Run one step."""
-        self._steps[direction, slot]()
+        stage, _, weights = slot.partition(".")
+        if weights:
+            self._delayed[stage].run()
+        else:
+            getattr(self, f"_{stage}" if direction == FORWARD else f"_{stage}_backward")()
 
     # --- forward ----------------------------------------------------------------------------------------------------
 

@@ -29,14 +29,14 @@ class DelayedWeights(TorchFunctionMode):
 
     def run(self) -> None:
         """Compute the queued gradients, straight into the buffers that are reduced."""
-        queue, self._queue = self._queue, []
         with span(COMPUTE), torch.no_grad():
-            for parameter, kind, gradient, x, beside in queue:
+            for parameter, kind, gradient, x, beside in self._queue:
                 buffer, accumulate = weight_gradient(parameter)
                 if not accumulate and kind is _Linear and buffer.dtype == x.dtype:
                     torch.mm(gradient.flatten(0, -2).t(), x.flatten(0, -2), out=buffer)
                 else:  # the sum of two rounded terms, as autograd adds them
                     (buffer.add_ if accumulate else buffer.copy_)(kind.weight_gradient(gradient, x, beside))
+        self._queue.clear()  # autograd's nodes hold this very list: what it held would hold them
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, kwargs = _KINDS.get(function), kwargs or {}
