@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -130,6 +131,19 @@ def test_bf16_computation_and_recomputation_run_on_the_slices():
         assert actual.dtype == torch.float32
         difference = (nets.full(actual) / 2 - parameter.grad).norm() / parameter.grad.norm()
         assert difference < 2e-2, name  # bf16 keeps 8 bits, and the sums over tp are rounded once more
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_compiled_blocks_are_one_graph_with_their_communication_over_tensor_parallel_ranks():
+    mesh, graphs = meshes(), CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    plain = nets.train(make(sequence=True), data(3))
+    net = nets.shard(parallelize(make(sequence=True), mesh["tp"], sequence=True), mesh=mesh["dp"])
+    for block in net.blocks:
+        block.compile(backend=graphs, fullgraph=True)
+    compare(plain, net, mesh, data(3))
+    assert graphs.frame_count == 1, "equal blocks share one graph, in every step"
 
 
 # --- what a parameter is --------------------------------------------------------------------------------------------
