@@ -45,7 +45,8 @@ def test_the_readme_shows_the_example_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "page", ["sharding", "gradients", "precision", "experts", "overlap", "from-fsdp2", "from-megatron-fsdp"]
+    "page",
+    ["sharding", "composition", "gradients", "precision", "experts", "overlap", "from-fsdp2", "from-megatron-fsdp"],
 )
 @distributed(2)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
@@ -54,7 +55,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
         exec(block, names)
 
 
-@pytest.mark.parametrize("page", ["precision", "from-fsdp2", "from-megatron-fsdp"])
+@pytest.mark.parametrize("page", ["composition", "precision", "from-fsdp2", "from-megatron-fsdp"])
 def test_the_tests_that_a_page_names_are_there(page):
     named = re.findall(r"`([\w./]+\.py)::(\w+)`", (ROOT / f"docs/{page}.md").read_text())
     assert named

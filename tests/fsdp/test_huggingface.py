@@ -182,6 +182,15 @@ def test_generation_from_a_sharded_model():
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
 
 
+@pytest.mark.parametrize("name, module", [("llama", "LlamaRMSNorm"), ("mixtral", "MixtralTopKRouter")])
+def test_a_model_on_the_meta_device_is_refused_by_the_module_that_cannot_fill_itself(world, name, module):
+    world(0, 2)
+    with torch.device("meta"):
+        model = MODELS[name]()
+    with pytest.raises(ValueError, match=rf"{module} owns tensors on the meta device and has no reset_parameters"):
+        shard(model)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 @distributed(2)
 def test_accelerate_runs_the_loop_around_a_sharded_model():
