@@ -11,6 +11,9 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -18,8 +21,39 @@ SUBNET = "10.231.77"
 CLONE_NEWNET = 0x40000000
 
 
-def available() -> str | None:
-    """Why no link can be made here, or None."""
+@contextmanager
+def process_group(rate: str | None) -> Iterator[None]:
+    """The ranks of this run in one process group: each behind a link of `rate` (tc's notation, "4gbit"), or, for None,
+    over loopback. What was made is taken down at the end, whatever happens."""
+    if rate is None:
+        dist.init_process_group("gloo")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+        return
+    if reason := _missing():
+        raise SystemExit(f"--link {rate}: {reason}")
+    rank, ranks, name = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), f"weft{os.environ['MASTER_PORT']}"
+    folder = f"/tmp/weft-link-{name}"
+    try:
+        _join(rate, rank, ranks, name, folder)
+        yield
+        dist.destroy_process_group()
+    finally:
+        if rank == 0:
+            for namespace in [f"{name}-{other}" for other in range(ranks)] + [f"{name}-hub"]:
+                subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def seconds_for(nbytes: float, rate: str) -> float:
+    """How long a link of `rate` needs for so many bytes in one direction."""
+    number, unit = float(rate.rstrip("kmgbit")), rate.lstrip("0123456789.")
+    return nbytes * 8 / (number * {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}[unit])
+
+
+def _missing() -> str | None:
     if os.geteuid() != 0:
         return "needs root"
     if not (shutil.which("ip") and shutil.which("tc")):
@@ -27,19 +61,15 @@ def available() -> str | None:
     return None
 
 
-def join_limited_network(rate: str, rank: int, ranks: int, name: str) -> None:
-    """Move this process behind a link of `rate` (tc's notation, "4gbit"), then start the process group.
-
-    `name`: the same on all ranks and unused on the machine. Rank 0 makes the network and takes it down at exit.
-    """
-    folder = f"/tmp/weft-link-{name}"
+def _join(rate: str, rank: int, ranks: int, name: str, folder: str) -> None:
+    """Move this process into its namespace, which rank 0 makes, and start the process group."""
     ready = os.path.join(folder, "ready")
     if rank == 0:
         os.makedirs(folder)
         _build(rate, ranks, name)
         open(ready, "w").close()
     while not os.path.exists(ready):
-        pass
+        time.sleep(0.01)
     descriptor = os.open(f"/run/netns/{name}-{rank}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
@@ -47,14 +77,6 @@ def join_limited_network(rate: str, rank: int, ranks: int, name: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(os.path.join(folder, "store"), ranks), rank=rank, world_size=ranks
     )
-
-
-def take_down(rank: int, ranks: int, name: str) -> None:
-    """Remove the network; on rank 0, after the process group is destroyed."""
-    if rank == 0:
-        for namespace in [f"{name}-{other}" for other in range(ranks)] + [f"{name}-hub"]:
-            subprocess.run(["ip", "netns", "del", namespace], check=False)
-        shutil.rmtree(f"/tmp/weft-link-{name}", ignore_errors=True)
 
 
 def _build(rate: str, ranks: int, name: str) -> None:

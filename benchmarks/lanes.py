@@ -1,0 +1,119 @@
+"""Whether all-gathers run while reduce-scatters run, with one communicator for both and with one for each.
+
+    weft bench lanes --ranks 2 -- --link 4gbit --picture lanes.png      # as root: a link between the ranks
+
+Seconds per step in which each lane moves something, in which both do, and the share of the time of reductions during
+which a gather runs too. One communicator runs its operations one after another, so with one for both that share is 0;
+what a second one changes in the time of a step is the ratio in the last line.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import _link
+import _mlp
+import _report
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from weft.comm.timeline import Interval, Timeline, busy, overlap, recording, span
+
+LANES = ("compute", "gather", "reduce")
+
+
+class Spans(nn.Module):
+    """A block whose forward and backward are recorded as computation, without the waits around them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with span("compute", "forward"):
+            y = self.block(x)
+        entries: list[Any] = []
+
+        def begin(gradients: Any) -> None:
+            if (timeline := recording()) is not None:
+                entries.append(timeline.begin("compute", "backward"))
+
+        def end(gradient: Any) -> None:
+            if entries and (timeline := recording()) is not None:
+                timeline.end(entries.pop())
+
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(begin)
+            if x.requires_grad:
+                x.register_hook(end)
+        return y
+
+
+def draw(path: Path, sides: dict[str, list[Interval]]) -> None:
+    """One row per lane, one panel per side, over the same seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(len(sides), 1, figsize=(11, 2.2 * len(sides)), sharex=True, squeeze=False)
+    for panel, (name, intervals) in zip(panels[:, 0], sides.items()):
+        begin = min(each.start for each in intervals)
+        for row, lane in enumerate(LANES):
+            spans = [(each.start - begin, each.end - each.start) for each in intervals if each.lane == lane]
+            panel.broken_barh(spans, (len(LANES) - 1 - row - 0.4, 0.8), color=f"C{row}", edgecolor="white")
+        panel.set_yticks(range(len(LANES)), LANES[::-1])
+        panel.set_title(name, loc="left")
+    panels[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measure in turn, print on rank 0, draw the last step of each side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "4gbit"')
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw one step of each side into this PNG")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with _link.process_group(options.link):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Both sides in turn, one recorded step a round."""
+    steps = {}
+    for name, separate in (("one communicator", False), ("two communicators", True)):
+        runtime = weft.RuntimeOptions(separate_all_gather_group=separate)
+        steps[name] = _mlp.step_of(_mlp.sharded(_mlp.model(Spans), weft.fully_shard, runtime=runtime))
+    for step in steps.values():
+        _report.slowest(step, 2)
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    recorded: dict[str, list[list[Interval]]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            with Timeline() as timeline:
+                taken[name].append(_report.slowest(step, 1))
+            recorded[name].append(timeline.intervals())
+    if dist.get_rank():
+        return
+    print(f"{_report.machine()}, on {options.link or 'loopback'}, medians of {options.rounds}")
+    print(f"{'s per step':20}{'step':>9}{'gather':>9}{'reduce':>9}{'both':>9}{'both / reduce':>16}")
+    for name, rounds in recorded.items():
+        figures = [(busy(each, "gather"), busy(each, "reduce"), overlap(each, "gather", "reduce")) for each in rounds]
+        gather, reduce, both = (statistics.median(column) for column in zip(*figures))
+        share = statistics.median(both / reduce for _, reduce, both in figures)
+        print(f"{name:20}{statistics.median(taken[name]):9.2f}{gather:9.2f}{reduce:9.2f}{both:9.2f}{share:16.2f}")
+    one, two = taken.values()
+    print(f"step with two / with one: {statistics.median(b / a for a, b in zip(one, two)):.2f}")
+    if options.picture:
+        draw(options.picture, {name: rounds[-1] for name, rounds in recorded.items()})
+
+
+if __name__ == "__main__":
+    main()
