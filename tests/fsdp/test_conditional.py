@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.comm.lookout import lookout
 
 RESIDENT = ["no_shard", "optim", "optim_grads"]
 
@@ -114,6 +115,17 @@ def test_units_that_run_on_some_ranks_only_have_true_gradients(strategy):
                 assert_truth(way, microbatches, strategy=strategy)
             except AssertionError as error:
                 raise AssertionError(f"{name}, {microbatches} microbatches: {error}") from error
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others():
+    for name, way in WAYS.items():
+        try:
+            assert_truth(way, 1, strategy="optim_grads_params")
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    assert lookout().joins > 0
 
 
 @pytest.mark.slow

@@ -89,26 +89,6 @@ def test_a_gradient_scaler_skips_a_step_on_every_rank_if_one_rank_has_an_infinit
         assert same == infinite
 
 
-@distributed(2)
-def test_ranks_that_use_different_blocks_of_one_shape_fail_before_the_optimizer_can_use_it():
-    import torch.distributed as dist
-
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(5, 5)
-            self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.left if dist.get_rank() else self.right)(self.inner(x))
-
-    model = Either()
-    for part in (model.inner, model.left, model.right, model):
-        weft.fully_shard(part)
-    with pytest.raises(RuntimeError, match=r"rank 0: all-gather of right .*rank 1: all-gather of left"):
-        model(torch.ones(2, 5)).sum().backward()
-
-
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @distributed(2)

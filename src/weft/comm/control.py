@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TAG = 106
+from weft.comm.lookout import lookout, watched
+
+TAG = 99
 """Of the messages, apart from those of the lanes."""
 
 _host_groups: dict[dist.ProcessGroup, Any] = {}
@@ -33,12 +35,12 @@ def host_group(group: dist.ProcessGroup) -> Any:
 
 
 def agree(
-    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup]
+    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str
 ) -> tuple[list[int], list[int]]:
     """The highest of each of the `highest` words, and the bits that any rank has set in each of the `union` words.
 
     Over the ranks that `groups`, which are those of mesh axes, reach together. Words are below 2**63 in size. In
-    rounds of doubling distance, so that log2(n) messages do for n ranks.
+    rounds of doubling distance, so that log2(n) messages do for n ranks. `what`: at which moment, for messages.
     """
     words = torch.tensor([*highest, *union], dtype=torch.int64)
     received = torch.empty_like(words)
@@ -49,10 +51,13 @@ def agree(
             continue
         host = host_group(group)
         rank, distance = host.rank(), 1
+        watch = lookout()
+        call = watch.issue(f"{host.group_name}/control", f"the {what}", host) if watch is not None else None
         while distance < size:
             sent = host.send([words.clone()], (rank + distance) % size, TAG)
-            host.recv([received], (rank - distance) % size, TAG).wait()
-            sent.wait()
+            with watched(call):
+                host.recv([received], (rank - distance) % size, TAG).wait()
+                sent.wait()
             torch.maximum(high, received[: len(highest)], out=high)
             torch.bitwise_or(low, received[len(highest) :], out=low)
             distance *= 2

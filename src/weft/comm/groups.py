@@ -15,6 +15,17 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     return mesh.get_group(axis)
 
 
+_channels: dict[dist.ProcessGroup, int] = {}
+
+
+def next_channel(group: dist.ProcessGroup) -> int:
+    """A number for something that runs over `group`: the same on its ranks, which all ask in the same order."""
+    for other in [each for each in _channels if each not in dist.distributed_c10d._world.pg_map]:
+        del _channels[other]
+    _channels[group] = _channels.get(group, 0) + 1
+    return _channels[group]
+
+
 def twin_group(group: dist.ProcessGroup) -> Any:
     """A second communicator over exactly the ranks of `group`. Every rank of the world calls this in the same order.
 

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import Pending
+from weft.comm.lookout import Call, lookout, watched
 from weft.comm.timeline import Timeline, recording, span
+
+CHANNEL_STRIDE = 1000
+"""The distance between the tags of two channels: more than the highest tag of a lane."""
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
@@ -26,8 +30,9 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 class Ticket:
     """Communication under way; `wait` orders the computation that follows behind it. Waiting again is free."""
 
-    def __init__(self, pending: Pending | None, event: Any = None) -> None:
+    def __init__(self, pending: Pending | None, event: Any = None, call: Call | None = None) -> None:
         self._pending = pending
+        self._call = call
         self._event = event
         self._waited = False
 
@@ -53,7 +58,8 @@ class Ticket:
             self._order()
             if self._pending is not None:
                 pending, self._pending = self._pending, None
-                pending.complete()
+                with watched(self._call):
+                    pending.complete()
 
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""
@@ -91,16 +97,32 @@ class Lane:
         self.tag = self.TAGS[name]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, collective: Callable[..., Pending], *args: Any, **kwargs: Any) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` behind what was computed so far."""
+    def run(self, collective: Callable[..., Pending], *args: Any, channel: int = 0, **kwargs: Any) -> Ticket:
+        """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
+
+        `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
+        """
         if (timeline := recording()) is not None:
             collective = self._recorded(timeline, collective)
         if self.stream is None:
-            return Ticket(collective(*args, self.tag, **kwargs))
+            call = self._call(args, channel)
+            return Ticket(collective(*args, self.tag + CHANNEL_STRIDE * channel, **kwargs), call=call)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             collective(*args, self.tag, **kwargs).complete()
             return Ticket(None, self.stream.record_event())
+
+    def key(self, group: dist.ProcessGroup, channel: int) -> str:
+        """What the collectives of a channel are called among the ranks."""
+        return f"{group.group_name}/{self.name}/{channel}"
+
+    def _call(self, args: tuple, channel: int) -> Call | None:
+        watch = lookout()
+        group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        if watch is None or group is None or group.size() == 1:
+            return None
+        name = f"{self.name} of {watch.subject}" if self.name in ("gather", "reduce", "outer") else self.name
+        return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(self, timeline: Timeline, collective: Callable[..., Pending]) -> Callable[..., Pending]:
         """`collective`, noting in `timeline` when it was issued and when its transfers ended."""

@@ -14,12 +14,9 @@ import torch.distributed as dist
 
 from weft.comm.control import agree
 from weft.comm.groups import exchange_objects
+from weft.comm.lookout import CollectiveMismatch
 
 _WORD = 62
-
-
-class CollectiveMismatch(RuntimeError):
-    """Ranks issued different collectives; the message names the units and the ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,25 @@ class Agreement:
         if self._check:
             self._log.append((unit, operation, nbytes))
 
+    def same_structure(self, units: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Raise CollectiveMismatch where ranks have different units; each string says all of one unit."""
+        (high, low), _ = agree(_both_ways(_fingerprint(units)), [], groups, "first pass")
+        if high == -low:
+            return
+        for group in groups:
+            everyone = exchange_objects((dist.get_rank(), list(units)), group)
+            for position in range(max(len(theirs) for _, theirs in everyone)):
+                said = {rank: theirs[position] if position < len(theirs) else "nothing" for rank, theirs in everyone}
+                if len(set(said.values())) > 1:
+                    listed = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
+                    raise CollectiveMismatch(
+                        f"ranks have different units ({listed}): build the same model on every rank"
+                    )
+        raise CollectiveMismatch("ranks of another process group have different units: build the same model everywhere")
+
     def order(self, mine: list[int], groups: Sequence[dist.ProcessGroup]) -> list[int]:
         """One order of reductions for all ranks: that of the first, with what it lacks where others have it."""
-        (high, low), _ = agree(_both_ways(_fingerprint(mine)), [], groups)
+        (high, low), _ = agree(_both_ways(_fingerprint(mine)), [], groups, "first backward")
         if high == -low:
             return mine
         for group in groups:
@@ -77,6 +90,7 @@ class Agreement:
             [*_both_ways(_fingerprint(log)), *_both_ways(_fingerprint(arrived))],
             [*flags, *_packed([number in out_of_turn for number in range(len(names))])],
             groups,
+            "end of a backward",
         )
         if highest[0] != -highest[1]:
             logs = [dict(exchange_objects((dist.get_rank(), log), group)) for group in groups]

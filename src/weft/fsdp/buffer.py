@@ -116,7 +116,7 @@ class FlatBuffer:
             start, stop = cuts.borders[index : index + 2]
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
-    def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup) -> Ticket:
+    def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup, *, channel: int = 0) -> Ticket:
         """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`.
 
         The values are cast to its dtype on the way.
@@ -126,7 +126,7 @@ class FlatBuffer:
         if source.dtype != own.dtype:
             own.copy_(source)
             source = own
-        return lane.run(collectives.all_gather, target.local, source, group)
+        return lane.run(collectives.all_gather, target.local, source, group, channel=channel)
 
     def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane) -> Ticket | None:
         """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first."""

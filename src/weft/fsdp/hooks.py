@@ -134,7 +134,8 @@ class HookDriver:
         try:
             args, kwargs = self._before(module, args, kwargs)
             return self._after(forward(*args, **kwargs))
-        except BaseException:
+        except BaseException as error:
+            self.unit.runtime.failed(self.unit, error)
             self.let_go()
             raise
         finally:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.comm import collectives
-from weft.comm.groups import group_of, neighbours
+from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.buffer import FlatBuffer, sharded_axes
 from weft.fsdp.direct_gradient import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
@@ -146,6 +146,8 @@ class ParameterGroup:
         self._declared = [number for number, full in enumerate(self.full_parameters) if declares_writing(full)]
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
+        self.channel = next_channel(self.groups[-1])
+        """Keeps the messages of its gathers apart from those of other groups."""
         self._outdated = True
         self._refreshing: Ticket | None = None
         self._unpublished = False
@@ -244,8 +246,18 @@ class ParameterGroup:
                 return self.piece.gather_into(self.full.local, lane)
             if self.offload is not None and self.model_weight is self.main_weight:
                 source, staging = self.main_weight.local, self._take_staging(pool)
-                return lane.run(collectives.all_gather_uploaded, self.full.local, source, staging, group)
-            return self.model_weight.gather_into(self.full, lane, group)
+                return lane.run(
+                    collectives.all_gather_uploaded, self.full.local, source, staging, group, channel=self.channel
+                )
+            return self.model_weight.gather_into(self.full, lane, group, channel=self.channel)
+
+    def take_part(self, lane: Lane, group: dist.ProcessGroup) -> Ticket:
+        """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
+        with torch.no_grad():
+            unused = FlatBuffer(self.layout, self.mesh, self._whole, torch.empty_like(self.full.local))
+            own = unused.part(self.model_weight.placements)
+            own.local.copy_(self.model_weight.local)  # what is sent must not change when this rank goes on
+            return own.gather_into(unused, lane, group, channel=self.channel)
 
     def refresh(self, lane: Lane, outer_lane: Lane, pool: Pool) -> None:
         """Start bringing the model weights up to date with the main weights, if a pass began since the last time."""

@@ -9,11 +9,14 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.profiler import record_function
 
+from weft.comm.lookout import lookout
 from weft.comm.timeline import labelled
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
+    if (watch := lookout()) is not None:
+        watch.subject = unit or "the root"
     if torch.autograd._profiler_enabled():
         return record_function(_name(unit, what))
     return labelled(f"{unit}/{what}")

@@ -6,6 +6,7 @@ backward completes, checks and publishes.
 """
 
 import dataclasses
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from weft.comm.collectives import sends_directly
 from weft.comm.groups import twin_group
 from weft.comm.lanes import Lane, Ticket
+from weft.comm.lookout import Lookout, keep_lookout
 from weft.fsdp.agreement import Agreement, CollectiveMismatch
 from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.pool import Pool, Transient
@@ -86,6 +89,8 @@ class Runtime:
         )
         self._use_options()
         self._to_refresh: deque[int] = deque()
+        self._watched_by: Lookout | None = None
+        self._joined: list[Ticket] = []
         self._uploads: list[Ticket] = []
         self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward", "schedule")}
         self._current = "forward"
@@ -115,6 +120,7 @@ class Runtime:
         for number, unit in enumerate(units):
             unit.runtime = self
             unit.number = number
+        self._watched_by = None
         self._separate_gathers()
 
     def change(self, **options: Any) -> None:
@@ -147,14 +153,11 @@ class Runtime:
     def gather(self, unit: "Unit", group: ParameterGroup) -> Ticket | None:
         """Start a group's gather."""
         with profiled(unit.name, "gather"):
-            shard_group = group.groups[-1]
-            separate = self.options.separate_all_gather_group
-            gather_group = self._gather_groups[shard_group] if separate else shard_group
             self._refresh_up_to(unit)
-            ticket = group.gather(self.gather_lane, self.outer_lane, gather_group, self.weights)
+            ticket = group.gather(self.gather_lane, self.outer_lane, self._gather_group(group), self.weights)
         if ticket is not None and group.offload is not None:
             self._uploads.append(ticket)
-        if group.transient is not None and self._current != "evaluation":
+        if group.transient is not None and self._current != "evaluation" and not unit.reduces_in_turn:
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
 
@@ -171,6 +174,49 @@ class Runtime:
                 for group in each.groups:
                     group.refresh(self.gather_lane, self.outer_lane, self.weights)
 
+    def _keep_lookout(self) -> None:
+        """A pass begins: watch its waits. Before the first, the ranks see that they have the same units."""
+        if not self.options.check_collectives or all(group.size() == 1 for group in self._process_groups()):
+            return
+        watch = keep_lookout()
+        watch.begin_pass()
+        if self._watched_by is watch:
+            return
+        self._watched_by = watch
+        units = []
+        for unit in self.units:
+            sizes = ", ".join(str(group.layout.data_numel) for group in unit.groups)
+            units.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
+        self._agreement.same_structure(units, self._process_groups())
+        for unit in self.units:
+            for number, group in enumerate(unit.groups):
+                if group.transient is not None and sends_directly(group.groups[-1], group.device):
+                    key = self.gather_lane.key(self._gather_group(group), group.channel)
+                    watch.can_join(key, functools.partial(_take_part, weakref.ref(self), weakref.ref(unit), number))
+
+    def take_part(self, unit: "Unit", number: int) -> None:
+        """Take part in a gather of group `number` of `unit`, for which other ranks wait; called by the lookout, while
+        this rank waits for something else."""
+        group = unit.groups[number]
+        if (watch := self._watched_by) is not None:
+            watch.subject = unit.name or "the root"
+        self._joined.append(group.take_part(self.gather_lane, self._gather_group(group)))
+
+    def _collect_joined(self) -> None:
+        joined, self._joined = self._joined, []
+        for ticket in joined:
+            ticket.wait()
+
+    def failed(self, unit: "Unit", error: BaseException) -> None:
+        """The forward of `unit` ended in `error`: others that wait for this rank can be told."""
+        if self._watched_by is not None:
+            self._watched_by.fail(f"left the forward of {unit.name or 'the root'} by {type(error).__name__}: {error}")
+
+    def _gather_group(self, group: ParameterGroup) -> dist.ProcessGroup:
+        """The shard axis' ranks, on the communicator that gathers use."""
+        shard_group = group.groups[-1]
+        return self._gather_groups[shard_group] if self.options.separate_all_gather_group else shard_group
+
     def enter_forward(self, outermost: "Unit") -> None:
         """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
         behind goes."""
@@ -180,6 +226,7 @@ class Runtime:
         if self._calls:
             self.reset()
             self._depth = 1
+        self._keep_lookout()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
@@ -208,6 +255,7 @@ class Runtime:
             if (driver := unit.driver()) is not None:
                 driver.let_go()
         self._refresh_up_to(None)
+        self._collect_joined()
         units = self.units
         for unit in units:
             if not self.is_next(unit):
@@ -373,6 +421,7 @@ class Runtime:
         if due:
             self._settle(units)
         self.reductions.drain()
+        self._collect_joined()
         self.finish_uploads()
         self._current = "forward"
         for unit in units:
@@ -438,6 +487,7 @@ class Runtime:
         """Return every unit to rest and forget gradients that were not reduced: after an exception in a pass."""
         self.reductions.drain()
         self.reductions.begin(())
+        self._collect_joined()
         self._to_refresh.clear()
         self._calls.clear()
         self._callback_queued = False
@@ -451,6 +501,13 @@ class Runtime:
                 group.discard(self.gradients)
         for unit in self.units:
             unit.let_go()
+
+
+def _take_part(runtime: "weakref.ref[Runtime]", unit: "weakref.ref[Unit]", number: int) -> bool:
+    if (alive := runtime()) is None or (wanted := unit()) is None:
+        return False
+    alive.take_part(wanted, number)
+    return True
 
 
 def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:
