@@ -46,7 +46,10 @@ def test_the_readme_shows_the_example_as_it_is():
 
 @pytest.mark.parametrize(
     "page",
-    ["sharding", "composition", "gradients", "precision", "experts", "overlap", "from-fsdp2", "from-megatron-fsdp"],
+    [
+        *("sharding", "composition", "gradients", "precision", "memory", "debugging", "experts", "overlap"),
+        *("from-fsdp2", "from-megatron-fsdp"),
+    ],
 )
 @distributed(2)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
@@ -55,7 +58,10 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
         exec(block, names)
 
 
-@pytest.mark.parametrize("page", ["composition", "precision", "from-fsdp2", "from-megatron-fsdp"])
+PAGES_WITH_TESTS = ["composition", "precision", "memory", "debugging", "from-fsdp2", "from-megatron-fsdp"]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_TESTS)
 def test_the_tests_that_a_page_names_are_there(page):
     named = re.findall(r"`([\w./]+\.py)::(\w+)`", (ROOT / f"docs/{page}.md").read_text())
     assert named
