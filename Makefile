@@ -1,10 +1,10 @@
-# make train | test | test-fast | lint | bench
+# make train | train-moe | test | test-fast | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train test test-fast lint bench
+.PHONY: install train train-moe test test-fast lint bench
 
 install: $(STAMP)
 
@@ -16,6 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: install
 	$(BIN)/weft train configs/stdlib.toml --ranks 2
+
+train-moe: install
+	$(BIN)/weft train configs/stdlib-moe.toml --ranks 2
 
 test: install lint
 	$(BIN)/python -m pytest

@@ -202,8 +202,9 @@ def test_every_setting_is_documented_by_one_line_below_it():
             assert below.startswith('"""') and below.endswith('"""'), (section.__name__, setting.name)
 
 
-def test_the_shipped_configuration_runs_on_two_ranks(pytestconfig):
-    config = load_config(pytestconfig.rootpath / "configs" / "stdlib.toml")
+@pytest.mark.parametrize("name", ["stdlib.toml", "stdlib-moe.toml"])
+def test_the_shipped_configurations_run_on_two_ranks(pytestconfig, name):
+    config = load_config(pytestconfig.rootpath / "configs" / name)
     config.validate(2)
     assert config.data.paths == ()
 

@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from weft.comm.timeline import Interval
 from weft.train.metrics import FILE
 from weft.train.report import write_report
+from weft.train.timeline import read_timeline, write_timeline
 
 
 def log(folder, steps=40, bytes_per_token=1.0, name=FILE):
@@ -142,6 +144,7 @@ def test_a_run_without_numbers_still_has_a_report(tmp_path):
         ([{"step": 1, "kind": "train", "loss": None, "tokens_per_second": None}], {"loss"}),
         ([{"step": s, "kind": "train", "loss": None if s == 50 else 2.0} for s in range(1, 99)], {"loss"}),
         ([{"step": 1, "kind": "validation", "loss": 0.0, "nats_per_byte": None}], {"loss"}),
+        ([{"step": 10, "kind": "experts", "load": {"layer": [1, 0, 3]}}], {"experts"}),
     ],
 )
 def test_what_is_missing_is_left_out(tmp_path, records, names):
@@ -153,3 +156,27 @@ def test_what_is_missing_is_left_out(tmp_path, records, names):
 def test_memory_may_be_plain_bytes_by_role(tmp_path):
     _, page = read(write_report(tmp_path, memory={"weights": 1 << 30, "gradients": 0}))
     assert len(pictures(page)) == 2 and (tmp_path / "memory.png").exists()
+
+
+@pytest.mark.slow
+def test_tokens_per_expert_are_drawn_however_many_layers_and_experts_there_are(tmp_path):
+    for layers, experts in ((1, 2), (3, 8), (40, 256)):
+        loads = [{f"layers.{number}": [number + step] * experts for number in range(layers)} for step in (1, 2, 5)]
+        records = [{"step": 10 * n, "kind": "experts", "load": load} for n, load in enumerate(loads)]
+        (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+        _, page = read(write_report(tmp_path))
+        assert "Tokens per expert over the steps" in page.text and len(pictures(page)) == 2
+
+
+def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
+    intervals = [
+        Interval("compute", "microbatch 1/layer 0/forward.attend", 0.0, 0.0, 0.3),
+        Interval("exchange", "microbatch 1/layer 0/forward.dispatch", 0.2, 0.2, 0.4),
+        Interval("wait", "microbatch 1/layer 0/forward.experts", 0.3, 0.3, 0.4),
+        Interval("compute", "microbatch 0/layer 0/backward.experts", 0.4, 0.4, 0.6),
+    ]
+    write_timeline(tmp_path, intervals)
+    assert read_timeline(tmp_path) == intervals
+    _, page = read(write_report(tmp_path))
+    assert "tokens were on their way between ranks for 200 ms, 50% of it under computation" in page.text
+    assert (tmp_path / "lanes.png").exists()

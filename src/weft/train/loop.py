@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
+from weft.comm.timeline import Timeline
 from weft.models import HybridModel, shard
 from weft.overlap import forward_backward
 from weft.train.bigram import Bigram
@@ -29,6 +31,7 @@ from weft.train.runs import Run, open_run
 from weft.train.schedule import Schedule
 from weft.train.state import Position
 from weft.train.stop import StopRequest
+from weft.train.timeline import HiddenExchange, read_timeline, write_timeline
 
 
 class Trainer:
@@ -190,13 +193,17 @@ class Trainer:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
         if loop.overlap:
-            losses = forward_backward(
-                self.model,
-                microbatches,
-                delay_wgrad=loop.delay_wgrad,
-                early_release=loop.early_release,
-                loss_scale=scale,
-            )
+            timeline = Timeline() if self._is_recorded() else None
+            with timeline or nullcontext():
+                losses = forward_backward(
+                    self.model,
+                    microbatches,
+                    delay_wgrad=loop.delay_wgrad,
+                    early_release=loop.early_release,
+                    loss_scale=scale,
+                )
+            if timeline is not None:
+                write_timeline(self.run_place.directory, timeline.intervals())
             return torch.stack(losses)
         losses = []
         for number, (tokens, labels) in enumerate(microbatches, start=1):
@@ -205,6 +212,10 @@ class Trainer:
             (loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses)
+
+    def _is_recorded(self) -> bool:
+        """Whether the step that begins is the one that the report draws: the last, on the first rank."""
+        return self.rank == 0 and self.position.step + 1 == self.config.train.steps
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         return RuntimeError(
@@ -267,6 +278,8 @@ class Trainer:
             memory=memory,
             baseline=baseline,
         )
+        if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):
+            self.say(f"in the last step {hidden}")
         self.say(f"report: {path}")
 
 

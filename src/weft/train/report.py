@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.train import figures
+from weft.train import expert_figures, figures
 from weft.train.metrics import read_metrics
 from weft.train.progress import format_bytes, format_count
+from weft.train.timeline import HiddenExchange, read_timeline
 
 BASELINE = "bigram table"
 
@@ -32,7 +33,8 @@ def write_report(
     records = read_metrics(folder)
     baselines = _baselines(baseline)
     pictures = []
-    for name, title, draw in _figures(records, _memory_groups(memory), baselines):
+    drawings = _figures(records, _memory_groups(memory), baselines) + _expert_figures(folder, records)
+    for name, title, draw in drawings:
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
         (folder / f"{name}.png").write_bytes(light)
         (folder / f"{name}-dark.png").write_bytes(dark)
@@ -50,6 +52,21 @@ def write_report(
     temporary.write_text(page, encoding="utf-8")
     os.replace(temporary, path)
     return path
+
+
+def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[tuple[str, str, figures.Draw]]:
+    """As `_figures`, of a run with experts."""
+    found: list[tuple[str, str, figures.Draw]] = []
+    loads = [record for record in records if record["kind"] == "experts"]
+    if loads:
+        by_layer = {layer: [record["load"][layer] for record in loads] for layer in loads[0]["load"]}
+        draw = expert_figures.expert_load([record["step"] for record in loads], by_layer)
+        found.append(("experts", "Tokens per expert over the steps, for each layer", draw))
+    intervals = read_timeline(folder)
+    if hidden := HiddenExchange.of(intervals):
+        draw = expert_figures.lanes(intervals, hidden.fraction)
+        found.append(("lanes", f"Computation and exchange in one training step: {hidden}", draw))
+    return found
 
 
 def _baselines(baseline: Mapping[str, float] | float | None) -> dict[str, float]:
@@ -154,7 +171,8 @@ def _picture(title: str, light: bytes, dark: bytes) -> str:
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" '
         f'srcset="data:image/png;base64,{night}">'
-        f'<img alt="{html.escape(title)}" src="data:image/png;base64,{day}"></picture></figure>'
+        f'<img alt="{html.escape(title)}" src="data:image/png;base64,{day}"></picture>'
+        f"<figcaption>{html.escape(title)}</figcaption></figure>"
     )
 
 
@@ -178,6 +196,7 @@ h2 { margin: 40px 0 12px; font-size: 17px; }
 .tile b { display: block; font-size: 27px; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .tile small { display: block; min-height: 1.55em; color: var(--quiet); font-size: 13px; }
 figure { margin: 0; padding: 8px; }
+figcaption { padding: 0 10px 6px; color: var(--quiet); font-size: 13px; }
 img { display: block; width: 100%; height: auto; }
 .table { overflow-x: auto; }
 table { border-collapse: separate; border-spacing: 0; width: 100%; }

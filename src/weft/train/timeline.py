@@ -1,0 +1,46 @@
+"""What ran when in one training step, kept in the run's folder for the report."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.comm.timeline import Interval, busy
+from weft.overlap import hidden_fraction
+from weft.overlap.order import EXCHANGE
+
+FILE = "timeline.json"
+
+
+def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> None:
+    """Write the intervals of one step, one JSON list [lane, label, issued, start, end] a line."""
+    lines = [json.dumps(list(each)) for each in intervals]
+    (Path(run_directory) / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_timeline(run_directory: str | Path) -> list[Interval]:
+    """What `write_timeline` wrote; nothing where it did not."""
+    path = Path(run_directory) / FILE
+    if not path.exists():
+        return []
+    return [Interval(*json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@dataclass(frozen=True)
+class HiddenExchange:
+    """How long tokens were on their way between ranks in one step, and which part of that ran under computation."""
+
+    seconds: float
+    fraction: float
+
+    @classmethod
+    def of(cls, intervals: Sequence[Interval]) -> "HiddenExchange | None":
+        """Of a recorded step; None where nothing was exchanged."""
+        seconds = busy(intervals, EXCHANGE)
+        return cls(seconds, hidden_fraction(intervals)) if seconds else None
+
+    def __str__(self) -> str:
+        return (
+            f"tokens were on their way between ranks for {self.seconds * 1e3:.0f} ms, "
+            f"{self.fraction:.0%} of it under computation"
+        )
