@@ -52,6 +52,13 @@ def test_only_one_timeline_records_and_nothing_is_recorded_outside():
     assert [(each.lane, each.label) for each in timeline.intervals()] == [("compute", "inside")]
 
 
+def test_what_runs_on_a_lane_without_a_process_group_is_recorded_too():
+    with Timeline() as timeline:
+        Lane("gather", CPU).run(lambda tag: collectives.Pending()).wait()
+    (only,) = timeline.intervals()
+    assert only.lane == "gather" and only.start <= only.end
+
+
 @distributed(2)
 def test_ends_are_noticed_when_transfers_end_not_when_somebody_waits():
     group, rank = dist.group.WORLD, dist.get_rank()

@@ -275,7 +275,7 @@ def _built_in_reduce_scatter(
         _accumulate(output, partial, scale, accumulate)
         return Pending()
     op = dist.ReduceOp.SUM
-    if scale == 1 / size and not sum_only:
+    if scale == 1 / size and not sum_only and dist.get_backend(group) == "nccl":
         op, scale = dist.ReduceOp.AVG, 1.0
     elif partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
         partial.mul_(scale)

@@ -95,7 +95,8 @@ class Lane:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.tag = self.TAGS[name]
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of high priority: what others wait for gets its few multiprocessors before the computation takes all of them.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def run(self, collective: Callable[..., Pending], *args: Any, channel: int = 0, **kwargs: Any) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
@@ -128,7 +129,7 @@ class Lane:
         """`collective`, noting in `timeline` when it was issued and when its transfers ended."""
 
         def run(*args: Any, **kwargs: Any) -> Pending:
-            group = next(each for each in args if isinstance(each, dist.ProcessGroup))
+            group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
             entry = timeline.begin(self.name, timeline.label or collective.__name__, group)
             pending = collective(*args, **kwargs)
             if self.stream is not None:

@@ -1,0 +1,219 @@
+"""The engine on a GPU: the numbers of the plain model, in the right order on all streams, with memory that stays."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import weft
+from tests.fsdp import nets
+from weft.comm import collectives
+from weft.comm.collectives import Pending
+from weft.comm.lanes import Lane
+from weft.comm.timeline import Timeline, overlap, span
+from weft.fsdp.buffer import FlatBuffer
+from weft.fsdp.module import units_under
+
+pytestmark = pytest.mark.gpu
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+CYCLES = 20_000_000
+"""Of a GPU's clock: some ten milliseconds."""
+
+
+def on_one_card(body, ranks: int, backend: str, tmp_path, *args) -> None:
+    """Run `body(*args)` on `ranks` ranks that share the first card."""
+    mp.spawn(_serve, args=(ranks, backend, str(tmp_path / "store"), body, args), nprocs=ranks)
+
+
+def _serve(rank: int, ranks: int, backend: str, store: str, body, args) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        body(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def pretend(ranks: int) -> None:
+    """A process group of which the other ranks, and all communication, are pretended."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def compare_with_plain(mesh_shape: tuple[int, ...]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cuda", mesh_shape)
+    batches = nets.data(3, 4 * ranks).cuda()
+
+    def sgd(net):  # AdamW would make whole steps of how gradients near zero are rounded
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+
+    for strategy, microbatches, recompute in itertools.product(STRATEGIES, (1, 2), (None, "non-reentrant")):
+        options = {"microbatches": microbatches, "optimizer": sgd}
+        expected = nets.train(nets.make().cuda(), batches, **options)
+        net = nets.shard(nets.make(recompute).cuda(), mesh=mesh, strategy=strategy)
+        found = nets.train(net, batches, rank=rank, ranks=ranks, **options)
+        for what in ("gradients", "weights"):
+            torch.testing.assert_close(found[what], expected[what])
+
+
+def test_one_rank_over_nccl_equals_the_plain_model_with_all_strategies(tmp_path):
+    on_one_card(compare_with_plain, 1, "nccl", tmp_path, (1,))
+
+
+def test_two_axes_of_one_rank_over_nccl_equal_the_plain_model(tmp_path):
+    on_one_card(compare_with_plain, 1, "nccl", tmp_path, (1, 1))
+
+
+def test_two_ranks_on_one_card_over_gloo_equal_the_plain_model(tmp_path):
+    on_one_card(compare_with_plain, 2, "gloo", tmp_path, (2,))
+
+
+def memory_stays() -> None:
+    net = nets.shard(nets.make(width=64, hidden=256).cuda(), mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    tokens = nets.data(1, 4)[0].cuda()
+    seen = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        nets.loss_of(net, tokens).backward()
+        weft.optim.clip_grad_norm_(net, 1.0)
+        optimizer.step()
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        kinds = weft.memory_report(net)["transient"].values()
+        seen.append(
+            (
+                stats["allocated_bytes.all.current"],
+                stats["reserved_bytes.all.current"],
+                stats["segment.all.allocated"],
+                [kind["allocations"] for kind in kinds],
+            )
+        )
+    assert all(each == seen[3] for each in seen[4:]), seen
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_a_steady_step_keeps_the_memory_it_has(tmp_path, ranks, backend):
+    on_one_card(memory_stays, ranks, backend, tmp_path)
+
+
+def nobody_waits() -> None:
+    net = nets.shard(nets.make().cuda())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    tokens = nets.data(1, 4)[0].cuda()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nets.loss_of(net, tokens).backward()
+        weft.optim.clip_grad_norm_(net, 1.0)
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_waits_for_nothing_in_a_step(tmp_path):
+    on_one_card(nobody_waits, 1, "nccl", tmp_path)
+
+
+def test_the_host_waits_for_no_gather_and_no_reduction():
+    pretend(8)
+    try:
+        nobody_waits()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("allocator", ["trace", "caching"])
+@pytest.mark.parametrize("slow", ["gather", "reduce", "compute"])
+def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, allocator, slow):
+    """Two ranks, one of them pretended: gathers bring weights that are known, late; memory is poisoned when taken."""
+    truth: dict[int, torch.Tensor] = {}
+
+    def all_gather(full, source, group, tag):
+        if slow == "gather":
+            torch.cuda._sleep(CYCLES)
+        full.copy_(truth[source.data_ptr()])
+        return Pending()
+
+    def reduce_scatter(output, partial, group, tag, *, scale, accumulate, **options):
+        if slow == "reduce":
+            torch.cuda._sleep(CYCLES)
+        summed = 2 * scale * partial.view(group.size(), -1)[group.rank()]  # the other rank has the same rows
+        output.copy_(output + summed if accumulate else summed)
+        return Pending()
+
+    monkeypatch.setattr(collectives, "all_gather", all_gather)
+    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
+    pretend(2)
+    try:
+        plain = nets.make().cuda()
+        weights = dict(plain.named_parameters())
+        net = nets.shard(nets.make().cuda(), runtime=weft.RuntimeOptions(allocator=allocator))
+        runtime = units_under(net)[0].runtime
+        for pool in (runtime.weights, runtime.gradients):
+            monkeypatch.setattr(pool, "take", poisoning(pool.take))
+        for unit in units_under(net):
+            for group in unit.groups:
+                flat = torch.empty(group.layout.numel, device="cuda")
+                names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
+                FlatBuffer(group.layout, group.mesh, group._whole, flat).fill([weights[name] for name in names])
+                truth[group.main_weight.local.data_ptr()] = flat
+        tokens = nets.data(1, 4)[0].cuda()
+        nets.loss_of(plain, tokens).backward()
+        for _ in range(4):
+            if slow == "compute":
+                torch.cuda._sleep(CYCLES)
+            net.zero_grad()
+            nets.loss_of(net, tokens).backward()
+            for unit in units_under(net):
+                for group in unit.trainable_groups:
+                    flat = torch.empty(group.layout.numel, device="cuda")
+                    names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
+                    FlatBuffer(group.layout, group.mesh, group._whole, flat).fill([weights[n].grad for n in names])
+                    mine = flat.view(2, -1)[0]
+                    torch.testing.assert_close(group.main_grad.local, mine)
+    finally:
+        dist.destroy_process_group()
+
+
+def poisoning(take):
+    def poisoned(transient):
+        tensor = take(transient)
+        if tensor.numel():
+            tensor.fill_(torch.nan)
+        return tensor
+
+    return poisoned
+
+
+def test_a_lane_runs_beside_the_computation(tmp_path):
+    def late(tag):
+        torch.cuda._sleep(CYCLES)
+        return Pending()
+
+    torch.cuda.init()
+    lane = Lane("gather", torch.device("cuda", 0))
+    with Timeline() as timeline:
+        with span("compute", "before"):
+            torch.cuda._sleep(CYCLES)
+        ticket = lane.run(late)
+        with span("compute", "beside"):
+            torch.cuda._sleep(CYCLES)
+        ticket.wait()
+        with span("compute", "behind"):
+            torch.cuda._sleep(CYCLES)
+    before, gather, beside, behind = timeline.intervals()
+    assert overlap([before, gather], "compute", "gather") == 0
+    assert overlap([beside, gather], "compute", "gather") > 0
+    assert overlap([behind, gather], "compute", "gather") == 0
