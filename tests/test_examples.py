@@ -58,7 +58,16 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
         exec(block, names)
 
 
-PAGES_WITH_TESTS = ["composition", "precision", "memory", "debugging", "from-fsdp2", "from-megatron-fsdp"]
+PAGES_WITH_TESTS = [
+    "composition",
+    "gradients",
+    "faults",
+    "precision",
+    "memory",
+    "debugging",
+    "from-fsdp2",
+    "from-megatron-fsdp",
+]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_TESTS)

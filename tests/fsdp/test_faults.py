@@ -1,0 +1,88 @@
+"""Faults that other sharding engines have shipped and that no other page of tests looks for; see docs/faults.md."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.comm import collectives
+
+
+class Either(nn.Module):
+    """Two parameters of one shape, of which each rank uses another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        return (self.left * 2).sum() if rank == 0 else (self.right * 6).sum()
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_gradients_of_parameters_of_one_shape_are_not_mixed_as_fsdp2_mixes_them():
+    plain = Either()
+    for rank in range(2):
+        (plain(rank) / 2).backward()
+    ours, theirs = weft.fully_shard(Either()), torch_fully_shard(Either())
+    gradients = []
+    for model in (ours, theirs):
+        model(dist.get_rank()).backward()
+        gradients.append([None if p.grad is None else p.grad for p in (model.left, model.right)])
+    truth = [plain.left.grad, plain.right.grad]
+    torch.testing.assert_close([nets.full(gradient) for gradient in gradients[0]], truth)
+    mine = gradients[1][dist.get_rank()]  # FSDP2 reduced this rank's one with the other rank's other one
+    torch.testing.assert_close(mine.to_local(), torch.full((4,), 4.0))
+    assert not torch.equal(mine.to_local(), truth[dist.get_rank()][:4])
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@distributed(1)
+def test_a_group_of_one_rank_neither_doubles_nor_overwrites_gradients(strategy):
+    batches = nets.data(2, 6)
+    plain = nets.train(nets.make(), batches, microbatches=3)
+    net = nets.shard(nets.make(), strategy=strategy)
+    run = nets.train_here(net, batches, microbatches=3, on_microbatch=net.set_is_last_backward)
+    torch.testing.assert_close(run, plain)
+
+
+@distributed(2)
+def test_a_reduction_never_writes_where_it_reads():
+    seen = []
+
+    def watched(output, partial, *args, inbox, **options):
+        places = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (output, partial, inbox))
+        seen.append(all(end <= begin for (_, end), (begin, _) in pairwise(places)))
+        return original(output, partial, *args, inbox=inbox, **options)
+
+    original, collectives.reduce_scatter = collectives.reduce_scatter, watched
+    try:
+        net = nets.shard(nets.make())
+        for _ in range(3):
+            nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    finally:
+        collectives.reduce_scatter = original
+    assert len(seen) == 3 * 4 and all(seen)
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_a_communicator_for_gathers_reaches_the_ranks_of_the_shard_axis_on_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    batches, results = nets.data(2, 8), []
+    for separate in (False, True):
+        net = nets.shard(nets.make(), mesh=mesh, runtime=weft.RuntimeOptions(separate_all_gather_group=separate))
+        results.append(nets.train_here(net, batches))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    runtime, shard_group = net._weft_unit.runtime, mesh.get_group("shard")
+    twin = runtime._gather_group(net._weft_unit.groups[0])
+    assert twin is not shard_group
+    assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(shard_group)
