@@ -1,6 +1,8 @@
 """Ranks that wait for each other for ever find out: an error that names units and ranks, in place of a hang."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +22,17 @@ def shard(**options) -> nets.Net:
 
 def step(net: nets.Net) -> None:
     nets.loss_of(net, nets.data(1, 4)[0]).backward()
+
+
+@contextmanager
+def patience(**seconds: float) -> Iterator[None]:
+    """Other times to wait than the lookout's own, which the workers of later tests have again."""
+    own = {name: getattr(lookout, name) for name in seconds}
+    vars(lookout).update(seconds)
+    try:
+        yield
+    finally:
+        vars(lookout).update(own)
 
 
 class Oops(Exception):
@@ -52,23 +65,23 @@ def test_a_rank_that_throws_in_forward_is_named_on_the_others():
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_a_rank_that_stops_a_step_earlier_is_named_with_the_place_where_it_waits(strategy):
-    lookout.ELSEWHERE_S = 1.0
-    net = shard(strategy=strategy)
-    step(net)
-    if dist.get_rank() == 0:
-        with pytest.raises(CollectiveMismatch, match=r"rank 1 never began; rank 1: barrier at .*test_lookout\.py"):
-            step(net)
-    dist.barrier()
+    with patience(ELSEWHERE_S=1.0):
+        net = shard(strategy=strategy)
+        step(net)
+        if dist.get_rank() == 0:
+            with pytest.raises(CollectiveMismatch, match=r"rank 1 never began; rank 1: barrier at .*test_lookout\.py"):
+                step(net)
+        dist.barrier()
 
 
 @pytest.mark.slow
 @distributed(2)
 def test_a_slow_rank_is_waited_for():
-    lookout.CERTAIN_S = lookout.ELSEWHERE_S = 0.2
-    net = shard()
-    for _ in range(2):
-        if dist.get_rank() == 1:
-            time.sleep(1.5)
-        step(net)
-    dist.barrier()
+    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2):
+        net = shard()
+        for _ in range(2):
+            if dist.get_rank() == 1:
+                time.sleep(1.5)
+            step(net)
+        dist.barrier()
     assert not lookout.lookout().verdict and not lookout.lookout().joins
