@@ -120,9 +120,9 @@ def test_units_that_run_on_some_ranks_only_have_true_gradients(strategy):
 @pytest.mark.slow
 @distributed(2)
 def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others():
-    for name, way in WAYS.items():
+    for name in ("each rank another one of two", "the last rank one of them twice", "in another order"):
         try:
-            assert_truth(way, 1, strategy="optim_grads_params")
+            assert_truth(WAYS[name], 1, strategy="optim_grads_params")
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     assert lookout().joins > 0
@@ -134,7 +134,7 @@ def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others()
 def test_units_that_run_on_some_ranks_only_have_true_gradients_on_two_axes(outer_strategy):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     for name, way in WAYS.items():
-        for flagged in (True, False):
+        for flagged in (True, False) if name == "none in the last microbatch" else (True,):
             options = {"strategy": "optim_grads", "outer_strategy": outer_strategy, "mesh": mesh}
             try:
                 assert_truth(way, 2, flagged, **options)
