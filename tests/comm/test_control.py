@@ -1,9 +1,12 @@
 """What hosts agree on."""
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.comm.control import agree
+from tests.pool import distributed
+from weft.comm.collectives import sends_directly
+from weft.comm.control import agree, backend_of, host_group
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():
@@ -12,3 +15,10 @@ def test_pretended_ranks_agree_with_the_only_real_one():
         assert agree([3, -4], [5], [dist.group.WORLD], "test") == ([3, -4], [5])
     finally:
         dist.destroy_process_group()
+
+
+@distributed(2)
+def test_a_group_of_torch_s_default_backends_sends_as_directly_as_one_of_gloo():
+    cpu, group = torch.device("cpu"), dist.new_group(backend="cpu:gloo")
+    assert backend_of(group, cpu) == "gloo" and backend_of(group, torch.device("cuda")) == ""
+    assert sends_directly(group, cpu) and host_group(group) is group

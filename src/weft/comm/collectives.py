@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.control import backend_of
+
 UNEVEN_TAG = 100
 
 
@@ -40,7 +42,7 @@ class Pending:
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether `group` moves tensors on `device` by gloo's point-to-point sends."""
-    return device.type == "cpu" and dist.get_backend(group) == "gloo"
+    return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
 def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
@@ -256,7 +258,7 @@ def reduce_now(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch
 
 def _movable(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`tensor`, or a copy on the device where it lies in CPU memory, which NCCL does not reach."""
-    if tensor.device.type == "cpu" and dist.get_backend(group) == "nccl":
+    if tensor.device.type == "cpu" and not backend_of(group, tensor.device):
         return tensor.to("cuda")
     return tensor
 
@@ -275,7 +277,7 @@ def _built_in_reduce_scatter(
         _accumulate(output, partial, scale, accumulate)
         return Pending()
     op = dist.ReduceOp.SUM
-    if scale == 1 / size and not sum_only and dist.get_backend(group) == "nccl":
+    if scale == 1 / size and not sum_only and backend_of(group, partial.device) == "nccl":
         op, scale = dist.ReduceOp.AVG, 1.0
     elif partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
         partial.mul_(scale)

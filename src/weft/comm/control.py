@@ -23,7 +23,7 @@ def host_group(group: dist.ProcessGroup) -> Any:
 
     Collective over the ranks the first time, where it must be made.
     """
-    if _speaks_gloo(group):
+    if backend_of(group, torch.device("cpu")) == "gloo":
         return group
     if group not in _host_groups:
         for other in [each for each in _host_groups if each not in dist.distributed_c10d._world.pg_map]:
@@ -47,7 +47,7 @@ def agree(
     high, low = words[: len(highest)], words[len(highest) :]
     for group in groups:
         size = group.size()
-        if size == 1 or dist.get_backend(group) == "fake":  # of pretended ranks, which all are like this one
+        if size == 1 or backend_of(group, words.device) == "fake":  # of pretended ranks, which all are like this one
             continue
         host = host_group(group)
         rank, distance = host.rank(), 1
@@ -64,8 +64,12 @@ def agree(
     return high.tolist(), low.tolist()
 
 
-def _speaks_gloo(group: dist.ProcessGroup) -> bool:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what moves tensors on `device` between the ranks of `group`, "" for nothing.
+
+    A group may have one backend for each kind of device: torch's default, "cpu:gloo,cuda:nccl", is of that kind.
+    """
     try:
-        return "gloo" in group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:  # no backend for host memory
-        return False
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return ""

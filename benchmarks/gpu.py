@@ -1,0 +1,177 @@
+"""What one GPU can show beside torch FSDP2: host time per unit, a step of a transformer, memory, lanes beside the rest.
+
+    weft bench gpu --ranks 1
+
+Host time and lanes: with seven of eight ranks pretended, so that units are gathered and reduced but nothing travels;
+the lanes then copy on the device what would have arrived. Step and memory: one real rank over NCCL.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import _report
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import weft
+from weft.comm import collectives
+from weft.comm.collectives import Pending
+from weft.comm.timeline import Timeline, busy, overlap, span
+
+UNITS, TINY = 64, 8
+LAYERS, WIDTH, HEADS, ROWS, LENGTH = 12, 1024, 16, 4, 512
+PRETENDED = 8
+
+
+@contextmanager
+def pretended(ranks: int) -> Iterator[None]:
+    """A process group of which all other ranks are pretended."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(net: nn.Sequential, fully_shard: Callable | None) -> nn.Module:
+    """One unit per layer, the root last; None: as it is."""
+    if fully_shard is not None:
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    return net
+
+
+def tiny(fully_shard: Callable | None) -> Callable[[], float]:
+    """Seconds that the host takes to issue forward and backward of many tiny layers."""
+    net = sharded(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).cuda(), fully_shard)
+    rows = torch.ones(2, TINY, device="cuda")
+
+    def issue() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        net(rows).sum().backward()
+        taken = time.perf_counter() - begin
+        net.zero_grad()
+        return taken
+
+    return issue
+
+
+def transformer(fully_shard: Callable | None) -> nn.Module:
+    """Twelve layers, 151 M parameters in fp32."""
+    torch.manual_seed(0)
+    layers = [
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        for _ in range(LAYERS)
+    ]
+    return sharded(nn.Sequential(*layers).cuda(), fully_shard)
+
+
+def step_of(net: nn.Module) -> Callable[[], None]:
+    """Forward, backward and AdamW, waited for."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    rows = torch.randn(ROWS, LENGTH, WIDTH, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with span("compute", "forward and backward"):
+            net(rows).square().mean().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+
+    return step
+
+
+def host_time(rounds: int) -> None:
+    """Microseconds of host time per unit and step, those of the plain layers taken off."""
+    with pretended(PRETENDED):
+        sides = {"weft": tiny(weft.fully_shard), "FSDP2": tiny(torch_fully_shard), "plain": tiny(None)}
+        for issue in sides.values():
+            for _ in range(3):
+                issue()
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, issue in sides.items():
+                taken[name].append(min(issue() for _ in range(5)))
+        own = {name: [t - p for t, p in zip(taken[name], taken["plain"])] for name in ("weft", "FSDP2")}
+        print(f"\nhost time, {UNITS} tiny units, {PRETENDED} ranks of which one is real")
+        _report.table(own, "weft", "us/unit", 1e6 / UNITS)
+
+
+def lanes() -> None:
+    """How long gathers and reductions run, and how much of that beside the computation."""
+
+    def all_gather(full: torch.Tensor, source: torch.Tensor, group: object, tag: int) -> Pending:
+        full.view(PRETENDED, -1)[1:].copy_(source)
+        return Pending()
+
+    def reduce_scatter(output: torch.Tensor, partial: torch.Tensor, *rest: object, **options: object) -> Pending:
+        torch.sum(partial.view(PRETENDED, -1), 0, out=output)
+        return Pending()
+
+    with (
+        pretended(PRETENDED),
+        mock.patch.object(collectives, "all_gather", all_gather),
+        mock.patch.object(collectives, "reduce_scatter", reduce_scatter),
+    ):
+        step = step_of(transformer(weft.fully_shard))
+        for _ in range(3):
+            step()
+        with Timeline() as timeline:
+            step()
+    intervals = timeline.intervals()
+    print("\nlanes of one step: what is copied on the device stands for what would arrive")
+    print(f"{'lane':10}{'ms':>10}{'beside forward and backward':>30}")
+    for lane in ("gather", "reduce"):
+        taken = busy(intervals, lane)
+        print(f"{lane:10}{taken * 1e3:10.2f}{overlap(intervals, lane, 'compute') / taken:30.0%}")
+    print(f"both lanes at once: {overlap(intervals, 'gather', 'reduce') * 1e3:.2f} ms")
+
+
+def steps(rounds: int) -> None:
+    """Seconds per step and peak memory of one rank."""
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    try:
+        sides = {"weft": weft.fully_shard, "FSDP2": torch_fully_shard, "plain": None}
+        print(f"\nmemory of a step, {LAYERS} transformer layers, one rank over NCCL")
+        for name, fully_shard in sides.items():
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            step = step_of(transformer(fully_shard))
+            for _ in range(3):
+                step()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            print(f"{name:10}peak {(torch.cuda.max_memory_allocated() - before) / 2**20:10,.0f} MiB")
+            del step
+        print(f"\nstep of the same, medians of {rounds}")
+        made = {name: step_of(transformer(fully_shard)) for name, fully_shard in sides.items()}
+        _report.table(_report.in_turn(made, rounds, 5), "weft", "ms/step", 1e3)
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Everything, one after another, on the first GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here: this benchmark needs one")
+    torch.cuda.set_device(0)
+    card = torch.cuda.get_device_name()
+    print(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, medians of {options.rounds}")
+    host_time(options.rounds)
+    lanes()
+    steps(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
