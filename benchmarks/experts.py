@@ -4,19 +4,17 @@
     weft bench experts --ranks 2                        # loopback: the exchange costs little, and so does hiding it
 
 Four attention layers with eight experts each, two per token, spread over all ranks, everything sharded (ZeRO-3). A step
-is forward and backward of all microbatches. The sides take turns within each round; a round's time is that of the
-slowest rank, a side's figure the median over rounds. An exchange counts as hidden while this rank computes, and as
+is forward and backward of all microbatches. An exchange counts as hidden while this rank computes, and as
 exposed while it waits for communication of whatever kind.
 """
 
 import argparse
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import _link
+import _report
 import torch
 import torch.distributed as dist
 
@@ -59,17 +57,7 @@ SIDES: dict[str, Callable[[HybridModel, list], object]] = {
 }
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Seconds of the slowest rank for one step."""
-    dist.barrier()
-    begin = time.perf_counter()
-    step()
-    taken = torch.tensor(time.perf_counter() - begin)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
-
-
-def lanes(step: Callable[[], object]) -> dict[str, float]:
+def lanes(step: Callable[[], object]) -> dict[str, tuple[float, float]]:
     """Seconds of each lane, and the part of it that was hidden, in one more step on this rank."""
     dist.barrier()
     with Timeline() as timeline:
@@ -83,60 +71,37 @@ def lanes(step: Callable[[], object]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print, on rank 0, seconds per step, ratios, and what was hidden."""
+    """Measure and print, on rank 0, seconds per step, ratios, what was hidden, and memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "500mbit"')
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    network = f"weft{os.environ['MASTER_PORT']}"
-    if options.link:
-        if reason := _link.available():
-            raise SystemExit(f"--link {options.link}: {reason}")
-        _link.join_limited_network(options.link, rank, ranks, network)
-    else:
-        dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(rank)
-    shape = (2, ROWS, SEQUENCE)
-    data = [torch.randint(CONFIG.vocab_size, shape, generator=generator).unbind() for _ in range(MICROBATCHES)]
-
-    nets = {name: model() for name in SIDES}
-    steps = {name: lambda run=run, net=nets[name]: run(net, data) for name, run in SIDES.items()}
-    for step in steps.values():
-        seconds(step)
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            rounds[name].append(seconds(step))
-    recorded = {name: lanes(steps[name]) for name in steps}
-    if rank == 0:
-        report(rounds, recorded, nets, options.link)
-    dist.destroy_process_group()
-    if options.link:
-        _link.take_down(rank, ranks, network)
+    with _link.process_group(options.link):
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (2, ROWS, SEQUENCE)
+        data = [torch.randint(CONFIG.vocab_size, shape, generator=generator).unbind() for _ in range(MICROBATCHES)]
+        nets = {name: model() for name in SIDES}
+        steps = {name: partial(run, nets[name], data) for name, run in SIDES.items()}
+        taken = _report.in_turn(steps, options.rounds, 1)
+        recorded = {name: lanes(step) for name, step in steps.items()}
+        if dist.get_rank() == 0:
+            print(f"{_report.machine()}, on {options.link or 'loopback'}, medians of {options.rounds}")
+            print(f"{MICROBATCHES} microbatches of {ROWS} x {SEQUENCE} tokens per rank")
+            _report.table(taken, "combined", "s/step")
+            report(taken, recorded, nets)
 
 
-def report(rounds: dict, recorded: dict, nets: dict, link: str | None) -> None:
-    """A table of medians and ratios, and one of lanes and memory."""
-    machine = f"{os.cpu_count()} cores {platform.machine()}"
-    print(
-        f"{dist.get_world_size()} ranks, 1 thread each, gloo on {link or 'loopback'}, torch {torch.__version__}, "
-        f"{machine}; {MICROBATCHES} microbatches of {ROWS} x {SEQUENCE} tokens per rank"
-    )
-    print(f"{'side':25}{'s/step':>8}{'min':>8}{'max':>8}{'side / combined':>17}")
-    for name, times in rounds.items():
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(rounds["combined"], times))
-        print(f"{name:25}{statistics.median(times):8.3f}{min(times):8.3f}{max(times):8.3f}{ratio:17.2f}")
+def report(taken: dict, recorded: dict, nets: dict) -> None:
+    """Tables of lanes and of memory."""
     print(f"\n{'one more step, rank 0':25}{'lane':>10}{'busy s':>9}{'hidden':>9}{'of the step':>13}")
     for name, found in recorded.items():
         for lane, (moving, hidden) in found.items():
-            share = moving / statistics.median(rounds[name])
-            print(f"{name:25}{lane:>10}{moving:9.3f}{hidden:9.0%}{share:13.0%}")
+            print(f"{name:25}{lane:>10}{moving:9.3f}{hidden:9.0%}{moving / statistics.median(taken[name]):13.0%}")
     print(f"\n{'peak transient bytes':25}{'weights':>12}{'gradients':>12}")
     for name, net in nets.items():
-        peaks = {role: found["peak"] for role, found in weft.memory_report(net)["transient"].items()}
-        print(f"{name:25}" + "".join(f"{peak:12,}" for peak in peaks.values()))
+        peaks = [found["peak"] for found in weft.memory_report(net)["transient"].values()]
+        print(f"{name:25}" + "".join(f"{peak:12,}" for peak in peaks))
 
 
 if __name__ == "__main__":
