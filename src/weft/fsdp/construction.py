@@ -119,17 +119,18 @@ def _children_first(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
     """`modules` in the order in which their constructors end, numbered."""
     ahead = dict.fromkeys(modules)
     ordered: dict[nn.Module, int] = {}
-
-    def visit(module: nn.Module) -> None:
-        del ahead[module]
-        for child in module.children():
-            if child in ahead:
-                visit(child)
-        ordered[module] = len(ordered)
-
     while ahead:
-        visit(next(iter(ahead)))
+        _end(next(iter(ahead)), ahead, ordered)
     return ordered
+
+
+def _end(module: nn.Module, ahead: dict[nn.Module, None], ordered: dict[nn.Module, int]) -> None:
+    # No closure that calls itself: that cycle would keep the model alive until the collector comes.
+    del ahead[module]
+    for child in module.children():
+        if child in ahead:
+            _end(child, ahead, ordered)
+    ordered[module] = len(ordered)
 
 
 def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:
