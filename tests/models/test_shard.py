@@ -79,7 +79,7 @@ def test_a_sharded_model_trains_like_one_process(tied):
 
 
 EXPERTS = HybridConfig(
-    pattern="[*E][*-][*E]",
+    pattern="[*E][*-]",
     vocab_size=37,
     hidden_size=16,
     intermediate_size=24,
@@ -146,3 +146,17 @@ def test_norms_clipping_and_optimizers_count_every_expert_once():
             assert_close(actual, expected, msg=lambda text, at=(strategy, run, flat): f"{at}: {text}")
             norms = {name: torch.tensor(norms.weight) for name, norms in weft.parameter_norms(model).items()}
             assert_close(norms, {name: weight.norm() for name, weight in actual[2].items()})
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_spread_experts_built_on_the_meta_device_start_from_the_same_weights():
+    meshes = init_meshes("cpu", ep=2)
+    torch.manual_seed(7)
+    whole = HybridModel(EXPERTS)
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        model = HybridModel(EXPERTS, meshes)
+    shard(model, meshes)
+    for name, weight in model.named_parameters():
+        assert torch.equal(full(weight), whole.get_parameter(name)), name

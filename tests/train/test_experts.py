@@ -78,7 +78,7 @@ def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_wit
     logits, state = pool.run(2, predictions, path, whole, [])[0]
     assert state["decoder.layers.0.mlp.experts.gate_proj"].shape == (4, 16, 16)
     one_place = ["sharding.ep=1", "train.overlap=false", "train.delay_wgrad=false"]
-    for ranks, changes in ((1, one_place), (2, one_place), (4, [])):
+    for ranks, changes in ((2, one_place), (4, [])):
         others, other_state = pool.run(ranks, predictions, path, whole, [*changes, "train.microbatch_size=1"])[0]
         assert other_state.keys() == state.keys()
         assert all(torch.equal(other_state[name], value) for name, value in state.items())
