@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.comm.lookout import Lookout
 
 
 def storages(*tensors: torch.Tensor) -> dict[int, int]:
@@ -106,7 +107,7 @@ def watched(net, *more) -> dict[str, weakref.ref]:
     seen = set()
 
     def walk(thing, path: str) -> None:
-        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module)):
+        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module, Lookout)):  # that is the process'
             return
         seen.add(id(thing))
         if isinstance(thing, (list, tuple, deque)):
