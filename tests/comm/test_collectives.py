@@ -185,6 +185,39 @@ def test_lanes_run_side_by_side_and_their_tickets_may_be_waited_for_in_any_order
         torch.testing.assert_close(output, summed)
 
 
+class Noting:
+    """A group of three that only notes what is posted."""
+
+    def __init__(self) -> None:
+        self.posted: list[str] = []
+
+    def size(self) -> int:
+        return 3
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.posted.append("send")
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.posted.append("receive")
+
+
+def test_receives_are_posted_first_so_that_both_directions_of_a_link_are_used_at_once(monkeypatch):
+    monkeypatch.setattr(collectives, "sends_directly", lambda group, device: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    whole, part, inbox = torch.zeros(3), torch.zeros(1), torch.zeros(2)
+    starts = {
+        "all-gather": lambda group: collectives.all_gather(whole, part, group, 0),
+        "reduce-scatter": lambda group: collectives.reduce_scatter(
+            part, whole, group, 0, scale=1.0, accumulate=False, inbox=inbox
+        ),
+        "all-to-all": lambda group: collectives.all_to_all(whole, whole, [1, 1, 1], [1, 1, 1], group, 0),
+    }
+    for name, start in starts.items():
+        group = Noting()
+        start(group)
+        assert group.posted == ["receive"] * 2 + ["send"] * 2, name
+
+
 @distributed(2)
 def test_waiting_again_for_a_ticket_changes_nothing():
     group, ranks = dist.group.WORLD, dist.get_world_size()

@@ -6,7 +6,9 @@
     others  | built in, in place       | built in                          | built in                 | built in
 
 gloo's own all-gather and reduce-scatter go through staging copies and are two to three times slower than direct sends.
-Summing in rank order makes a reduction bit-equal from run to run.
+Summing in rank order makes a reduction bit-equal from run to run. Receives are posted before sends: a rank sends once
+it has been told that the other is ready, and that message would queue behind the data of the sends, so that a link which
+could carry both directions at once would carry one after the other.
 
 Each function starts its transfers and returns a `Pending`, whose `complete()` waits for them and does what is left on
 this rank. Tensors are contiguous, and 1-D but for the rows of `all_to_all`; `tag` keeps the messages of one lane
@@ -59,8 +61,8 @@ def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGrou
         if size > 1:
             dist.all_gather_into_tensor(full, slices[rank], group=group)
         return Pending()
-    works = [group.send([source], peer, tag) for peer in _peers(rank, size)]
-    works += [group.recv([slices[peer]], peer, tag) for peer in _peers(rank, size)]
+    works = [group.recv([slices[peer]], peer, tag) for peer in _peers(rank, size)]
+    works += [group.send([source], peer, tag) for peer in _peers(rank, size)]
     if not in_place:
         slices[rank].copy_(source)
     return Pending(works)
@@ -195,8 +197,8 @@ def all_to_all(
         return Pending()
     rank, size = dist.get_rank(group), group.size()
     arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
-    works = [group.send([leaving[peer]], peer, tag) for peer in _peers(rank, size) if leaving[peer].numel()]
-    works += [group.recv([arriving[peer]], peer, tag) for peer in _peers(rank, size) if arriving[peer].numel()]
+    works = [group.recv([arriving[peer]], peer, tag) for peer in _peers(rank, size) if arriving[peer].numel()]
+    works += [group.send([leaving[peer]], peer, tag) for peer in _peers(rank, size) if leaving[peer].numel()]
     arriving[rank].copy_(leaving[rank])
     return Pending(works)
 
@@ -221,12 +223,9 @@ def all_to_all_counts(
 def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:
     """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait."""
     if sends_directly(group, parts[rank].device):
-        works = [
-            group.send([parts[rank]], peer, UNEVEN_TAG) for peer in _peers(rank, len(parts)) if parts[rank].numel()
-        ]
-        works += [
-            group.recv([parts[peer]], peer, UNEVEN_TAG) for peer in _peers(rank, len(parts)) if parts[peer].numel()
-        ]
+        peers = _peers(rank, len(parts))
+        works = [group.recv([parts[peer]], peer, UNEVEN_TAG) for peer in peers if parts[peer].numel()]
+        works += [group.send([parts[rank]], peer, UNEVEN_TAG) for peer in peers if parts[rank].numel()]
         Pending(works).complete()
         return
     width = max(part.numel() for part in parts)

@@ -271,7 +271,12 @@ class Runtime:
         self._foretold.discard(unit.number)
         if self._foretold and not itinerary.on_track:
             self._free_foretold()
+        unit.prefetch()
+        self._gather_ahead(itinerary, explicit)
         unit.acquire()
+
+    def _gather_ahead(self, itinerary: Itinerary, explicit: list["weakref.ref[Unit]"] | None) -> None:
+        """Start the gathers that follow, before the host waits for the one it needs: no lane shall run dry."""
         if explicit is not None:
             for ref in explicit:
                 if (ahead := ref()) is not None:
