@@ -83,6 +83,7 @@ class Manifest:
 
 
 def path_of(directory: Path, step: int) -> Path:
+    """Where the committed checkpoint of `step` lies, or would."""
     return directory / f"step-{step:08d}"
 
 
@@ -148,6 +149,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
 
 
 def flush_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a crash of the machine, as the files' own flush does for their content."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

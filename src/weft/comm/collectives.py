@@ -7,7 +7,7 @@
 
 gloo's own all-gather and reduce-scatter go through staging copies and are two to three times slower than direct sends.
 Summing in rank order makes a reduction bit-equal from run to run. Receives are posted before sends: a rank sends once
-it has been told that the other is ready, and that message would queue behind the data of the sends, so that a link which
+it has been told that the other is ready, and that message would queue behind the data of the sends, so that a link that
 could carry both directions at once would carry one after the other.
 
 Each function starts its transfers and returns a `Pending`, whose `complete()` waits for them and does what is left on

@@ -122,8 +122,8 @@ class FlatBuffer:
         The values are cast to its dtype on the way.
         """
         source = self.local
-        own = target.part(self.placements).local
-        if source.dtype != own.dtype:
+        if source.dtype != target.local.dtype:
+            own = target.part(self.placements).local
             own.copy_(source)
             source = own
         return lane.run(collectives.all_gather, target.local, source, group, channel=channel)

@@ -55,6 +55,7 @@ class GradientStage:
         self._hooked: torch.Tensor | None = None
         """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
         self.buffer: FlatBuffer | None = None
+        self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
@@ -64,6 +65,13 @@ class GradientStage:
             self._memory[dtype].settle()
         self.buffer = FlatBuffer(self._layout, self._mesh, self._placements, pool.take(self._memory[dtype]))
         return self.buffer
+
+    def views(self) -> list[torch.Tensor]:
+        """The open buffer's view of each tensor. The pool hands out the same memory step after step, so they stay."""
+        assert self.buffer is not None, "open first"
+        if self._views[0] is not self.buffer.local:
+            self._views = (self.buffer.local, self.buffer.views())
+        return self._views[1]
 
     def reduce_into(
         self,

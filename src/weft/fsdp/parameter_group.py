@@ -199,7 +199,7 @@ class ParameterGroup:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
@@ -410,7 +410,7 @@ class ParameterGroup:
                 packed.local[start:stop].zero_()
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for number, (view, parameter) in enumerate(zip(packed.views(), self.full_parameters)):
+        for number, (view, parameter) in enumerate(zip(self._stages[0].views(), self.full_parameters)):
             gradient = None if leaves_a_dummy(parameter) else self._slice_of_gradient(number)
             if says_it_wrote(parameter):
                 self._written.add(number)

@@ -336,6 +336,23 @@ class Runtime:
         here at once, for a new order."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
+        try:
+            self._begin_schedule(visits, depth, gathered)
+            yield
+            self.more_to_come = False
+            self._refresh_up_to(None)
+            self.end_backward()
+            self._depth = 0
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self.more_to_come = self.in_schedule = False
+            self.reductions.in_turn = True
+
+    def _begin_schedule(
+        self, visits: Sequence["Unit"], depth: int, gathered: Callable[[], Iterable[Iterable["Unit"]]]
+    ) -> None:
         self.enter_forward(self.units[0])
         order = [unit.number for unit in visits]
         if order != self._passes["schedule"].expected:
@@ -350,18 +367,6 @@ class Runtime:
         self.in_schedule = True
         self.reductions.begin(())
         self.reductions.in_turn = False  # every rank runs the same schedule
-        try:
-            yield
-            self.more_to_come = False
-            self._refresh_up_to(None)
-            self.end_backward()
-            self._depth = 0
-        except BaseException:
-            self.reset()
-            raise
-        finally:
-            self.more_to_come = self.in_schedule = False
-            self.reductions.in_turn = True
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """One layer in one microbatch: its nodes and what lies between them.
 
     hidden -> [attend] -> rows ~~dispatch~~> arrived -> [experts] -> leaving ~~combine~~> returned -> [finish] -> output
-                  \\------------------------- kept ----------------------------------------------------/
-                  \\-> loss
+                  +-> kept, for finish
+                  +-> loss, for the model
 
 `~~>` is on its way on the exchange lane. In a layer without dispatcher `arrived` is `rows` and `returned` is `leaving`.
 """

@@ -63,8 +63,8 @@ class ComputeNode:
         """The results of `function(*tensors)`. `owner`: check that nothing but its parameters and `inputs` is in it."""
         with span(COMPUTE), torch.enable_grad(), self._around:
             entered = _enter(inputs)
-            border = {tensor.grad_fn for tensor in entered}
-            first = _sequence_number()
+            if owner is not None:
+                border, first = {tensor.grad_fn for tensor in entered}, _sequence_number()
             results = function(*entered)
         outputs = []
         for result in results:
