@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 SUBNET = "10.231.77"
 CLONE_NEWNET = 0x40000000
+BURST_SECONDS = 0.002
+"""What a link that was idle may send at once, in seconds of its rate: little beside a transfer, or pauses would pay."""
 
 
 @contextmanager
@@ -92,7 +94,8 @@ def _build(rate: str, ranks: int, name: str) -> None:
         _run(f"ip -n {inside} link set lo up")
         _run(f"ip -n {inside} link set eth0 up")
         _run(f"ip -n {hub} link set port{rank} master br0 up")
-        limit = f"root tbf rate {rate} burst 1mb latency 100ms"
+        burst = int(BURST_SECONDS / seconds_for(1, rate))
+        limit = f"root tbf rate {rate} burst {burst} latency 100ms"
         _run(f"tc -n {inside} qdisc add dev eth0 {limit}")
         _run(f"tc -n {hub} qdisc add dev port{rank} {limit}")
 

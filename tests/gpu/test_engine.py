@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
 from tests.fsdp import nets
+from tests.gpu.cards import CYCLES, no_wait_of_the_host, on_one_card, pretended, reduce_scatter_over_twins
 from weft.comm import collectives
 from weft.comm.collectives import Pending
 from weft.comm.lanes import Lane
@@ -21,27 +20,6 @@ from weft.fsdp.module import units_under
 pytestmark = pytest.mark.gpu
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-CYCLES = 20_000_000
-"""Of a GPU's clock: some ten milliseconds."""
-
-
-def on_one_card(body, ranks: int, backend: str, tmp_path, *args) -> None:
-    """Run `body(*args)` on `ranks` ranks that share the first card."""
-    mp.spawn(_serve, args=(ranks, backend, str(tmp_path / "store"), body, args), nprocs=ranks)
-
-
-def _serve(rank: int, ranks: int, backend: str, store: str, body, args) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    try:
-        body(*args)
-    finally:
-        dist.destroy_process_group()
-
-
-def pretend(ranks: int) -> None:
-    """A process group of which the other ranks, and all communication, are pretended."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def compare_with_plain(mesh_shape: tuple[int, ...]) -> None:
@@ -115,11 +93,8 @@ def nobody_waits() -> None:
 
     for _ in range(3):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait_of_the_host():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_host_waits_for_nothing_in_a_step(tmp_path):
@@ -127,11 +102,8 @@ def test_the_host_waits_for_nothing_in_a_step(tmp_path):
 
 
 def test_the_host_waits_for_no_gather_and_no_reduction():
-    pretend(8)
-    try:
+    with pretended(8):
         nobody_waits()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
@@ -146,17 +118,14 @@ def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, allocator, slow):
         full.copy_(truth[source.data_ptr()])
         return Pending()
 
-    def reduce_scatter(output, partial, group, tag, *, scale, accumulate, **options):
+    def reduce_scatter(*args, **options):
         if slow == "reduce":
             torch.cuda._sleep(CYCLES)
-        summed = 2 * scale * partial.view(group.size(), -1)[group.rank()]  # the other rank has the same rows
-        output.copy_(output + summed if accumulate else summed)
-        return Pending()
+        return reduce_scatter_over_twins(*args, **options)
 
     monkeypatch.setattr(collectives, "all_gather", all_gather)
     monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
-    pretend(2)
-    try:
+    with pretended(2):
         plain = nets.make().cuda()
         weights = dict(plain.named_parameters())
         net = nets.shard(nets.make().cuda(), runtime=weft.RuntimeOptions(allocator=allocator))
@@ -183,8 +152,6 @@ def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, allocator, slow):
                     FlatBuffer(group.layout, group.mesh, group._whole, flat).fill([weights[n].grad for n in names])
                     mine = flat.view(2, -1)[0]
                     torch.testing.assert_close(group.main_grad.local, mine)
-    finally:
-        dist.destroy_process_group()
 
 
 def poisoning(take):

@@ -1,6 +1,7 @@
 """Which units `weft.models.shard` makes. The engine's own tests say what a unit does."""
 
 import dataclasses
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -89,28 +90,48 @@ EXPERTS = HybridConfig(
     shared_expert_intermediate_size=8,
     aux_loss_coef=0.1,
 )
+ROUTERS = {
+    "all experts": EXPERTS,
+    "half of them": dataclasses.replace(
+        EXPERTS, expert_bias=True, router_score="sigmoid", capacity_factor=1.0, z_loss_coef=0.01
+    ),
+}
 ADAMW: Any = {"lr": 1e-2, "weight_decay": 0.1}
 
 
+def with_experts(cfg, meshes=None):
+    """The same weights everywhere. With a bias, only the first two of four experts are ever chosen."""
+    torch.manual_seed(7)
+    model = HybridModel(cfg, meshes)
+    for name, bias in model.named_buffers():
+        if name.endswith("expert_bias"):
+            bias[2:] = -9
+    return model
+
+
 def clipped_steps(model, batches, optimizer, clip, forward_backward):
-    """Norms before clipping, the gradients of the last step after it, and the weights that come of it."""
-    norms = []
+    """Losses, norms before clipping, the gradients of the last step after it, and the weights that come of it."""
+    losses, norms = [], []
     for tokens, labels in batches:
         optimizer.zero_grad()
-        forward_backward(model, list(zip(tokens.chunk(2), labels.chunk(2))))
+        losses += forward_backward(model, list(zip(tokens.chunk(2), labels.chunk(2))))
         norms.append(full(clip(model)))
         optimizer.step()
     gradients = {name: full(weight.grad) for name, weight in model.named_parameters()}
-    return norms, gradients, {name: full(weight) for name, weight in model.named_parameters()}
+    return torch.stack(losses), norms, gradients, {name: full(weight) for name, weight in model.named_parameters()}
 
 
 def one_after_another(model, microbatches):
+    losses = []
     for tokens, labels in microbatches:
-        (model(tokens, labels=labels) / len(microbatches)).backward()
+        loss = model(tokens, labels=labels)
+        (loss / len(microbatches)).backward()
+        losses.append(loss.detach())
+    return losses
 
 
 def overlapped(model, microbatches):
-    weft.overlap.forward_backward(model, microbatches, delay_wgrad=True, loss_scale=1 / len(microbatches))
+    return weft.overlap.forward_backward(model, microbatches, delay_wgrad=True, loss_scale=1 / len(microbatches))
 
 
 def torchs_clip(model):
@@ -121,39 +142,50 @@ def weft_clip(model):
     return weft.optim.clip_grad_norm_(model, 0.3)
 
 
+WAYS = [
+    ("optim_grads", overlapped, True),
+    ("optim_grads_params", one_after_another, False),
+    ("optim_grads_params", overlapped, True),
+]
+
+
 @pytest.mark.slow
 @distributed(2, 4)
-def test_norms_clipping_and_optimizers_count_every_expert_once():
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("chosen", ROUTERS)
+def test_five_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
+    """Expert parallel over two ranks and over all of them. Where two of four experts get all tokens, the ranks of the
+    others get none, and half of the assignments exceed the capacity. Norms, clipping and optimizers count every expert
+    once."""
+    cfg, rank, ranks = ROUTERS[chosen], dist.get_rank(), dist.get_world_size()
     tokens, labels = torch.randint(37, (2, 5, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(7)
-    whole = HybridModel(EXPERTS)
+    whole = with_experts(cfg)
     adamw = torch.optim.AdamW(whole.parameters(), **ADAMW)
     expected = clipped_steps(whole, list(zip(tokens, labels)), adamw, torchs_clip, one_after_another)
-    assert min(expected[0]) > 0.3  # all five steps are clipped
+    assert min(expected[1]) > 0.3  # all five steps are clipped
+    (load,) = weft.moe.load_statistics(whole).values()
+    assert bool(load[2:].any()) == (chosen == "all experts")
 
     mine = [batch[:, rank::ranks] for batch in (tokens, labels)]
-    meshes = init_meshes("cpu", ep=2)
-    for strategy in ("optim_grads", "optim_grads_params"):
-        for run, flat in ((one_after_another, False), (overlapped, True)):
-            torch.manual_seed(7)
-            model = shard(HybridModel(EXPERTS, meshes), meshes, strategy=strategy)
-            if flat:
-                optimizer, clip = weft.optim.flat(torch.optim.AdamW, model, **ADAMW), weft_clip
-            else:
-                optimizer, clip = torch.optim.AdamW(model.parameters(), **ADAMW), torchs_clip
-            actual = clipped_steps(model, list(zip(*mine)), optimizer, clip, run)
-            assert_close(actual, expected, msg=lambda text, at=(strategy, run, flat): f"{at}: {text}")
-            norms = {name: torch.tensor(norms.weight) for name, norms in weft.parameter_norms(model).items()}
-            assert_close(norms, {name: weight.norm() for name, weight in actual[2].items()})
+    for ep, (strategy, run, flat) in itertools.product(sorted({2, ranks}), WAYS):
+        meshes = init_meshes("cpu", ep=ep)
+        model = shard(with_experts(cfg, meshes), meshes, strategy=strategy)
+        if flat:
+            optimizer, clip = weft.optim.flat(torch.optim.AdamW, model, **ADAMW), weft_clip
+        else:
+            optimizer, clip = torch.optim.AdamW(model.parameters(), **ADAMW), torchs_clip
+        losses, *actual = clipped_steps(model, list(zip(*mine)), optimizer, clip, run)
+        dist.all_reduce(losses)
+        at = f"ep={ep}, {strategy}, {run.__name__}"
+        assert_close((losses / ranks, *actual), expected, msg=lambda text, at=at: f"{at}: {text}")
+        norms = {name: torch.tensor(norms.weight) for name, norms in weft.parameter_norms(model).items()}
+        assert_close(norms, {name: weight.norm() for name, weight in actual[2].items()})
 
 
 @pytest.mark.slow
 @distributed(4)
 def test_spread_experts_built_on_the_meta_device_start_from_the_same_weights():
     meshes = init_meshes("cpu", ep=2)
-    torch.manual_seed(7)
-    whole = HybridModel(EXPERTS)
+    whole = with_experts(EXPERTS)
     torch.manual_seed(7)
     with torch.device("meta"):
         model = HybridModel(EXPERTS, meshes)

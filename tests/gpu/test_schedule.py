@@ -1,0 +1,134 @@
+"""The combined schedule on a GPU: the same numbers, the exchange on a stream of its own, a host that does not wait."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+import weft.moe.dispatch
+from tests.gpu.cards import (
+    CYCLES,
+    all_gather_from_twins,
+    no_wait_of_the_host,
+    on_one_card,
+    pretended,
+    reduce_scatter_over_twins,
+)
+from weft.comm import collectives
+from weft.comm.collectives import Pending
+from weft.comm.lanes import Ticket
+from weft.comm.timeline import Timeline, overlap
+from weft.models import HybridConfig, HybridModel
+from weft.overlap import forward_backward
+
+pytestmark = pytest.mark.gpu
+
+CFG = HybridConfig(
+    pattern="[*E]*[*E]",
+    vocab_size=37,
+    hidden_size=64,
+    num_attention_heads=4,
+    intermediate_size=96,
+    num_experts=4,
+    moe_intermediate_size=32,
+    aux_loss_coef=0.1,
+)
+EXCHANGING_LAYERS = 2
+MICROBATCHES = 3
+WAYS = [{"overlap": False}, {}, {"delay_wgrad": True}, {"delay_wgrad": True, "early_release": True}]
+
+
+def build() -> HybridModel:
+    meshes = weft.init_meshes("cuda", ep=dist.get_world_size())
+    torch.manual_seed(0)
+    runtime = weft.RuntimeOptions(separate_all_gather_group=True)
+    return weft.models.shard(HybridModel(CFG, meshes=meshes).cuda(), meshes, runtime=runtime)
+
+
+def data() -> list[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (2, 2, 16)
+    return [torch.randint(CFG.vocab_size, shape, generator=generator).cuda().unbind() for _ in range(MICROBATCHES)]
+
+
+def gradients(model: HybridModel) -> dict[str, torch.Tensor]:
+    found = {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def compare_with_plain() -> None:
+    model, microbatches = build(), data()
+    losses = []
+    for number, (tokens, labels) in enumerate(microbatches):
+        model.set_is_last_backward(number + 1 == MICROBATCHES)
+        losses.append(model(tokens, labels))
+        losses[-1].backward()
+    expected = [loss.detach() for loss in losses], gradients(model)
+    for way in WAYS:
+        found = forward_backward(model, microbatches, **way), gradients(model)
+        torch.testing.assert_close(found, expected, msg=lambda text, way=way: f"{way}: {text}")
+
+
+def test_two_ranks_on_one_card_over_gloo_compute_what_plain_forward_and_backward_do(tmp_path):
+    on_one_card(compare_with_plain, 2, "gloo", tmp_path)
+
+
+@pytest.fixture
+def mirrored(monkeypatch):
+    """One rank of two, of which the other has the same tokens and weights: what it would send to this one is known.
+    Every exchange takes long, and what it will bring is poison until then."""
+
+    def all_to_all(output, source, output_sizes, source_sizes, group, tag):
+        if output.is_floating_point():
+            output.fill_(torch.nan)
+            torch.cuda._sleep(CYCLES)
+        output.zero_()
+        for part in output.split(list(output_sizes)):
+            common = min(len(part), len(source))
+            part[:common].copy_(source[:common])
+        return Pending()
+
+    monkeypatch.setattr(collectives, "all_gather", all_gather_from_twins)
+    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter_over_twins)
+    monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+    monkeypatch.setattr(weft.moe.dispatch, "all_to_all", all_to_all)
+    with pretended(2):
+        yield
+
+
+def test_no_step_runs_ahead_of_the_exchange_it_needs(mirrored):
+    model, microbatches = build(), data()
+    expected = None
+    for way in WAYS:
+        found = forward_backward(model, microbatches, **way), gradients(model)
+        expected = expected or found
+        torch.testing.assert_close(found, expected, msg=lambda text, way=way: f"{way}: {text}")
+    assert all(gradient.isfinite().all() for gradient in expected[1].values())
+
+
+def test_the_exchange_runs_beside_the_computation(mirrored):
+    model, microbatches = build(), data()
+    for _ in range(2):
+        forward_backward(model, microbatches)
+    with Timeline() as timeline:
+        forward_backward(model, microbatches)
+    assert overlap(timeline.intervals(), "exchange", "compute") > 0
+
+
+def test_the_host_waits_for_the_split_sizes_alone(mirrored):
+    model, microbatches = build(), data()
+    for _ in range(3):
+        forward_backward(model, microbatches)
+    waits = []
+    synchronize = Ticket.synchronize
+
+    def counted(ticket):
+        waits.append(ticket)
+        synchronize(ticket)
+
+    with mock.patch.object(Ticket, "synchronize", counted), no_wait_of_the_host():
+        forward_backward(model, microbatches)
+    assert len(waits) == EXCHANGING_LAYERS * MICROBATCHES
