@@ -46,7 +46,7 @@ class _Run:
         """Give the flat parameter the gradient that its members have; returns the places of members that have none
         beside others that have one: the step must not touch them."""
         idle = [place for place, parameter in zip(self.places, self.parameters) if parameter.grad is None]
-        main_grad = self.group.main_grad
+        main_grad = self.group.gradients.main
         if main_grad is None or len(idle) == len(self.parameters):
             self.flat.grad = None
             return []
@@ -132,7 +132,7 @@ class _FlatOptimizer(torch.optim.Optimizer):
         else:
             loss = None
         for group in self._groups:
-            group.take_over_gradients()
+            group.gradients.take_over()
         kept = [(tensor, tensor.clone()) for run in self._runs for tensor in run.idle_tensors(self.state)]
         super().step()
         with torch.no_grad():
@@ -221,8 +221,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
     for group in groups:
-        if group.main_grad is not None:
-            by_device.setdefault(group.home, []).append(group.main_grad.local)
+        if group.gradients.main is not None:
+            by_device.setdefault(group.home, []).append(group.gradients.main.local)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))
     return norm

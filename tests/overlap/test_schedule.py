@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import distributed
+from weft.fsdp.group_gradients import GroupGradients
 from weft.fsdp.module import unit_of, units_under
-from weft.fsdp.parameter_group import ParameterGroup
 from weft.fsdp.runtime import Runtime
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import UndeclaredTensor, forward_backward
@@ -179,27 +179,28 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
     stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
     for switches in SWITCHES:
         trace, events, most = [], [], 0
-        reduce, visit = ParameterGroup.reduce, Runtime.visit
+        reduce, visit = GroupGradients.reduce, Runtime.visit
 
-        def counted(group, *args, trace=trace, events=events, reduce=reduce, **kwargs):
-            events.append((len(trace), group))
-            return reduce(group, *args, **kwargs)
+        def counted(gradients, *args, trace=trace, events=events, reduce=reduce, **kwargs):
+            events.append((len(trace), gradients))
+            return reduce(gradients, *args, **kwargs)
 
         def watched(runtime, unit, explicit, visit=visit):
             nonlocal most
             visit(runtime, unit, explicit)
             most = max(most, sum(each.resident for each in runtime.units))
 
-        with mock.patch.object(ParameterGroup, "reduce", counted), mock.patch.object(Runtime, "visit", watched):
+        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Runtime, "visit", watched):
             forward_backward(model, data(3), trace=trace, **switches)
         steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
         assert trace == steps
 
         # Each group once per microbatch, never before the last weight gradient of its layer.
-        groups = [group for unit in units_under(model) for group in unit.trainable_groups]
-        assert Counter(group for _, group in events) == dict.fromkeys(groups, 3)
+        expected = [group.gradients for unit in units_under(model) for group in unit.trainable_groups]
+        assert Counter(each for _, each in events) == dict.fromkeys(expected, 3)
         for number, layer in enumerate(model.staged_layers):
-            mine = [position for position, group in events if group in unit_of(layer).groups]
+            own = [group.gradients for group in unit_of(layer).groups]
+            mine = [position for position, each in events if each in own]
             slot = "attend.weights" if switches["delay_wgrad"] else "attend"
             done = [
                 place + 1 for place, step in enumerate(trace) if step[0] == "backward" and step[2:4] == (number, slot)

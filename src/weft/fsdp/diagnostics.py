@@ -59,8 +59,8 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
                 offloaded["weights"] += group.main_weight.local.nbytes
                 weights -= group.main_weight.local.nbytes
             persistent["weights"] += weights
-            if group.main_grad is not None:
-                (persistent if group.offload is None else offloaded)["gradients"] += group.main_grad.local.nbytes
+            if group.gradients.main is not None:
+                (persistent if group.offload is None else offloaded)["gradients"] += group.gradients.main.local.nbytes
     runtimes = list({id(unit.runtime): unit.runtime for unit in units}.values())
     return {
         "persistent": persistent,
@@ -108,7 +108,7 @@ def check_views(model: nn.Module) -> None:
         parameter = group.sharded_parameters[number]
         for what, tensor, buffer in (
             ("weight", parameter, group.main_weight),
-            ("gradient", parameter.grad, group.main_grad),
+            ("gradient", parameter.grad, group.gradients.main),
         ):
             if tensor is None or not _local(tensor).numel():
                 continue

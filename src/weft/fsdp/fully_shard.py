@@ -1,7 +1,7 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from weft.comm.groups import group_of
 from weft.fsdp.atomic import granularity_of
 from weft.fsdp.construction import bring_buffers, materialize
 from weft.fsdp.dtensor import UnevenDTensor
+from weft.fsdp.group_plan import GroupPlan
 from weft.fsdp.hooks import HookDriver
 from weft.fsdp.mesh_dims import data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, kind_of, units_under
@@ -77,16 +78,7 @@ def fully_shard(
             message names the value, the rule and the fix.
         TypeError: a module or policy of the wrong type.
     """
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    for one in modules:
-        if not isinstance(one, nn.Module):
-            raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
-        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
-            raise ValueError(f"{type(one).__name__} has no forward that could gather it: shard its members instead")
-        if isinstance(one, FSDPModule):
-            raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
-    if not modules:
-        raise ValueError("fully_shard got an empty list: pass at least one module")
+    modules = _checked_modules(module)
     if gradient_divide_factor is not None and gradient_divide_factor <= 0:
         raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
@@ -114,24 +106,15 @@ def fully_shard(
     real = materialize(owners, own, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
     bring_buffers(owners, device)
 
-    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-    for parameter in sorted(own, key=lambda p: not ((tp := parallel[p]) and tp.is_spread)):
-        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-    groups = [
-        ParameterGroup(
-            [own[p] for p in members],
-            [real.get(p, p) for p in members],
-            mesh,
-            placements,
-            policy.resolve(dtype),
-            [granularity_of(p, own[p].name, shard_placement_fn) for p in members],
-            [parallel[p] for p in members],
-            device,
-            offload,
-            [p in real for p in members],
-        )
-        for (dtype, _), members in kinds.items()
-    ]
+    kinds = _by_kind(own, parallel)
+    groups = []
+    for members in kinds:
+        slots, values = [own[p] for p in members], [real.get(p, p) for p in members]
+        cutting = [granularity_of(p, slot.name, shard_placement_fn) for p, slot in zip(members, slots)]
+        recipe = policy.resolve(members[0].dtype)
+        plan = GroupPlan.of(values, cutting, mesh, placements, recipe, device, offload)
+        spread, passing = [parallel[p] for p in members], [p in real for p in members]
+        groups.append(ParameterGroup(plan, slots, values, spread, passing))
     unit = Unit(
         modules,
         groups,
@@ -140,7 +123,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         divide_factor=gradient_divide_factor,
     )
-    for group, members in zip(groups, kinds.values()):
+    for group, members in zip(groups, kinds):
         for parameter, slot in zip(members, group.slots):
             _sharded_elsewhere[parameter] = (weakref.ref(unit), group, slot)
         group.register(full=False)
@@ -156,6 +139,21 @@ def fully_shard(
     _name_units(modules)
     unit.runtime.adopt([unit, *below])
     return module
+
+
+def _checked_modules(module: Any) -> list[nn.Module]:
+    """The modules of one call, as a list."""
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
+        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
+            raise ValueError(f"{type(one).__name__} has no forward that could gather it: shard its members instead")
+        if isinstance(one, FSDPModule):
+            raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
+    if not modules:
+        raise ValueError("fully_shard got an empty list: pass at least one module")
+    return modules
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
@@ -246,6 +244,16 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
                 slot = slots.setdefault(parameter, Slot(prefix + name))
                 slot.owners.append((weakref.ref(module), name))
     return slots
+
+
+def _by_kind(
+    parameters: Iterable[nn.Parameter], parallel: Mapping[nn.Parameter, TensorParallel | None]
+) -> list[list[nn.Parameter]]:
+    """What becomes one group each: equal dtype and `requires_grad`, those with tensor-parallel slices first."""
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in sorted(parameters, key=lambda p: not ((tp := parallel[p]) and tp.is_spread)):
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    return list(kinds.values())
 
 
 def _checked_parameter(

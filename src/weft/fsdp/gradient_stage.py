@@ -8,48 +8,36 @@ Where that has less range (float16), gradients are scaled before they are cast t
 where the terms are not.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from weft.comm.collectives import inbox_numel
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.buffer import FlatBuffer, sharded_axes
-from weft.fsdp.layout import Layout
+from weft.fsdp.group_plan import GroupPlan
 from weft.fsdp.pool import Pool, Transient
-from weft.fsdp.precision import Recipe, has_less_range
+from weft.fsdp.precision import has_less_range
 
 
 class GradientStage:
     """A buffer of gradients that are partial over `axis`; `goal` are the placements after their reduction over it."""
 
     def __init__(
-        self,
-        layout: Layout,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        axis: int,
-        goal: tuple[Placement, ...],
-        recipe: Recipe,
-        device: torch.device,
+        self, plan: GroupPlan, placements: tuple[Placement, ...], axis: int, goal: tuple[Placement, ...]
     ) -> None:
         self.axis = axis
         self.goal = goal
-        self._layout = layout
-        self._mesh = mesh
+        self._plan = plan
         self._placements = placements
-        self._recipe = recipe
-        self._device = device
-        pieces = 1
-        for sharded in sharded_axes(placements):
-            pieces *= mesh.size(sharded)
-        self._numel = layout.numel // pieces
+        pieces = math.prod(plan.mesh.size(sharded) for sharded in sharded_axes(placements))
+        self._numel = plan.layout.numel // pieces
         self._memory: dict[torch.dtype, Transient] = {}
-        inbox = inbox_numel(self._numel, group_of(mesh, axis), device) if goal[axis].is_shard() else 0
-        self._inbox = Transient(inbox, recipe.reduce, device)
+        inbox = inbox_numel(self._numel, group_of(plan.mesh, axis), plan.device) if goal[axis].is_shard() else 0
+        self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
         self._inbox.settle()
         self._receiving = False
         self._hooked: torch.Tensor | None = None
@@ -59,11 +47,11 @@ class GradientStage:
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
-        dtype = self._recipe.main_grad if accumulating else self._recipe.reduce
+        dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
-            self._memory[dtype] = Transient(self._numel, dtype, self._device)
+            self._memory[dtype] = Transient(self._numel, dtype, self._plan.device)
             self._memory[dtype].settle()
-        self.buffer = FlatBuffer(self._layout, self._mesh, self._placements, pool.take(self._memory[dtype]))
+        self.buffer = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, pool.take(self._memory[dtype]))
         return self.buffer
 
     def views(self) -> list[torch.Tensor]:
@@ -90,8 +78,8 @@ class GradientStage:
         """
         assert self.buffer is not None, "open first"
         wide = self.buffer.local
-        if wide.dtype != self._recipe.reduce:
-            if has_less_range(self._recipe.reduce, wide.dtype):
+        if wide.dtype != self._plan.recipe.reduce:
+            if has_less_range(self._plan.recipe.reduce, wide.dtype):
                 wide.mul_(scale)
                 scale = 1.0
             self.open(pool, accumulating=False).local.copy_(wide)
@@ -99,7 +87,7 @@ class GradientStage:
         self._receiving = bool(self._inbox.nbytes)
         inbox = pool.take(self._inbox) if self._receiving else self._inbox.own
         if hook is not None and self._hooked is None:
-            self._hooked = torch.empty_like(output.local, dtype=self._recipe.reduce)
+            self._hooked = torch.empty_like(output.local, dtype=self._plan.recipe.reduce)
         through = (hook, self._hooked) if hook is not None and self._hooked is not None else None
         return self.buffer.reduce_into(
             output,

@@ -141,12 +141,12 @@ class FSDPModule:
                 raise ValueError("set_all_reduce_hook(stream=...) on a 2-D mesh: its reductions have a stream; omit it")
             hook = on_stream(stream, hook)
         for group in unit.groups:
-            group.reduction_hook = hook
+            group.gradients.hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Say whether this unit's reductions must be sums that are scaled before or after, never averages."""
         for group in unit_of(self).groups:
-            group.sums_only = enable
+            group.gradients.sums_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether parameters that no rank used get a gradient of zeros where their unit's backward ran.
@@ -155,7 +155,7 @@ class FSDPModule:
         """
         for unit in units_under(self, recurse):
             for group in unit.groups:
-                group.gives_all_gradients = reduce_scatter_unused_params
+                group.gradients.gives_all = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Say how many units' partial gradients may be alive at once: `RuntimeOptions.max_live_reduce_buffers`, of all

@@ -4,40 +4,31 @@ buffer        lives       placement    dtype        holds
 main_weight   always      optimizer    main         what the optimizer updates; registered at rest
 model_weight  always*     parameter    compute      what gathers start from
 full          gathered**  Replicate    compute      what forward and backward read; registered while held
-packed        a moment    Partial      reduce       this rank's gradients
-main_grad     always***   optimizer    main_grad    reduced gradients; `.grad` of the registered parameters
+gradients                                           see `weft.fsdp.group_gradients`
 
 *   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
 **  always, as model_weight, where the parameter placement is Replicate on every axis
-*** from the first reduction on, and only where the group is trainable
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Lane, Ticket
-from weft.fsdp.buffer import FlatBuffer, sharded_axes
-from weft.fsdp.direct_gradient import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
-from weft.fsdp.gradient_stage import GradientStage
-from weft.fsdp.layout import plan_layout
-from weft.fsdp.offload import CPUOffloadPolicy, GradientDownload, host_memory
-from weft.fsdp.placement import Placements
+from weft.fsdp.buffer import FlatBuffer
+from weft.fsdp.group_gradients import GroupGradients
+from weft.fsdp.group_plan import GroupPlan
 from weft.fsdp.pool import Pool, Transient
 from weft.fsdp.post_forward import PostForwardPiece
-from weft.fsdp.precision import Recipe
 from weft.fsdp.tensor_parallel import TensorParallel
 
 
@@ -61,62 +52,36 @@ class ParameterGroup:
 
     def __init__(
         self,
+        plan: GroupPlan,
         slots: Sequence[Slot],
         parameters: Sequence[nn.Parameter],
-        mesh: DeviceMesh,
-        placements: Placements,
-        recipe: Recipe,
-        cutting: Sequence[tuple[int, int]],
         tensor_parallel: Sequence[TensorParallel | None],
-        device: torch.device,
-        offload: CPUOffloadPolicy | None,
         passing: Sequence[bool],
     ) -> None:
-        """`passing`: of which parameters nobody needs the memory once their values are copied."""
+        """`parameters`: the unsharded ones, whose values are taken. `tensor_parallel`: where the slices of each lie;
+        those that have slices come first. `passing`: of which nobody needs the memory once the values are copied."""
+        self.plan = plan
+        self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
+        self.device, self.home, self.offload = plan.device, plan.home, plan.offload
         self.slots = list(slots)
-        self.tensor_parallel = list(tensor_parallel)
-        """Per parameter, where its slices lie; those that have slices come first."""
-        self.mesh = mesh
-        self.placements = placements
-        self.recipe = recipe
         self.trainable = parameters[0].requires_grad
-        self.device = device
-        self.offload = offload
-        self.home = torch.device("cpu") if offload is not None else device
-        """Where the registered sharded parameters and their gradients lie."""
-        slices = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        self.layout = plan_layout(
-            [tuple(tensor.shape) for tensor in slices],
-            math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
-            itemsize=recipe.smallest_itemsize,
-            granularities=[granularity for granularity, _ in cutting],
-            dims=[dim for _, dim in cutting],
-        )
+        self.tensor_parallel = list(tensor_parallel)
+        slices = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
         self.main_weight, self.model_weight = self._weights(slices)
         for tensor, passes in zip(slices, passing):
-            if passes:
+            if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
-        self._staging: Transient | None = None
-        if offload is not None and recipe.main != recipe.compute:
-            self._staging = Transient(self.main_weight.local.numel(), recipe.main, device)
-            self._staging.settle()
+        self._staging = self._make_staging()
         self._staged = False
-        self.full = self.model_weight
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self._pieces: dict[int, PostForwardPiece] = {}
-        self.transient: Transient | None = None
-        if self.model_weight.axes and self.layout.shards > 1:
-            follow = weakref.WeakMethod(self._follow)  # or neither would be freed without the cyclic collector
-            self.transient = Transient(
-                self.layout.numel, recipe.compute, self.device, on_move=lambda full: (follow() or _ignore)(full)
-            )
-            self.full = FlatBuffer(self.layout, mesh, self._whole, self.transient.tensor)
+        self.full, self.transient = self._make_full()
         self.full_parameters = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
             nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
             for view, parallel in zip(
-                FlatBuffer(self.layout, mesh, self._whole, self.full.local).views(), self.tensor_parallel
+                FlatBuffer(self.layout, self.mesh, plan.whole, self.full.local).views(), self.tensor_parallel
             )
         ]
         if self.transient is not None:
@@ -128,69 +93,49 @@ class ParameterGroup:
         for parameter, full, sharded in zip(parameters, self.full_parameters, self.sharded_parameters):
             vars(full).update(vars(parameter))
             vars(sharded).update(vars(parameter))
-            if recipe.main_grad != recipe.main:
-                sharded.grad_dtype = recipe.main_grad
-        self.main_grad: FlatBuffer | None = None
-        self._download: GradientDownload | None = None
-        self.has_gradient = [False] * len(self.slots)
-        self.gives_all_gradients = False
-        """Whether parameters that no rank used get a gradient of zeros, or none."""
-        self.sums_only = False
-        """Whether reductions are sums that are scaled here, never averages by the backend."""
-        self.reduction_hook: Callable[[torch.Tensor], None] | None = None
-        """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
-        self._gradients: list[Any] = []
-        self._stages = self._gradient_stages()
-        self._filled = [False] * len(self.slots)
-        """Which parts of the packed gradients hold something that a further gradient is added to."""
-        self._declared = [number for number, full in enumerate(self.full_parameters) if declares_writing(full)]
-        self._written: set[int] = set()
-        """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
+            if self.recipe.main_grad != self.recipe.main:
+                sharded.grad_dtype = self.recipe.main_grad
+        self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
         self.channel = next_channel(self.groups[-1])
         """Keeps the messages of its gathers apart from those of other groups."""
         self._outdated = True
         self._refreshing: Ticket | None = None
-        self._unpublished = False
 
-    def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
+    def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
-        recipe, where = self.recipe, self.placements
-        if self.offload is not None:
-            main = self._home_buffer(recipe.main)
-            main.fill(parameters)
-            gathered = where.parameter == where.optimizer and self.layout.shards > 1
-            return main, main if gathered else self._new_buffer(where.parameter, recipe.compute)
-        aliased = recipe.main == recipe.compute
+        plan, recipe, where = self.plan, self.recipe, self.placements
+        aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
-            model = self._new_buffer(where.parameter, recipe.compute)
-            model.fill(parameters)
+            model = plan.buffer(where.parameter, recipe.compute)
+            model.fill(tensors)
             return model.part(where.optimizer), model
-        main = self._new_buffer(where.optimizer, recipe.main)
-        main.fill(parameters)
+        main = plan.home_buffer(recipe.main)
+        main.fill(tensors)
         if aliased or (where.parameter == where.optimizer and self.layout.shards > 1):
-            return main, main  # gathers cast on their way
-        return main, self._new_buffer(where.parameter, recipe.compute)
+            return main, main  # gathers cast and upload on their way
+        return main, plan.buffer(where.parameter, recipe.compute)
 
-    def _new_buffer(self, placements: Any, dtype: torch.dtype) -> FlatBuffer:
-        pieces = math.prod(self.mesh.size(axis) for axis in sharded_axes(placements))
-        local = torch.empty(self.layout.numel // pieces, dtype=dtype, device=self.device)
-        return FlatBuffer(self.layout, self.mesh, placements, local)
+    def _make_staging(self) -> Transient | None:
+        """Where offloaded weights land before they are cast."""
+        if self.offload is None or self.recipe.main == self.recipe.compute:
+            return None
+        staging = Transient(self.main_weight.local.numel(), self.recipe.main, self.device)
+        staging.settle()
+        return staging
 
-    def _home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        """A buffer under the optimizer's placements, in CPU memory where that is asked for."""
-        where = self.placements.optimizer
-        if self.offload is None:
-            return self._new_buffer(where, dtype)
-        pieces = math.prod(self.mesh.size(axis) for axis in sharded_axes(where))
-        return FlatBuffer(self.layout, self.mesh, where, host_memory(self.layout.numel // pieces, dtype, self.offload))
-
-    @property
-    def _whole(self) -> tuple[Replicate, ...]:
-        return (Replicate(),) * self.mesh.ndim
+    def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
+        """The full weights, and their memory if it comes and goes."""
+        if not self.model_weight.axes or self.layout.shards == 1:
+            return self.model_weight, None
+        follow = weakref.WeakMethod(self._follow)  # or neither would be freed without the cyclic collector
+        transient = Transient(
+            self.layout.numel, self.recipe.compute, self.device, on_move=lambda full: (follow() or _ignore)(full)
+        )
+        return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
     def _follow(self, full: torch.Tensor) -> None:
         """The gathered weights have moved: the full parameters are views of the new place."""
-        self.full = FlatBuffer(self.layout, self.mesh, self._whole, full)
+        self.full = FlatBuffer(self.layout, self.mesh, self.plan.whole, full)
         for parameter, view in zip(self.full_parameters, self.full.views()):
             if isinstance(parameter, DTensor):
                 parameter._local_tensor = view.data
@@ -254,7 +199,7 @@ class ParameterGroup:
     def take_part(self, lane: Lane, group: dist.ProcessGroup) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():
-            unused = FlatBuffer(self.layout, self.mesh, self._whole, torch.empty_like(self.full.local))
+            unused = FlatBuffer(self.layout, self.mesh, self.plan.whole, torch.empty_like(self.full.local))
             own = unused.part(self.model_weight.placements)
             own.local.copy_(self.model_weight.local)  # what is sent must not change when this rank goes on
             return own.gather_into(unused, lane, group, channel=self.channel)
@@ -346,169 +291,7 @@ class ParameterGroup:
         for slot, parameter in zip(self.slots, self.full_parameters if full else self.sharded_parameters):
             slot.register(parameter)
 
-    # --- gradients ------------------------------------------------------------------------------------------------
-
-    def _gradient_stages(self) -> list[GradientStage]:
-        stages = []
-        placements: tuple[Any, ...] = (Partial(),) * self.mesh.ndim
-        for axis in reversed(range(self.mesh.ndim)):
-            goal = (*placements[:axis], self.placements.optimizer[axis], *placements[axis + 1 :])
-            stages.append(GradientStage(self.layout, self.mesh, placements, axis, goal, self.recipe, self.device))
-            placements = goal
-        return stages
-
-    @property
-    def gradients_arrived(self) -> bool:
-        """Whether autograd or a module left gradients that `pack` has not taken."""
-        return bool(self._written) or any(
-            parameter.grad is not None or says_it_wrote(parameter) for parameter in self.full_parameters
-        )
-
-    def accumulates(self, finishing: bool = True) -> bool:
-        """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
-        return any(stage.buffer is not None for stage in (self._stages if finishing else self._stages[:1]))
-
-    @property
-    def writes_itself(self) -> bool:
-        """Whether modules have declared that they add to `main_grad` themselves."""
-        return bool(self._declared)
-
-    def offer_main_gradients(self, pool: Pool, *, defer: bool) -> None:
-        """Set `main_grad` of the full parameters that were declared so: zeros, or what is there already."""
-        for number in self._declared:
-            parameter = self.full_parameters[number]
-            if not parameter.requires_grad:
-                continue
-            written = number in self._written
-            view, accumulate = self.gradient_to_write(number, pool, defer=defer)
-            parameter.main_grad = view if accumulate else view.zero_()  # type: ignore[attr-defined]
-            if not written:
-                self._written.remove(number)  # until the module says so
-
-    def gradient_to_write(self, number: int, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
-        """Where parameter `number`'s gradient goes, for a module that writes it there, and whether to add to it."""
-        packed = self._packed(pool, defer=defer)
-        extent = self.layout.extents[number]
-        view = packed.cuts(number).shaped(packed.local[extent.offset : extent.end])
-        accumulate, self._filled[number] = self._filled[number], True
-        self._written.add(number)
-        return view, accumulate
-
-    def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
-        """The buffer of this rank's gradients."""
-        first = self._stages[0]
-        return first.buffer or first.open(pool, accumulating=defer or self.recipe.narrows)
-
-    def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move the gradients that autograd left on the full parameters into a flat buffer, adding to what is there.
-
-        `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
-        """
-        packed = self._packed(pool, defer=defer)
-        if not all(self._filled):
-            for start, stop in self.layout.gaps:
-                packed.local[start:stop].zero_()
-        new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for number, (view, parameter) in enumerate(zip(self._stages[0].views(), self.full_parameters)):
-            gradient = None if leaves_a_dummy(parameter) else self._slice_of_gradient(number)
-            if says_it_wrote(parameter):
-                self._written.add(number)
-            if gradient is not None:
-                targets, gradients = more if self._filled[number] else new
-                targets.append(view)
-                gradients.append(gradient)
-            elif not self._filled[number]:
-                view.zero_()
-            given = self.gives_all_gradients and parameter.requires_grad
-            self.has_gradient[number] |= given or gradient is not None or number in self._written
-        if new[0]:
-            torch._foreach_copy_(*new)
-        if more[0]:
-            torch._foreach_add_(*more)
-        self._forget_gradients()
-        self._filled = [True] * len(self.slots)
-
-    def _forget_gradients(self) -> None:
-        """What autograd and modules left on the full parameters goes."""
-        self._written.clear()
-        for parameter in self.full_parameters:
-            parameter.grad = None
-        for number in self._declared:
-            withdraw_main_gradient(self.full_parameters[number])
-
-    def _slice_of_gradient(self, number: int) -> torch.Tensor | None:
-        """What autograd left on full parameter `number`; of one with slices, this rank's."""
-        gradient, parallel = self.full_parameters[number].grad, self.tensor_parallel[number]
-        return gradient if gradient is None or parallel is None else parallel.slice_of_gradient(gradient)
-
-    def reduce(self, number: int, lane: Lane, download_lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
-        """Start the reduction of stage `number` into the next stage, or from the last into the main gradients.
-
-        `defer`: the next stage will wait for more microbatches.
-        """
-        stage = self._stages[number]
-        if number + 1 < len(self._stages):
-            following = self._stages[number + 1]
-            accumulate = following.buffer is not None
-            output = following.buffer or following.open(pool, accumulating=defer)
-        else:
-            if self.main_grad is None:
-                self.main_grad = self._home_buffer(self.recipe.main_grad)
-                self._gradients = list(self.main_grad.dtensors(self.tensor_parallel))
-                if self.offload is not None:
-                    self._download = GradientDownload(self.main_grad, self.offload, self.device)
-            if self._download is not None:
-                self._download.finish()
-            output, accumulate = self.main_grad, self._unpublished or self.take_over_gradients()
-            self._unpublished = True
-        last, adds = number == self.last_stage, accumulate
-        if last and self._download is not None:
-            output, accumulate = self._download.open(pool), False
-        ticket = stage.reduce_into(
-            output,
-            lane,
-            pool,
-            scale=scale,
-            accumulate=accumulate,
-            sum_only=self.sums_only,
-            hook=self.reduction_hook if last else None,
-        )
-        if last and self._download is not None:
-            return self._download.start(ticket, download_lane, accumulate=adds)
-        return ticket
-
-    @property
-    def last_stage(self) -> int:
-        """The number of the stage that reduces into the main gradients."""
-        return len(self._stages) - 1
-
-    def reduced(self, number: int, pool: Pool) -> None:
-        """The reduction of stage `number` is done: give its memory back."""
-        if number == self.last_stage and self._download is not None:
-            self._download.close(pool)
-        self._stages[number].close(pool)
-        if not number:
-            self._filled = [False] * len(self.slots)
-
-    def take_over_gradients(self) -> bool:
-        """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
-        if self.main_grad is None:
-            return False
-        held = [parameter.grad for parameter in self.sharded_parameters]
-        foreign = [n for n, (mine, gradient) in enumerate(zip(self._gradients, held)) if gradient is not mine]
-        if not foreign:
-            return True
-        if all(gradient is None for gradient in held):
-            return False
-        views = self.main_grad.views()
-        for number in foreign:
-            if held[number] is None:
-                views[number].zero_()
-            else:
-                self._gradients[number].copy_(held[number])
-                self.sharded_parameters[number].grad = self._gradients[number]
-        return True
+    # --- slices of tensor parallelism ---------------------------------------------------------------------------------
 
     @cached_property
     def slice_groups(self) -> list[dist.ProcessGroup | None]:
@@ -530,32 +313,12 @@ class ParameterGroup:
 
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
         """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
-        present = self.take_over_gradients()
+        present = self.gradients.take_over()
         for start, stop, group in self._slice_ranges:
-            if present and self.main_grad is not None:
-                yield self.main_grad.within(start, stop), group
+            if present and self.gradients.main is not None:
+                yield self.gradients.main.within(start, stop), group
             else:
                 yield self.main_weight.local[:0], group
-
-    def publish_gradients(self) -> None:
-        """Set `.grad` of the sharded parameters that have a gradient on any rank, and run their hooks for it."""
-        self._unpublished = False
-        if self._download is not None:
-            self._download.finish()
-        for parameter, gradient, present in zip(self.sharded_parameters, self._gradients, self.has_gradient):
-            if present:
-                parameter.grad = gradient
-                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-                    hook(parameter)
-        self.has_gradient = [False] * len(self.slots)
-
-    def discard(self, pool: Pool) -> None:
-        """Forget gradients that were not reduced."""
-        self._forget_gradients()
-        for number in range(len(self._stages)):
-            self.reduced(number, pool)
-        self._unpublished = False
-        self.has_gradient = [False] * len(self.slots)
 
 
 def _ignore(full: torch.Tensor) -> None:

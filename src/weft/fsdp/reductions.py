@@ -114,7 +114,7 @@ class Reductions:
             return False
         under_way = [each.group for each in self._under_way]
         finishing = unit.requires_all_reduce and self._is_last()
-        return any(group.accumulates(finishing) and group not in under_way for group in unit.trainable_groups)
+        return any(group.gradients.accumulates(finishing) and group not in under_way for group in unit.trainable_groups)
 
     def complete_order(self, units: Sequence["Unit"]) -> None:
         """The backward is over here: take the turns that are left. Where nothing was packed the gradients are zeros."""
@@ -139,7 +139,7 @@ class Reductions:
         """
         self._finish_own(group)
         if not unit.defers:
-            own = 1 if group.accumulates() or group.writes_itself else 2
+            own = 1 if group.gradients.accumulates() or group.gradients.declared else 2
             self._keep_under_way(self.most_alive - own, apart_from=unit)
 
     def _keep_under_way(self, most: int, apart_from: "Unit | None" = None) -> None:
@@ -154,7 +154,7 @@ class Reductions:
         for group in unit.trainable_groups:
             self.make_room(unit, group)
             with torch.no_grad(), profiled(unit.name, "reduce"):
-                group.pack(self._pool, defer=False)
+                group.gradients.pack(self._pool, defer=False)
                 self._start_stage(unit, group, 0, unit.requires_all_reduce)
         self._keep_under_way(self.most_alive - 1)
 
@@ -162,7 +162,7 @@ class Reductions:
         for group in unit.trainable_groups:
             self._finish_own(group)
             with torch.no_grad(), profiled(unit.name, "reduce"):
-                group.pack(self._pool, defer=True)
+                group.gradients.pack(self._pool, defer=True)
 
     def _start_stage(self, unit: "Unit", group: ParameterGroup, stage: int, finishes: bool) -> None:
         assert self._lanes is not None
@@ -170,7 +170,7 @@ class Reductions:
         finishes = finishes and self._is_last()
         scale = 1.0 if stage else unit.scale_of(group)
         with torch.no_grad():
-            ticket = group.reduce(
+            ticket = group.gradients.reduce(
                 stage, outer_lane if stage else lane, download_lane, self._pool, scale, defer=not finishes
             )
         self._under_way.append(_Reduction(unit, group, stage, finishes, ticket))
@@ -183,7 +183,7 @@ class Reductions:
         done = self._under_way.popleft()
         with torch.no_grad():
             done.ticket.wait()
-        done.group.reduced(done.stage, self._pool)
-        if done.stage < done.group.last_stage and done.finishes:
+        done.group.gradients.reduced(done.stage, self._pool)
+        if done.stage < done.group.gradients.last_stage and done.finishes:
             with profiled(done.unit.name, "reduce"):
                 self._start_stage(done.unit, done.group, done.stage + 1, True)

@@ -444,8 +444,8 @@ class Runtime:
         if due:
             for unit in units:
                 for group in unit.trainable_groups:
-                    if group.main_grad is not None and not group.accumulates():
-                        group.publish_gradients()
+                    if group.gradients.main is not None and not group.gradients.accumulates():
+                        group.gradients.publish()
 
     def _settle(self, units: list["Unit"]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
@@ -454,7 +454,7 @@ class Runtime:
         groups = [group for unit in units for group in unit.trainable_groups]
         try:
             agreed = self._agreement.reach(
-                [flag for group in groups for flag in group.has_gradient],
+                [flag for group in groups for flag in group.gradients.present],
                 self.reductions.arrived,
                 self.reductions.waiting,
                 [unit.name for unit in units],
@@ -465,7 +465,7 @@ class Runtime:
             raise
         present = agreed.present
         for group in groups:
-            group.has_gradient, present = present[: len(group.slots)], present[len(group.slots) :]
+            group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting, units)
         if agreed.same_order and self.reductions.arrived:
             self.reductions.follow(self.reductions.arrived)
@@ -508,7 +508,7 @@ class Runtime:
             itinerary.forget()
         for unit in self.units:
             for group in unit.trainable_groups:
-                group.discard(self.gradients)
+                group.gradients.discard(self.gradients)
         for unit in self.units:
             unit.let_go()
 

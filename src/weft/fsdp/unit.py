@@ -234,14 +234,14 @@ class Unit:
     def gradient_to_write(self, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
         """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
         self.runtime.reductions.make_room(self, group)
-        return group.gradient_to_write(number, self.runtime.gradients, defer=self.defers)
+        return group.gradients.place_of(number, self.runtime.gradients, defer=self.defers)
 
     def offer_main_gradients(self) -> None:
         """Make `main_grad` ready for the modules that declared to use it."""
         for group in self.trainable_groups:
-            if group.writes_itself:
+            if group.gradients.declared:
                 self.runtime.reductions.make_room(self, group)
-                group.offer_main_gradients(self.runtime.gradients, defer=self.defers)
+                group.gradients.offer(self.runtime.gradients, defer=self.defers)
 
     @property
     def defers(self) -> bool:
@@ -262,7 +262,7 @@ class Unit:
     @property
     def awaits_reduction(self) -> bool:
         """Whether gradients arrived that no `reduce` has taken."""
-        return any(group.gradients_arrived for group in self.trainable_groups)
+        return any(group.gradients.arrived for group in self.trainable_groups)
 
 
 def _ask(unit: "weakref.ref[Unit]", question: Callable[[Unit], Any]) -> bool:
