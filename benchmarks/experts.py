@@ -1,6 +1,6 @@
 """Expert parallelism: the combined schedule, the same nodes one after another, and plain forward and backward.
 
-    weft bench experts --ranks 2 -- --link 500mbit      # as root: a network of limited rate between the ranks
+    weft bench experts --ranks 2 -- --link 800mbit      # as root: a network of limited rate between the ranks
     weft bench experts --ranks 2                        # loopback: the exchange costs little, and so does hiding it
 
 Four attention layers with eight experts each, two per token, spread over all ranks, everything sharded (ZeRO-3). A step
@@ -74,7 +74,7 @@ def main() -> None:
     """Measure and print, on rank 0, seconds per step, ratios, what was hidden, and memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "500mbit"')
+    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "800mbit"')
     options = parser.parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):
