@@ -171,7 +171,8 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
     for part in (*model, model):
         weft.fully_shard(part)
     runtime, visits = model._weft_unit.runtime, []
-    visit, runtime.visit = runtime.visit, lambda unit, ahead: (visits.append(unit.name), visit(unit, ahead))
+    passes = runtime.passes
+    visit, passes.visit = passes.visit, lambda unit, ahead: (visits.append(unit.name), visit(unit, ahead))
     plain(tokens).square().mean().backward()
     for needed in (True, False):
         model[0].set_unshard_in_backward(needed)

@@ -17,7 +17,7 @@ import weft
 from tests.pool import distributed
 from weft.fsdp.group_gradients import GroupGradients
 from weft.fsdp.module import unit_of, units_under
-from weft.fsdp.runtime import Runtime
+from weft.fsdp.passes import Passes
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer, forward_backward_order
@@ -179,18 +179,18 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
     stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
     for switches in SWITCHES:
         trace, events, most = [], [], 0
-        reduce, visit = GroupGradients.reduce, Runtime.visit
+        reduce, visit = GroupGradients.reduce, Passes.visit
 
         def counted(gradients, *args, trace=trace, events=events, reduce=reduce, **kwargs):
             events.append((len(trace), gradients))
             return reduce(gradients, *args, **kwargs)
 
-        def watched(runtime, unit, explicit, visit=visit):
+        def watched(passes, unit, explicit, visit=visit):
             nonlocal most
-            visit(runtime, unit, explicit)
-            most = max(most, sum(each.resident for each in runtime.units))
+            visit(passes, unit, explicit)
+            most = max(most, sum(each.resident for each in unit.runtime.units))
 
-        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Runtime, "visit", watched):
+        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Passes, "visit", watched):
             forward_backward(model, data(3), trace=trace, **switches)
         steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
         assert trace == steps

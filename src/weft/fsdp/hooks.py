@@ -63,7 +63,7 @@ class ForwardCall:
         unit.backwards += 1
         self._holds = unit.unshard_in_backward
         if self._holds:
-            unit.runtime.visit(unit, unit.backward_prefetch)
+            unit.runtime.passes.visit(unit, unit.backward_prefetch)
         unit.offer_main_gradients()
 
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
@@ -148,7 +148,7 @@ class HookDriver:
         runtime.enter_forward(unit)
         if not self._entered:
             self._stretch.begin(unit.name, "forward")
-            runtime.visit(unit, unit.forward_prefetch)
+            runtime.passes.visit(unit, unit.forward_prefetch)
             self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         if self._call is not None and not self._entered:  # backward ends where forward began
@@ -190,7 +190,7 @@ class HookDriver:
             unit.drop()
         unit.release()
         if call is not None and not recomputing:
-            unit.runtime.finish(unit)
+            unit.runtime.passes.finish(unit)
 
     def _reshards(self) -> bool:
         """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""

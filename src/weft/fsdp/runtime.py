@@ -1,8 +1,8 @@
 """What the units of one model share: lanes, pool, the order of things, and the end of a backward.
 
-The runtime belongs to the root: the sharded module whose forward is called from outside. It starts each pass, looks
-ahead along the recorded order, keeps at most `max_live_reduce_buffers` reductions under way, and at the end of a
-backward completes, checks and publishes.
+The runtime belongs to the root: the sharded module whose forward is called from outside. It starts each pass
+(`weft.fsdp.passes`), keeps at most `max_live_reduce_buffers` reductions under way (`weft.fsdp.reductions`), and at the
+end of a backward completes, checks and publishes.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,8 @@ from weft.comm.lanes import Lane, Ticket
 from weft.comm.lookout import Lookout, keep_lookout
 from weft.fsdp.agreement import Agreement, CollectiveMismatch
 from weft.fsdp.parameter_group import ParameterGroup
-from weft.fsdp.pool import Pool, Transient
-from weft.fsdp.prefetch import Itinerary
+from weft.fsdp.passes import Passes
+from weft.fsdp.pool import Pool
 from weft.fsdp.ranges import profiled
 from weft.fsdp.reductions import Reductions
 
@@ -70,6 +69,7 @@ class Runtime:
         self.options = options
         self.weights = Pool(options.allocator == "trace")
         self.gradients = Pool(options.allocator == "trace")
+        self.passes = Passes(self.weights)
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device)
         self.outer_lane = Lane("outer", device)
@@ -92,10 +92,6 @@ class Runtime:
         self._watched_by: Lookout | None = None
         self._joined: list[Ticket] = []
         self._uploads: list[Ticket] = []
-        self._passes = {kind: Itinerary() for kind in ("forward", "evaluation", "backward", "schedule")}
-        self._current = "forward"
-        self._foretold: set[int] = set()
-        self._finished: list[int] = []
         self._calls: list[ForwardCall] = []
         self._callback_queued = False
         self._makes_graph = False
@@ -116,7 +112,7 @@ class Runtime:
 
     def adopt(self, units: list["Unit"]) -> None:
         """Make this the runtime of `units`, root first."""
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units = self.passes.units = [weakref.ref(unit) for unit in units]
         for number, unit in enumerate(units):
             unit.runtime = self
             unit.number = number
@@ -136,6 +132,7 @@ class Runtime:
         self._use_options()
 
     def _use_options(self) -> None:
+        self.passes.budget = self.options.prefetch_bytes
         self.reductions.most_alive = self.options.max_live_reduce_buffers
         self.reductions.use(self.reduce_lane, self.outer_lane, self.download_lane)
 
@@ -157,7 +154,7 @@ class Runtime:
             ticket = group.gather(self.gather_lane, self.outer_lane, self._gather_group(group), self.weights)
         if ticket is not None and group.offload is not None:
             self._uploads.append(ticket)
-        if group.transient is not None and self._current != "evaluation" and not unit.reduces_in_turn:
+        if group.transient is not None and self.passes.current != "evaluation" and not unit.reduces_in_turn:
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
 
@@ -242,8 +239,7 @@ class Runtime:
                     group.outdate()
         inside = f"{outermost.name}." if outermost.number else ""
         self._to_refresh.extend(unit.number for unit in self.units if unit is outermost or unit.name.startswith(inside))
-        self._begin("forward" if torch.is_grad_enabled() else "evaluation")
-        self._finished = []
+        self.passes.begin("forward" if torch.is_grad_enabled() else "evaluation")
 
     def leave_forward(self) -> None:
         """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
@@ -258,74 +254,11 @@ class Runtime:
         self._collect_joined()
         units = self.units
         for unit in units:
-            if not self.is_next(unit):
+            if not self.passes.is_next(unit):
                 unit.free()
         self.finish_uploads()
-        if self._current == "evaluation":
+        if self.passes.current == "evaluation":
             self._plan(units)
-
-    def visit(self, unit: "Unit", explicit: list["weakref.ref[Unit]"] | None) -> None:
-        """Acquire `unit` as the next of this pass, then gather ahead: the `explicit` units, else by record."""
-        itinerary = self._passes[self._current]
-        itinerary.visit(unit.number)
-        self._foretold.discard(unit.number)
-        if self._foretold and not itinerary.on_track:
-            self._free_foretold()
-        unit.prefetch()
-        self._gather_ahead(itinerary, explicit)
-        unit.acquire()
-
-    def _gather_ahead(self, itinerary: Itinerary, explicit: list["weakref.ref[Unit]"] | None) -> None:
-        """Start the gathers that follow, before the host waits for the one it needs: no lane shall run dry."""
-        if explicit is not None:
-            for ref in explicit:
-                if (ahead := ref()) is not None:
-                    ahead.prefetch()
-            return
-        for following in self._look_ahead(itinerary.ahead(), itinerary.depth):
-            if not following.resident:
-                if not following.fits(self.weights):
-                    break
-                following.prefetch()
-                self._foretold.add(following.number)
-
-    def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator["Unit"]:
-        """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
-        budget = self.options.prefetch_bytes
-        spent = 0
-        for number in upcoming if budget is not None else islice(upcoming, depth):
-            following = self._units[number]()
-            assert following is not None
-            spent += following.gathered_bytes
-            if budget is not None and spent > budget:
-                return
-            yield following
-
-    def _free_foretold(self) -> None:
-        """The pass left the record: what it foretold may never be used."""
-        for number in sorted(self._foretold):
-            if (unit := self._units[number]()) is not None:
-                unit.free()
-        self._foretold.clear()
-
-    def finish(self, unit: "Unit") -> None:
-        """`unit` ended its forward in a pass that a backward follows."""
-        self._finished.append(unit.number)
-
-    def is_next(self, unit: "Unit") -> bool:
-        """Whether the record says that `unit`, just released, is among what the pass acquires next."""
-        itinerary = self._passes[self._current]
-        upcoming = list(islice(itinerary.ahead(), itinerary.depth))
-        if not upcoming and self._current == "forward" and self._passes["forward"].on_track:
-            backward = self._passes["backward"]
-            free = (number for number in backward.latest if (other := self._units[number]()) and not other.held)
-            upcoming = list(islice(free, 1))
-        return unit.number in upcoming
-
-    def _begin(self, kind: str) -> None:
-        self._current = kind
-        self._foretold.clear()
-        self._passes[kind].begin()
 
     @contextmanager
     def scheduled(
@@ -354,16 +287,12 @@ class Runtime:
         self, visits: Sequence["Unit"], depth: int, gathered: Callable[[], Iterable[Iterable["Unit"]]]
     ) -> None:
         self.enter_forward(self.units[0])
-        order = [unit.number for unit in visits]
-        if order != self._passes["schedule"].expected:
-            self._passes["schedule"] = Itinerary(order, depth=depth)
+        if self.passes.begin_schedule([unit.number for unit in visits], depth):
             transients = [
                 [group.transient for unit in units for group in unit.groups if group.transient is not None]
                 for units in gathered()
             ]
             self.weights.foresee(transients)
-        self._passes["schedule"].visited = []
-        self._begin("schedule")
         self.in_schedule = True
         self.reductions.begin(())
         self.reductions.in_turn = False  # every rank runs the same schedule
@@ -392,9 +321,7 @@ class Runtime:
             self._callback_queued = True
             self._makes_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self.end_backward)
-            self._begin("backward")
-            if not self._passes["backward"].expected:
-                self._passes["backward"].expected = self._finished[::-1]
+            self.passes.begin_backward()
             if self.options.check_collectives and not self.reductions.has_order:
                 self._find_order()
             self.reductions.begin(self.units)
@@ -402,7 +329,7 @@ class Runtime:
     def _find_order(self) -> None:
         """The first backward: reductions follow the order in which forward came by, on all ranks that of the first."""
         trainable = {unit.number for unit in self.units if unit.trainable_groups and unit.reduces_in_turn}
-        order = [number for number in reversed(self._passes["forward"].latest) if number in trainable]
+        order = [number for number in reversed(self.passes.latest("forward")) if number in trainable]
         self.reductions.follow(self._agreement.order(order, self._process_groups()))
 
     def _process_groups(self) -> list[dist.ProcessGroup]:
@@ -433,7 +360,7 @@ class Runtime:
         self.reductions.drain()
         self._collect_joined()
         self.finish_uploads()
-        self._current = "forward"
+        self.passes.current = "forward"
         for unit in units:
             if unit.reshard_after_backward:
                 unit.drop()
@@ -471,27 +398,8 @@ class Runtime:
             self.reductions.follow(self.reductions.arrived)
 
     def _plan(self, units: list["Unit"]) -> None:
-        self.weights.end_step(self._foreseen(units) if self.weights.outdated else None)
+        self.weights.end_step(self.passes.foreseen(units) if self.weights.outdated else None)
         self.gradients.end_step()
-
-    def _foreseen(self, units: list["Unit"]) -> Callable[[Transient, Transient], bool]:
-        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
-        unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
-        ahead = {
-            (visited, following.number)
-            for itinerary in self._passes.values()
-            for position, visited in enumerate(itinerary.latest, start=1)
-            for following in self._look_ahead(itinerary.latest[position:], itinerary.depth)
-        }
-
-        def together(one: Transient, other: Transient) -> bool:
-            units = (unit_of[one], unit_of[other])
-            short, long = sorted((unit.name for unit in units), key=len)
-            nested = not short or long == short or long.startswith(f"{short}.")
-            pair = (units[0].number, units[1].number)
-            return nested or pair in ahead or pair[::-1] in ahead
-
-        return together
 
     def reset(self) -> None:
         """Return every unit to rest and forget gradients that were not reduced: after an exception in a pass."""
@@ -504,8 +412,7 @@ class Runtime:
         self._depth = 0
         self._accumulating = False
         self._agreement = Agreement(self.options.check_collectives)
-        for itinerary in self._passes.values():
-            itinerary.forget()
+        self.passes.forget()
         for unit in self.units:
             for group in unit.trainable_groups:
                 group.gradients.discard(self.gradients)

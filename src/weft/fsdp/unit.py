@@ -125,7 +125,7 @@ class Unit:
         self._holders -= 1
         if not self._holders:
             self.register()
-            if not self.runtime.is_next(self):
+            if not self.runtime.passes.is_next(self):
                 self.free()
         for unit in self.tied:
             unit.release()

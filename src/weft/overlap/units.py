@@ -110,7 +110,7 @@ class ModelUnits:
         if self.runtime is not None:
             self.runtime.more_to_come = not last
         for unit in around.acquire:
-            unit.runtime.visit(unit, None)
+            unit.runtime.passes.visit(unit, None)
             if around.step.direction == FORWARD:  # its weights stay where they are until the backward
                 unit.calls.add(self if unit in self.outside else graph)
 
