@@ -9,10 +9,8 @@ name, a value of the wrong type and a value out of its range are each a `ConfigE
 
 import dataclasses
 import difflib
-import json
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from typing import Any, Literal
 from weft.models import HybridConfig
 from weft.train.errors import ConfigError
 from weft.train.tokenizer import load_tokenizer
+from weft.train.toml_values import override_value, plain, show, typed
 
 __all__ = [
     "CheckpointConfig",
@@ -278,7 +277,7 @@ class TrainConfig:
             "sharding.ep",
             ep,
             ep == 1 or "E" in model.pattern,
-            f"model.pattern = {_show(model.pattern)} has no experts (E) to spread; set sharding.ep = 1",
+            f"model.pattern = {show(model.pattern)} has no experts (E) to spread; set sharding.ep = 1",
         )
         fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
         _require(
@@ -377,7 +376,7 @@ def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None)."""
     return {
         section: {
-            f.name: _plain(getattr(getattr(config, section), f.name))
+            f.name: plain(getattr(getattr(config, section), f.name))
             for f in dataclasses.fields(SECTIONS[section])
             if getattr(getattr(config, section), f.name) is not None
         }
@@ -389,7 +388,7 @@ def to_toml(config: TrainConfig) -> str:
     """The resolved configuration as TOML; `parse_config` of it gives an equal configuration."""
     tables = []
     for section, values in to_dict(config).items():
-        lines = [f"[{section}]", *(f"{name} = {_show(value)}" for name, value in values.items())]
+        lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]
         tables.append("\n".join(lines))
     return "\n\n".join(tables) + "\n"
 
@@ -408,7 +407,7 @@ SECTIONS: dict[str, Any] = {
 
 def _require(name: str, value: Any, holds: bool, rule: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} = {_show(value)}: {rule}")
+        raise ConfigError(f"{name} = {show(value)}: {rule}")
 
 
 def _check_batch(global_batch_size: int, microbatch_size: int, ranks: int) -> None:
@@ -432,73 +431,13 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
     for name, value in values.items():
         if name not in known:
             raise ConfigError(_unknown(section, name))
-        checked[name] = _typed(f"{section}.{name}", value, hints[name])
+        checked[name] = typed(f"{section}.{name}", value, hints[name])
     try:
         return section_class(**checked)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"[{section}]: {' '.join(str(error).split())}") from error
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the annotated type, or ConfigError. Whole numbers pass as floats, nothing else converts."""
-    accepted, result = _convert(value, hint)
-    if not accepted:
-        fix = ""
-        if isinstance(value, list) is False and typing.get_origin(hint) in (tuple, list):
-            fix = f"; write {name} = {_show([value])}"
-        elif typing.get_origin(hint) is Literal and isinstance(value, str):
-            near = difflib.get_close_matches(value, typing.get_args(hint), n=1)
-            fix = f"; did you mean {_show(near[0])}?" if near else ""
-        raise ConfigError(f"{name} = {_show(value)}: must be {_describe(hint)}{fix}")
-    return result
-
-
-def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True, value
-    if origin in (typing.Union, types.UnionType):
-        for arg in args:
-            accepted, result = _convert(value, arg)
-            if accepted:
-                return True, result
-        return False, None
-    if origin is Literal:
-        return any(value == arg and type(value) is type(arg) for arg in args), value
-    if origin in (tuple, list):
-        if not isinstance(value, list):
-            return False, None
-        if origin is list or args[-1:] == (Ellipsis,):
-            items = [args[0]] * len(value)
-        else:
-            items = list(args)
-        if len(items) != len(value):
-            return False, None
-        pairs = [_convert(v, item) for v, item in zip(value, items)]
-        return all(accepted for accepted, _ in pairs), origin(result for _, result in pairs)
-    if hint is float and type(value) is int:
-        return True, float(value)
-    if hint is float and type(value) is float:
-        return math.isfinite(value), value
-    return type(value) is hint, value
-
-
-_WORDS = {int: "a whole number", float: "a finite number", str: 'text in "quotes"', bool: "true or false"}
-
-
-def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(arg) for arg in args if arg is not type(None))
-    if origin is Literal:
-        return "one of " + ", ".join(_show(arg) for arg in args)
-    if origin in (tuple, list):
-        word = {int: "whole numbers", float: "numbers", str: 'texts in "quotes"'}.get(args[0], "values")
-        count = "" if origin is list or args[-1:] == (Ellipsis,) else f"{len(args)} "
-        return f"a [list] of {count}{word}"
-    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def _unknown(section: str, name: str | None) -> str:
@@ -527,7 +466,7 @@ def _unknown(section: str, name: str | None) -> str:
 
 
 def _no_table(section: str, value: Any) -> str:
-    return f"{section} = {_show(value)}: is a section; write [{section}] and its settings below it"
+    return f"{section} = {show(value)}: is a section; write [{section}] and its settings below it"
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> None:
@@ -541,39 +480,4 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
     if not isinstance(table, dict):
         raise ConfigError(_no_table(section, table))
     hint = typing.get_type_hints(SECTIONS[section]).get(name)
-    table[name] = _override_value(text.strip(), hint)
-
-
-def _override_value(text: str, hint: Any) -> Any:
-    """TOML when it parses as one value of the field's type; otherwise the bare text."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    if set(parsed) != {"value"}:
-        return text
-    value = parsed["value"]
-    takes_text = _convert(text, hint)[0] if hint is not None else False
-    return text if takes_text and not _convert(value, hint)[0] else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _show(value: Any) -> str:
-    """A value as it is written in TOML."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # TOML's basic strings take JSON's escapes; DEL is the one character that JSON leaves bare.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_show(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_show(k)} = {_show(v)}" for k, v in value.items()) + "}"
-    return str(value)
+    table[name] = override_value(text.strip(), hint)

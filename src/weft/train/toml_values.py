@@ -1,0 +1,107 @@
+"""Values as TOML writes them, and as the types that the fields of a configuration are annotated with."""
+
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from typing import Any, Literal
+
+from weft.train.errors import ConfigError
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the annotated type, or ConfigError. Whole numbers pass as floats, nothing else converts."""
+    accepted, result = _convert(value, hint)
+    if not accepted:
+        fix = ""
+        if isinstance(value, list) is False and typing.get_origin(hint) in (tuple, list):
+            fix = f"; write {name} = {show([value])}"
+        elif typing.get_origin(hint) is Literal and isinstance(value, str):
+            near = difflib.get_close_matches(value, typing.get_args(hint), n=1)
+            fix = f"; did you mean {show(near[0])}?" if near else ""
+        raise ConfigError(f"{name} = {show(value)}: must be {_describe(hint)}{fix}")
+    return result
+
+
+def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True, value
+    if origin in (typing.Union, types.UnionType):
+        for arg in args:
+            accepted, result = _convert(value, arg)
+            if accepted:
+                return True, result
+        return False, None
+    if origin is Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args), value
+    if origin in (tuple, list):
+        if not isinstance(value, list):
+            return False, None
+        if origin is list or args[-1:] == (Ellipsis,):
+            items = [args[0]] * len(value)
+        else:
+            items = list(args)
+        if len(items) != len(value):
+            return False, None
+        pairs = [_convert(v, item) for v, item in zip(value, items)]
+        return all(accepted for accepted, _ in pairs), origin(result for _, result in pairs)
+    if hint is float and type(value) is int:
+        return True, float(value)
+    if hint is float and type(value) is float:
+        return math.isfinite(value), value
+    return type(value) is hint, value
+
+
+_WORDS = {int: "a whole number", float: "a finite number", str: 'text in "quotes"', bool: "true or false"}
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(arg) for arg in args if arg is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(show(arg) for arg in args)
+    if origin in (tuple, list):
+        word = {int: "whole numbers", float: "numbers", str: 'texts in "quotes"'}.get(args[0], "values")
+        count = "" if origin is list or args[-1:] == (Ellipsis,) else f"{len(args)} "
+        return f"a [list] of {count}{word}"
+    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def override_value(text: str, hint: Any) -> Any:
+    """TOML when it parses as one value of the field's type; otherwise the bare text."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if set(parsed) != {"value"}:
+        return text
+    value = parsed["value"]
+    takes_text = _convert(text, hint)[0] if hint is not None else False
+    return text if takes_text and not _convert(value, hint)[0] else value
+
+
+def plain(value: Any) -> Any:
+    """Lists in place of tuples, at any depth."""
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as it is written in TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings take JSON's escapes; DEL is the one character that JSON leaves bare.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{show(k)} = {show(v)}" for k, v in value.items()) + "}"
+    return str(value)
