@@ -40,11 +40,11 @@ MICROBATCHES = 3
 WAYS = [{"overlap": False}, {}, {"delay_wgrad": True}, {"delay_wgrad": True, "early_release": True}]
 
 
-def build() -> HybridModel:
+def build(**options) -> HybridModel:
     meshes = weft.init_meshes("cuda", ep=dist.get_world_size())
     torch.manual_seed(0)
     runtime = weft.RuntimeOptions(separate_all_gather_group=True)
-    return weft.models.shard(HybridModel(CFG, meshes=meshes).cuda(), meshes, runtime=runtime)
+    return weft.models.shard(HybridModel(CFG, meshes=meshes).cuda(), meshes, runtime=runtime, **options)
 
 
 def data() -> list[tuple[torch.Tensor, ...]]:
@@ -118,8 +118,13 @@ def test_the_exchange_runs_beside_the_computation(mirrored):
     assert overlap(timeline.intervals(), "exchange", "compute") > 0
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="grouped_mm reads its offsets on the host before Hopper",
+)
 def test_the_host_waits_for_the_split_sizes_alone(mirrored):
-    model, microbatches = build(), data()
+    # In fp32 grouped_mm reads its offsets on the host.
+    model, microbatches = build(mp_policy=weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data()
     for _ in range(3):
         forward_backward(model, microbatches)
     waits = []

@@ -33,6 +33,12 @@ WRONG = [  # options, what the message shows
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "True or False"]),
     ({"mtp_loss_coef": "0.3"}, ["mtp_loss_coef='0.3'", "number"]),
     ({"pattern": None}, ["pattern=None", "string"]),
+    ({"pattern": "[*E]", "n_group": 3}, ["n_group=3", "divisor of num_experts=8"]),
+    ({"pattern": "[*E]", "topk_group": 2}, ["topk_group=2", "at most n_group=1"]),
+    (
+        {"pattern": "[*E]", "n_group": 8, "num_experts_per_tok": 2},
+        ["num_experts_per_tok=2", "at most 1, the experts of"],
+    ),
 ]
 
 

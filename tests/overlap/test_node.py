@@ -82,6 +82,16 @@ def test_a_smuggled_tensor_is_refused_with_the_node_s_name(way):
         chain([layer, layer], torch.randn(2, 4), layer)
 
 
+def test_a_cast_that_autocast_keeps_for_several_nodes_is_none():
+    layer = nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nodes, values = chain([layer, layer], torch.randn(2, 4), layer)
+    values[-1].gradient = torch.ones(2, 4, dtype=torch.bfloat16)
+    for node in reversed(nodes):
+        node.backward()
+    assert layer.weight.grad is not None
+
+
 def test_a_parameter_from_elsewhere_is_refused():
     inside, outside = nn.Linear(4, 4), nn.Linear(4, 4)
     with pytest.raises(UndeclaredTensor, match="no parameter of Linear"):

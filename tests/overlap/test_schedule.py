@@ -3,23 +3,31 @@
 import dataclasses
 import gc
 import itertools
+import re
 from collections import Counter
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import distributed
+from weft.fsdp.agreement import CollectiveMismatch
 from weft.fsdp.group_gradients import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.passes import Passes
 from weft.models import HybridConfig, HybridModel
-from weft.overlap import UndeclaredTensor, forward_backward
+from weft.models.blocks import Attention
+from weft.overlap import Crossing, UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer, forward_backward_order
 from weft.overlap.units import ModelUnits
 
@@ -195,21 +203,35 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
         steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
         assert trace == steps
 
-        # Each group once per microbatch, never before the last weight gradient of its layer.
+        # Each group once per microbatch, right after the last weight gradient of its layer or of the experts.
         expected = [group.gradients for unit in units_under(model) for group in unit.trainable_groups]
         assert Counter(each for _, each in events) == dict.fromkeys(expected, 3)
+        suffix = ".weights" if switches["delay_wgrad"] else ""
         for number, layer in enumerate(model.staged_layers):
-            own = [group.gradients for group in unit_of(layer).groups]
-            mine = [position for position, each in events if each in own]
-            slot = "attend.weights" if switches["delay_wgrad"] else "attend"
-            done = [
-                place + 1 for place, step in enumerate(trace) if step[0] == "backward" and step[2:4] == (number, slot)
-            ]
-            assert sorted(set(mine)) == done
+            for module, slot in ((layer, "attend"), *((experts, "experts") for experts in layer.expert_modules())):
+                own = [group.gradients for group in unit_of(module).groups]
+                reduced = [position for position, each in events if each in own]
+                last = ("backward", number, slot + suffix)
+                done = [
+                    place + 1 for place, step in enumerate(trace) if (step.direction, step.layer, step.slot) == last
+                ]
+                assert sorted(set(reduced)) == done, last
 
+        # The root, the layers of a pair, the experts of one of them, and two more on their way.
         units = ModelUnits.of(model, model.staged_layers)
-        assert most == max(map(len, units.gathered(units.program(steps))))
-        assert most < len(units_under(model))
+        assert most == max(map(len, units.gathered(units.program(steps)))) <= 1 + 2 + 1 + 2
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_strategies_that_keep_gradients_reduce_once_per_call():
+    for strategy in ("no_shard", "optim"):
+        model = build(CFG, weft.init_meshes("cpu", ep=2), strategy=strategy)
+        with mock.patch.object(GroupGradients, "reduce", autospec=True, side_effect=GroupGradients.reduce) as reduce:
+            forward_backward(model, data(3))
+        reduced = Counter(call.args[0] for call in reduce.call_args_list)
+        groups = [group for unit in units_under(model) for group in unit.trainable_groups]
+        assert reduced == {group.gradients: 1 for group in groups}
 
 
 @pytest.mark.slow
@@ -223,6 +245,22 @@ def test_an_exception_leaves_a_model_that_runs_again():
         forward_backward(model, microbatches)
     assert not any(unit.held for unit in units_under(model))
     same((forward_backward(model, microbatches), gradients(model)), expected)
+
+
+@distributed(2)
+def test_a_rank_that_fails_in_a_schedule_is_named_to_the_others():
+    own = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")  # the communicator does not survive
+    meshes, rank = dataclasses.replace(weft.init_meshes("cpu"), dense=own), dist.get_rank()
+    model = build(dataclasses.replace(CFG, pattern="[*-]*"), meshes, strategy="optim_grads_params")
+    microbatches = data(2)
+    forward_backward(model, microbatches, overlap=False)
+    layer = model.decoder.layers[1]
+    failing = mock.patch.object(type(layer), "attend", side_effect=ArithmeticError("boom"))
+    with failing if rank else nullcontext(), pytest.raises((ArithmeticError, CollectiveMismatch)) as raised:
+        forward_backward(model, microbatches, overlap=False)
+    if not rank:
+        text = "rank 1: left the forward of microbatch 0, layer 0.attend by ArithmeticError: boom"
+        assert text in str(raised.value)
 
 
 @distributed(2)
@@ -258,15 +296,62 @@ def test_wrong_calls_are_refused_with_the_fix():
         forward_backward(model, [batch])
     with pytest.raises(ValueError, match="at least one pair"):
         forward_backward(model, [], overlap=False)
+    with pytest.raises(TypeError, match=r"one tensor as microbatches: pass a sequence of pairs"):
+        forward_backward(model, torch.stack(batch), overlap=False)
+    with pytest.raises(TypeError, match=r"microbatch 1 is a dict, not a pair of tensors"):
+        forward_backward(model, [batch, {}], overlap=False)
+    with pytest.raises(ValueError, match=r"early_release=True without overlap"):
+        forward_backward(model, [batch], overlap=False, early_release=True)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="no gradients; call it outside"):
+        forward_backward(model, [batch], overlap=False)
     with pytest.raises(TypeError, match=r"Plain is no .*it lacks staged_layers"):
         forward_backward(Plain(), [batch], overlap=False)
     unstaged = Plain()
     unstaged.staged_layers = [nn.Linear(2, 2)]
     with pytest.raises(TypeError, match=r"layer 0, a Linear, is no .*stages, dispatcher, attend"):
         forward_backward(unstaged, [batch], overlap=False)
+    for module, what in (
+        (model, "the model"),
+        (model.decoder, "decoder"),
+        (model.decoder.layers[0], "decoder.layers.0"),
+        (model.decoder.layers[0].mlp, "decoder.layers.0.mlp"),
+    ):
+        hook = module.register_forward_hook(lambda *args: None)
+        with pytest.raises(ValueError, match=rf"^{re.escape(what)} \(.*\) has hooks"):
+            forward_backward(model, [batch], overlap=False)
+        hook.remove()
+    model.decoder.layers[0].compile()
+    with pytest.raises(ValueError, match=r"layers\.0 \(Layer\) is compiled.*the modules inside"):
+        forward_backward(model, [batch], overlap=False)
     model.decoder.layers[0] = checkpoint_wrapper(model.decoder.layers[0])
     with pytest.raises(ValueError, match=r"layer 0 is inside a full-layer activation checkpoint.*recompute"):
         forward_backward(model, [batch], overlap=False)
+
+
+def test_a_crossing_with_what_is_no_tensor_is_refused():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    layer = model.decoder.layers[0]
+    crossing = Crossing(torch.ones(2, 6, 16), {"shared": None})
+    wrong = r"microbatch 0, layer 0: the kept\['shared'\] .* a NoneType, not a tensor"
+    with mock.patch.object(type(layer), "attend", lambda self, hidden: crossing), pytest.raises(TypeError, match=wrong):
+        forward_backward(model, [batch], overlap=False)
+
+
+@distributed(2)
+def test_a_checkpoint_inside_a_layer_is_recomputed_with_delayed_weights_and_around_its_experts_refused():
+    meshes = weft.init_meshes("cpu", ep=2)
+    model = HybridModel(CFG, meshes=meshes)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Attention))
+    weft.models.shard(model, meshes)
+    microbatches = data(2)
+    expected = plain(model, microbatches), gradients(model)
+    same((forward_backward(model, microbatches, delay_wgrad=True), gradients(model)), expected)
+
+    model = HybridModel(CFG, meshes=meshes)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, weft.moe.MoE))
+    with pytest.raises(ValueError, match=r"mlp is inside an activation checkpoint.*recompute=\('experts',\)"):
+        weft.models.shard(model, meshes)
 
 
 def test_layers_without_a_sharded_root_are_refused():

@@ -238,7 +238,8 @@ class Lookout:
             said.append(f"rank {rank}: {state['name']}")
             if rank in lacking:
                 said[-1] += f", which {_ranks(lacking[rank])} never began"
-        verdict = f"ranks wait for different things ({'; '.join(said)}): every rank must run the same units and passes"
+        rule = "every rank must run the same units and passes, and as many microbatches"
+        verdict = f"ranks wait for different things ({'; '.join(said)}): {rule}"
         with self._lock:
             call = self._call
             if call is None:

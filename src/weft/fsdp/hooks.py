@@ -135,7 +135,7 @@ class HookDriver:
             args, kwargs = self._before(module, args, kwargs)
             return self._after(forward(*args, **kwargs))
         except BaseException as error:
-            self.unit.runtime.failed(self.unit, error)
+            self.unit.runtime.failed(f"the forward of {self.unit.name or 'the root'}", error)
             self.let_go()
             raise
         finally:

@@ -204,10 +204,10 @@ class Runtime:
         for ticket in joined:
             ticket.wait()
 
-    def failed(self, unit: "Unit", error: BaseException) -> None:
-        """The forward of `unit` ended in `error`: others that wait for this rank can be told."""
+    def failed(self, what: str, error: BaseException) -> None:
+        """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
         if self._watched_by is not None:
-            self._watched_by.fail(f"left the forward of {unit.name or 'the root'} by {type(error).__name__}: {error}")
+            self._watched_by.fail(f"left {what} by {type(error).__name__}: {error}")
 
     def _gather_group(self, group: ParameterGroup) -> dist.ProcessGroup:
         """The shard axis' ranks, on the communicator that gathers use."""

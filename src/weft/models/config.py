@@ -109,6 +109,7 @@ class HybridConfig:
                 self.num_experts_per_tok <= self.num_experts,
                 f"at most num_experts={self.num_experts}",
             )
+            self._check_groups()
 
     @property
     def parsed(self) -> Pattern:
@@ -138,6 +139,19 @@ class HybridConfig:
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={heads}; "
                 f"choose it from {[size for size in range(1, heads + 1) if heads % size == 0]}"
             )
+
+    def _check_groups(self) -> None:
+        """A token's experts are chosen in `topk_group` of `n_group` groups."""
+        experts, groups = self.num_experts, self.n_group
+        self._require("n_group", experts % groups == 0, f"a divisor of num_experts={experts}")
+        self._require("topk_group", self.topk_group <= groups, f"at most n_group={groups}")
+        room = self.topk_group * (experts // groups)
+        self._require(
+            "num_experts_per_tok",
+            self.num_experts_per_tok <= room,
+            f"at most {room}, the experts of topk_group={self.topk_group} groups of {experts // groups}; choose fewer, "
+            "or more groups",
+        )
 
     def _require(self, name: str, fits: bool, rule: str) -> None:
         if not fits:

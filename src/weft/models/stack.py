@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import Meshes
 from weft.models.blocks import MLP, Attention, Experts, RMSNorm, RotaryEmbedding, dispatcher_of
 from weft.models.config import HybridConfig
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
 from weft.moe import Dispatcher
-from weft.overlap import Crossing, recompute, run_stages
+from weft.overlap import Crossing, run_stages
 from weft.source import WeightSource
 
 
@@ -58,7 +59,16 @@ class Layer(nn.Module):
     @property
     def _terminal(self) -> Any:
         """The MLP or the experts that end the layer, if one does."""
-        return getattr(self, LAYER_KEYS[self.symbols[-1]]) if self.symbols[-1] in TERMINAL else None
+        if self.symbols[-1] not in TERMINAL:
+            return None
+        key = LAYER_KEYS[self.symbols[-1]]
+        terminal = getattr(self, key)
+        if hasattr(terminal, "_checkpoint_wrapped_module"):
+            raise ValueError(
+                f"{key} is inside an activation checkpoint, and the stages of its layer would go past it: "
+                "set HybridConfig(recompute=('experts',)), or checkpoint the whole layer"
+            )
+        return terminal
 
     def attend(self, x_BSD: Tensor) -> Crossing:
         """All blocks before the terminal one, and what that has to compute before its experts."""
@@ -81,7 +91,9 @@ class Layer(nn.Module):
         return [self._terminal.experts] if isinstance(self._terminal, Experts) else []
 
     def _recomputed(self, stage: str, function: Any, *args: Any) -> Any:
-        return recompute(function, *args) if stage in self.recompute else function(*args)
+        if stage not in self.recompute:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
 
 class Stack(nn.Module):

@@ -4,7 +4,6 @@ from weft.overlap.hidden import hidden_fraction
 from weft.overlap.layer import Crossing, StagedLayer, StagedModel, run_stages
 from weft.overlap.node import UndeclaredTensor
 from weft.overlap.schedule import forward_backward
-from weft.overlap.wgrad import recompute
 
 __all__ = [
     "Crossing",
@@ -13,6 +12,5 @@ __all__ = [
     "UndeclaredTensor",
     "forward_backward",
     "hidden_fraction",
-    "recompute",
     "run_stages",
 ]

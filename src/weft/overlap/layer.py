@@ -43,7 +43,8 @@ class Crossing:
 class StagedLayer(Protocol):
     """A layer that a schedule can run in stages.
 
-    With the stages ("attend",) `attend` is the whole layer, and its rows are the output.
+    With the stages ("attend",) `attend` is the whole layer, and its rows are the output. A stage does not change its
+    inputs in place.
     """
 
     @property

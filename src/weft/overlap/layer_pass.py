@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.moe.dispatch import Arrival, Dispatcher
-from weft.overlap.layer import COMPUTE_STAGES, StagedLayer
+from weft.overlap.layer import COMPUTE_STAGES, Crossing, StagedLayer
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD
 from weft.overlap.wgrad import DelayedWeights
@@ -39,6 +39,7 @@ class LayerPass:
     ) -> None:
         self.loss: Value | None = None
         self.output = hidden
+        self._name = name
         self._layer = layer
         self._policy = policy
         self._owner = owner
@@ -69,7 +70,7 @@ class LayerPass:
         self.loss = rest[len(self._names)] if len(rest) > len(self._names) else None
 
     def _attended(self, hidden: Tensor) -> list[Tensor]:
-        crossing = self._layer.attend(self._policy.cast_inputs(hidden))
+        crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden)))
         self._handle, self._names = crossing.handle, list(crossing.kept)
         rows = self._policy.cast_output(crossing.rows) if self._layer.stages == ("attend",) else crossing.rows
         losses = [] if crossing.loss is None else [self._policy.cast_output(crossing.loss)]
@@ -120,6 +121,18 @@ class LayerPass:
         self._nodes["attend"].backward()
 
     # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _checked(self, crossing: Crossing) -> Crossing:
+        parts = {"rows": crossing.rows, **{f"kept[{name!r}]": value for name, value in crossing.kept.items()}}
+        if crossing.loss is not None:
+            parts["loss"] = crossing.loss
+        for name, value in parts.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{self._name}: the {name} of its Crossing is a {type(value).__name__}, not a tensor: leave it "
+                    "out, or put what has no gradient into the handle"
+                )
+        return crossing
 
     @property
     def _dispatcher(self) -> Dispatcher:

@@ -50,7 +50,7 @@ class UndeclaredTensor(RuntimeError):
 
 
 class ComputeNode:
-    """A function of values, whose backward runs when `backward` is called. `around`: what its forward runs in."""
+    """A function of values, whose backward runs when `backward` is called. `around`: what both run in."""
 
     def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class ComputeNode:
         for _, value in edges:
             value.gradient = None
         if known:
-            with span(COMPUTE):
+            with span(COMPUTE), self._around:
                 torch.autograd.backward([edge for edge, _ in known], [gradient for _, gradient in known])
 
 
@@ -123,6 +123,12 @@ def _sequence_number() -> int:
     return made._sequence_nr()
 
 
+def _is_cached_cast(node: Any) -> bool:
+    """Whether `node` is a parameter's cast, which autocast keeps for all uses: its backward keeps nothing and may run
+    for each of them."""
+    return node.name() == "ToCopyBackward0" and all(hasattr(each, "variable") for each, _ in node.next_functions)
+
+
 def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
     """Walk the graph: it may end at the border and at parameters of `owner`, and all of it was made since `first`."""
     parameters = {id(parameter) for parameter in owner.parameters()}
@@ -137,7 +143,7 @@ def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int,
             if id(leaf) in parameters:
                 continue
             what = f"a leaf of shape {tuple(leaf.shape)} that is no parameter of {type(owner).__name__}"
-        elif node._sequence_nr() < first:
+        elif node._sequence_nr() < first and not _is_cached_cast(node):
             what = f"a result of {node.name()} that was computed before"
         else:
             following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen

@@ -34,6 +34,10 @@ class Step(NamedTuple):
     slot: str
     lane: str
 
+    def __str__(self) -> str:
+        where = self.slot if self.layer is None else f"layer {self.layer}.{self.slot}"
+        return f"the {self.direction} of microbatch {self.microbatch}, {where}"
+
 
 class Layer(NamedTuple):
     """A layer as the order sees it: its number and its stages."""

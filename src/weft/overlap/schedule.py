@@ -15,6 +15,7 @@ from weft.overlap.order import FORWARD, Layer, Step, forward_backward_order
 from weft.overlap.units import ModelUnits
 
 _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 CHECKED_MICROBATCHES = 4
 _checked: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 """How many microbatches of each model have been searched for undeclared tensors."""
@@ -38,7 +39,8 @@ def forward_backward(
 
     Args:
         model: a `StagedModel`, sharded as a whole or not at all, such as `weft.models.HybridModel`.
-        microbatches: pairs of tokens and labels as `model` takes them, [batch, seq] int64 each; sizes may differ.
+        microbatches: pairs of tokens and labels as `model` takes them, [batch, seq] int64 each; sizes may differ, their
+            number may not differ from rank to rank.
         overlap: False runs the same nodes microbatch by microbatch, one after another: the reference.
         delay_wgrad: compute the weight gradients of linear and expert layers apart, under an exchange.
         early_release: let a layer's activations go before the experts of its partner run: less memory, less overlap.
@@ -47,13 +49,17 @@ def forward_backward(
             layer None are the embedding and the head.
 
     Raises:
-        TypeError: `model` or one of its layers does not follow the protocol.
-        ValueError: no microbatches, layers inside an activation checkpoint, or `overlap` without anything to hide.
+        TypeError: `model` or one of its layers does not follow the protocol, or a microbatch is no pair of tensors.
+        ValueError: no microbatches, layers inside an activation checkpoint, hooks on modules whose `forward` a schedule
+            does not call, `overlap` without anything to hide, or `early_release` without `overlap`.
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
     """
     layers = _layers_of(model)
-    if not microbatches:
-        raise ValueError("forward_backward got no microbatches: pass at least one pair of tokens and labels")
+    microbatches = _checked_microbatches(microbatches)
+    if early_release and not overlap:
+        raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("forward_backward inside torch.inference_mode: there are no gradients; call it outside")
     if overlap and all(layer.dispatcher is None for layer in layers):
         raise ValueError(
             "overlap=True, but no layer exchanges tokens between ranks (expert parallel 1, or no experts): there is "
@@ -86,12 +92,16 @@ def forward_backward(
     with units.scheduled(program):
         for around in program:
             step, current = around.step, passes[around.step.microbatch]
-            units.before(around, current, last=current is passes[-1])
-            if trace is not None:
-                trace.append(step)
-            with profiled(f"microbatch {step.microbatch}/layer {step.layer}", f"{step.direction}.{step.slot}"):
-                current.run(step)
-            units.after(around, current)
+            try:
+                units.before(around, current, last=current is passes[-1])
+                if trace is not None:
+                    trace.append(step)
+                with profiled(f"microbatch {step.microbatch}/layer {step.layer}", f"{step.direction}.{step.slot}"):
+                    current.run(step)
+                units.after(around, current)
+            except BaseException as error:
+                units.failed(step, error)
+                raise
     _checked[model] = CHECKED_MICROBATCHES - unchecked + len(passes)
     return [each.loss for each in passes]
 
@@ -198,4 +208,38 @@ def _layers_of(model: Any) -> Sequence[StagedLayer]:
                 f"layer {number} has the stages {layer.stages} and {'no' if layer.dispatcher is None else 'a'} "
                 f"dispatcher: choose from {', '.join(map(str, STAGES))}; a dispatcher belongs to the last"
             )
+    if isinstance(model, nn.Module):
+        _refuse_hooks(model, model.staged_layers)
     return list(model.staged_layers)
+
+
+def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
+    """A schedule calls the stages of layers, not the forward of the modules around them: hooks there would not run."""
+    experts = {module for layer in layers for module in layer.expert_modules()}
+    inside = {*layers, *experts}
+    for name, module in model.named_modules():
+        own = [kind for kind in _HOOKS if getattr(module, kind)]
+        compiled = module._compiled_call_impl is not None
+        if (own or compiled) and module not in experts and not inside.isdisjoint(module.modules()):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) {'is compiled' if compiled else 'has hooks'}, and a "
+                "schedule runs its stages without its forward: "
+                f"{'compile' if compiled else 'put hooks on'} the modules inside the stages instead"
+            )
+
+
+def _checked_microbatches(microbatches: Any) -> list[tuple[Tensor, Tensor]]:
+    """The microbatches as a list of pairs."""
+    if isinstance(microbatches, Tensor):
+        raise TypeError(
+            "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
+        )
+    pairs = list(microbatches)
+    if not pairs:
+        raise ValueError("forward_backward got no microbatches: pass at least one pair of tokens and labels")
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
+            raise TypeError(
+                f"microbatch {number} is a {type(pair).__name__}, not a pair of tensors: pass (tokens, labels) for each"
+            )
+    return [(tokens, labels) for tokens, labels in pairs]

@@ -123,6 +123,11 @@ class ModelUnits:
         for unit in around.reduce:
             unit.reduce()
 
+    def failed(self, step: Step, error: BaseException) -> None:
+        """A step ended in `error`: tell ranks that wait for this one."""
+        if self.runtime is not None:
+            self.runtime.failed(str(step), error)
+
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
         """The units that are gathered at once, at each acquisition, with what is gathered ahead."""
         visits = [unit for each in program for unit in each.acquire]

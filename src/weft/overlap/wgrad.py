@@ -2,18 +2,17 @@
 
 A linear or grouped product with a parameter needs two products in backward, one for its input's gradient and one for
 the weight's. If the forward ran under `DelayedWeights`, the second is queued, for `run` to compute in the shade of an
-exchange. It sees the products themselves, so any layer can take part; what `recompute` runs again as well.
+exchange. It sees the products themselves, so any layer can take part. The backward runs under it too, since what an
+activation checkpoint computes again there must be what was computed first.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode
 
 from weft.comm.timeline import span
 from weft.fsdp.direct_gradient import parameter_of, weight_gradient
@@ -40,34 +39,19 @@ class DelayedWeights(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, kwargs = _KINDS.get(function), kwargs or {}
-        if kind is not None and _can_wait(kind, *args, **kwargs):
-            x, weight, *rest = args
-            return _Product.apply(self._queue, kind, x, weight, rest[0] if rest else kwargs.get(kind.beside))
+        if kind is not None:
+            given = dict(zip(kind.names, args)) | kwargs
+            if len(given) == len(args) + len(kwargs) and given.keys() <= set(kind.names):
+                operands = [given.get(name) for name in kind.names]
+                if _can_wait(kind, *operands):
+                    return _Product.apply(self._queue, kind, *operands)
         return function(*args, **kwargs)
-
-
-def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations backward computes again (`torch.utils.checkpoint`, non-reentrant).
-
-    For parts of a stage, without collectives in them. The second run delays weight gradients as the first did.
-    """
-    if not torch.is_grad_enabled():
-        return function(*args)
-    delayed = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DelayedWeights)]
-
-    def run(*args: Any) -> Any:
-        if not delayed or delayed[-1] in _get_current_function_mode_stack():
-            return function(*args)
-        with delayed[-1]:
-            return function(*args)
-
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Linear:
     """`x @ weight.T + bias` on the last dimension."""
 
-    beside = "bias"
+    names = ("input", "weight", "bias")
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +59,7 @@ class _Linear:
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return gradient.flatten(0, -2).mm(weight).view(*gradient.shape[:-1], -1)
+        return gradient.flatten(0, -2).mm(weight).view(*gradient.shape[:-1], weight.shape[1])
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,7 +69,7 @@ class _Linear:
 class _Grouped:
     """`x[group] @ weight[group]`, the groups of rows ending at `offs`."""
 
-    beside = "offs"
+    names = ("self", "mat2", "offs")
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -123,15 +107,16 @@ class _Product(torch.autograd.Function):
         return None, None, input_gradient, None, bias_gradient
 
 
-def _can_wait(kind: Any, x: Any = None, weight: Any = None, *rest: Any, **kwargs: Any) -> bool:
+def _can_wait(kind: Any, x: Any, weight: Any, beside: Any) -> bool:
     """Whether this product's weight gradient can be queued; one that cannot is computed in backward as usual."""
     return (
-        isinstance(weight, Tensor)
+        isinstance(x, Tensor)
+        and x.dim() > 1
+        and isinstance(weight, Tensor)
         and (parameter := parameter_of(weight)) is not None
         and parameter.requires_grad
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(weight.device.type)
-        and len(rest) + len(kwargs) <= 1
-        and kwargs.keys() <= {kind.beside}
-        and (kind is _Linear or any(isinstance(each, Tensor) for each in (*rest, *kwargs.values())))
+        and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+        and (kind is _Linear or isinstance(beside, Tensor))
     )
