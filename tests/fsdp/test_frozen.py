@@ -83,3 +83,25 @@ def test_adapters_in_fp32_on_a_frozen_base_in_bf16_equal_one_process_that_casts_
             optimizer.step()
     for name, value in frozen.items():
         torch.testing.assert_close(nets.full(net.state_dict()[name]), value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@distributed(2)
+def test_a_parameter_frozen_in_the_middle_of_an_accumulation_keeps_what_it_has(strategy):
+    plain, net = nets.make(), nets.shard(nets.make(), strategy=strategy)
+    for model, part in ((plain, everything), (net, mine)):
+        batches = [part(batch) for batch in nets.data(3, 8)]
+        if model is net:
+            net.set_requires_gradient_sync(False)
+        nets.loss_of(model, batches[0]).backward()
+        model.blocks[1].requires_grad_(False)
+        if model is net:
+            net.set_requires_gradient_sync(True)
+        nets.loss_of(model, batches[1]).backward()
+    assert_same_state(net, plain)
+    for model, part in ((plain, everything), (net, mine)):  # and it does not come back later
+        model.zero_grad()
+        model.blocks[1].requires_grad_(True)
+        nets.loss_of(model, part(nets.data(3, 8)[2])).backward()
+    assert_same_state(net, plain)
+    assert_at_rest(net)

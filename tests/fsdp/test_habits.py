@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import weft
@@ -107,6 +108,84 @@ def test_weights_may_be_written_in_any_way_between_passes(strategy, dtype):
             before = model(x)
             write(model.weight)
             torch.testing.assert_close(model(x), 2 * before, msg=name)
+
+
+SHARES = [("no_shard", None), ("optim", None), ("optim_grads", None), ("optim_grads_params", "optim")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("strategy", "outer"), SHARES)
+@distributed(2)
+def test_a_frozen_model_that_gradients_go_through_has_its_weights_of_now(strategy, outer, dtype):
+    """Such as a teacher, whose weights follow those of a student."""
+    options = {"mesh": init_device_mesh("cpu", (2, 1)), "outer_strategy": outer} if outer else {}
+    policy = weft.MixedPrecisionPolicy(param_dtype=dtype)
+    model = nn.Linear(5, 5, bias=False).requires_grad_(False)
+    weft.fully_shard(model, strategy=strategy, mp_policy=policy, **options)
+    x = torch.randn(2, 5, requires_grad=True)
+    for _ in range(2):
+        before = model(x)
+        before.sum().backward()
+        with torch.no_grad():
+            model.weight.mul_(2)
+        torch.testing.assert_close(model(x), 2 * before)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@distributed(2)
+def test_weights_that_are_loaded_or_stepped_between_microbatches_are_seen_at_once(strategy):
+    def forward_and_backward() -> torch.Tensor:
+        y = model(x)
+        y.sum().backward()
+        return y.detach()
+
+    policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = weft.fully_shard(nn.Linear(5, 5, bias=False), strategy=strategy, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.randn(2, 5)
+    model.set_is_last_backward(False)
+    before = forward_and_backward()
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    torch.testing.assert_close(forward_and_backward(), 2 * before)
+    if strategy.startswith("optim_grads"):  # the others have no gradient to step with yet
+        optimizer.step()
+        stepped = x.bfloat16() @ model.weight.full_tensor().bfloat16().t()
+        torch.testing.assert_close(forward_and_backward(), stepped)
+    with torch.no_grad():
+        model.weight.mul_(3)
+        whole = model.weight.full_tensor().bfloat16()
+        torch.testing.assert_close(model(x), x.bfloat16() @ whole.t())  # an evaluation
+
+
+@distributed(2)
+def test_a_weight_that_leaves_its_unit_is_refused_where_it_leaves():
+    class Returning(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple:
+            return super().forward(x), self.weight.t()
+
+    for keep in (True, False):
+        model = nn.Sequential(Returning(5, 5))
+        weft.fully_shard(model[0], reshard_after_forward=not keep)
+        weft.fully_shard(model)
+        for _ in range(2):
+            if keep:
+                output, weight = model(torch.randn(2, 5))
+                (output.sum() + weight.sum()).backward()
+                continue
+            with pytest.raises(RuntimeError, match=r"0 \(Returning\) returned .* of its gathered weights.*clone"):
+                model(torch.randn(2, 5))
+
+
+@distributed(2)
+def test_an_input_that_a_unit_does_not_use_has_no_gradient():
+    class Ignoring(nn.Linear):
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model = weft.fully_shard(Ignoring(5, 5))
+    x, other = (torch.randn(2, 5, requires_grad=True) for _ in range(2))
+    model(x, other).sum().backward()
+    assert x.grad is not None and other.grad is None
 
 
 @distributed(2)

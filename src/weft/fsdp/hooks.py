@@ -107,6 +107,7 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> Any:
         ctx.call = call
+        ctx.set_materialize_grads(False)  # an input that nothing used has no gradient, not one of zeros
         return inputs
 
     @staticmethod
@@ -165,10 +166,15 @@ class HookDriver:
                 "the weights are gone by then: return a list"
             )
         output = self.unit.policy.cast_output(output)
-        if self._call is not None:
-            for tensor in tensors_in(output, hidden=True):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._call.begin)
+        passing = self._reshards()
+        for tensor in tensors_in(output, hidden=True):
+            if passing and self.unit.lends(tensor):
+                raise RuntimeError(
+                    f"{self.unit.name or 'the root'} ({self.unit.kind}) returned a view of its gathered weights, which "
+                    "go when its forward ends: return a clone(), or pass reshard_after_forward=False"
+                )
+            if self._call is not None and tensor.requires_grad:
+                tensor.register_hook(self._call.begin)
         if len(self._entered) == self._modules:
             self.let_go()
         return output

@@ -311,5 +311,6 @@ def _rest_before_load(
             f"load_state_dict(assign=True) into the sharded {kind_of(module)}: its parameters are views of flat "
             "buffers, and assignment would replace them; load without assign, which copies"
         )
+    unit_of(module).runtime.weights_change()
     unit_of(module).forget()
     unit_of(module).drop()

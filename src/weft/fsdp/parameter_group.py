@@ -154,6 +154,11 @@ class ParameterGroup:
         """Bytes of memory that a gather takes, 0 where the full weights stay."""
         return self.transient.nbytes if self.transient is not None else 0
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` begins in the memory of the full weights."""
+        start = self.full.local.data_ptr()
+        return start <= tensor.data_ptr() < start + self.full.local.nbytes
+
     @property
     def moves(self) -> int:
         """How often the gathered weights have moved."""
@@ -271,7 +276,8 @@ class ParameterGroup:
         for full, sharded in zip(self.full_parameters, self.sharded_parameters):
             if full.requires_grad != sharded.requires_grad:
                 full.requires_grad_(sharded.requires_grad)
-        self.trainable = any(full.requires_grad for full in self.full_parameters)
+        # Gradients that wait for their reduction are still reduced when their parameters are frozen meanwhile.
+        self.trainable = any(full.requires_grad for full in self.full_parameters) or self.gradients.accumulates()
 
     def outdate(self) -> None:
         """The main weights may have changed: the next gather starts from them.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft.comm.collectives import sends_directly
 from weft.comm.groups import twin_group
@@ -80,6 +81,7 @@ class Runtime:
         self.in_schedule = False
         self._depth = 0
         self._accumulating = False
+        """Whether the passes of one step go on, which all use the weights that the first has gathered."""
         self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._units: list[weakref.ref[Unit]] = []
         self._agreement = Agreement(options.check_collectives)
@@ -97,6 +99,7 @@ class Runtime:
         self._makes_graph = False
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
+        _runtimes.add(self)
 
     # --- units ------------------------------------------------------------------------------------------------------
 
@@ -157,6 +160,10 @@ class Runtime:
         if group.transient is not None and self.passes.current != "evaluation" and not unit.reduces_in_turn:
             self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
         return ticket
+
+    def weights_change(self) -> None:
+        """Somebody changes the main weights, on all ranks: the next pass sees them, also between microbatches."""
+        self._accumulating = False
 
     def finish_uploads(self) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
@@ -235,7 +242,7 @@ class Runtime:
             for group in unit.groups:
                 group.await_refresh()
                 group.follow_requires_grad()
-                if not self._accumulating:
+                if not self._accumulating or not torch.is_grad_enabled():
                     group.outdate()
         inside = f"{outermost.name}." if outermost.number else ""
         self._to_refresh.extend(unit.number for unit in self.units if unit is outermost or unit.name.startswith(inside))
@@ -367,7 +374,7 @@ class Runtime:
             unit.forget()
             unit.free()
         self._plan(units)
-        self._accumulating = not (due and self.is_last)
+        self._accumulating = not (due and self.is_last) and any(unit.trainable_groups for unit in units)
         if due:
             for unit in units:
                 for group in unit.trainable_groups:
@@ -418,6 +425,18 @@ class Runtime:
                 group.gradients.discard(self.gradients)
         for unit in self.units:
             unit.let_go()
+
+
+_runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
+
+
+def _after_optimizer(*_: Any) -> None:
+    """An optimizer has stepped, whosever: a gather too many costs less than to find out."""
+    for runtime in _runtimes:
+        runtime.weights_change()
+
+
+register_optimizer_step_post_hook(_after_optimizer)
 
 
 def _take_part(runtime: "weakref.ref[Runtime]", unit: "weakref.ref[Unit]", number: int) -> bool:

@@ -187,6 +187,10 @@ class Unit:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
         return all(pool.has_room(group.transient) for group in self.groups if group.transient is not None)
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""
+        return any(group.lends(tensor) for group in self.groups if group.transient is not None)
+
     @property
     def moves(self) -> int:
         """How often the gathered weights have moved."""
