@@ -31,6 +31,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import collectives
 from weft.comm.groups import group_of
@@ -242,6 +243,30 @@ class UnevenDTensor(DTensor):
         from weft.fsdp.dtensor_rules import rule_of  # the rules are about this class and import it
 
         return rule_of(func)(func, args, kwargs or {})
+
+
+class _ByRules(TorchDispatchMode):
+    """Operators with uneven tensors go by their rules."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C._EnableTorchFunction():
+            if any(issubclass(each, UnevenDTensor) for each in types):
+                return UnevenDTensor.__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+
+def _ask_the_rules_first(
+    cls: type[UnevenDTensor], func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if getattr(func, "__name__", "") == "__get__":  # an attribute: no operator
+            return func(*args, **(kwargs or {}))
+        with _ByRules():
+            return func(*args, **(kwargs or {}))
+
+
+if torch.__version__ < (2, 13):  # operators of a DTensor's subclass do not reach its own dispatch there
+    UnevenDTensor.__torch_function__ = classmethod(_ask_the_rules_first)
 
 
 class _ToLocal(torch.autograd.Function):
