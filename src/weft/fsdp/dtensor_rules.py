@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.fsdp.dtensor import UnevenDTensor
 
@@ -166,7 +167,14 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
     gradients, found, *rest = args
     func(_localized(gradients), found, *rest, **kwargs)
-    for alike in {(tensor.device_mesh, tensor.axes): tensor for tensor in _uneven(gradients)}.values():
+    tensors = _uneven(gradients)
+    meshes = {tensor.device_mesh for tensor in tensors}
+    if len(meshes) > 1:  # what is replicated here may lie beside what is not, such as experts
+        for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors):
+            for axis in range(mesh.ndim):
+                reduce_now(found, dist.ReduceOp.MAX, group_of(mesh, axis))
+        return
+    for alike in {tensor.axes: tensor for tensor in tensors}.values():
         alike.combine(found, dist.ReduceOp.MAX)
 
 
@@ -197,7 +205,7 @@ def _combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) ->
 def _part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if not local.numel():
         nothing = math.inf if order == -math.inf else 0.0
-        return torch.full((), nothing, dtype=dtype or local.dtype, device=local.device)
+        return torch.full((), nothing, dtype=(dtype or local.dtype).to_real(), device=local.device)
     return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 

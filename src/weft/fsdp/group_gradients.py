@@ -185,16 +185,19 @@ class GroupGradients:
 
     def _main_to_fill(self) -> tuple[FlatBuffer, bool]:
         """The main gradients, and whether to add to them."""
-        if self.main is None:
-            self.main = self._plan.home_buffer(self._plan.recipe.main_grad)
-            self._published = list(self.main.dtensors(self._tensor_parallel))
-            if self._plan.offload is not None:
-                self._download = GradientDownload(self.main, self._plan.offload, self._plan.device)
+        main = self.main or self._open_main()
         if self._download is not None:
             self._download.finish()
         accumulate = self._unpublished or self.take_over()
         self._unpublished = True
-        return self.main, accumulate
+        return main, accumulate
+
+    def _open_main(self) -> FlatBuffer:
+        self.main = self._plan.home_buffer(self._plan.recipe.main_grad)
+        self._published = list(self.main.dtensors(self._tensor_parallel))
+        if self._plan.offload is not None:
+            self._download = GradientDownload(self.main, self._plan.offload, self._plan.device)
+        return self.main
 
     def reduced(self, number: int, pool: Pool) -> None:
         """The reduction of stage `number` is done: give its memory back."""
@@ -208,9 +211,11 @@ class GroupGradients:
 
     def take_over(self) -> bool:
         """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
-        if self.main is None:
-            return False
         held = [parameter.grad for parameter in self._sharded]
+        if self.main is None:
+            if all(gradient is None for gradient in held):
+                return False
+            self._open_main().local.zero_()  # somebody set gradients before the first reduction
         foreign = [n for n, (mine, gradient) in enumerate(zip(self._published, held)) if gradient is not mine]
         if not foreign:
             return True

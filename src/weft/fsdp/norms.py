@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
@@ -66,8 +67,16 @@ class ModelRanks:
                 )
 
 
-def gradient_norm(groups: Sequence[ParameterGroup], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients of `groups`, 0-D, fp32, the same on every rank. Collective."""
+def gradient_norm(
+    groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """The norm of all gradients of `groups`, 0-D, fp32, the same on every rank. Collective.
+
+    `others`: gradients of no group; plain ones are the same on every rank. Raises ValueError for a `norm_type` that is
+    not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: choose a positive number, or math.inf for the largest absolute value")
     if not groups:
         return torch.zeros(())
     ranks, infinite = ModelRanks(groups), math.isinf(norm_type)
@@ -76,6 +85,7 @@ def gradient_norm(groups: Sequence[ParameterGroup], norm_type: float) -> torch.T
         for piece, slices in group.gradient_pieces():
             kinds = pieces.setdefault(ranks.beyond(slices), {})
             if piece.numel():
+                piece = piece.abs() if piece.is_complex() else piece
                 kinds.setdefault(ranks.copies(group), []).append(piece)
     shares = [_shares(kinds, norm_type, groups[0].device) for kinds in pieces.values()]
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
@@ -83,7 +93,15 @@ def gradient_norm(groups: Sequence[ParameterGroup], norm_type: float) -> torch.T
     for total, slices in zip(totals, pieces):
         if slices is not None:
             reduce_now(total, op, slices)
-    return totals.max() if infinite else totals.sum().pow(1 / norm_type)
+    each = [_whole_norm(tensor, norm_type).to(totals.device) for tensor in others]
+    if infinite:
+        return torch.stack([totals.max(), *each]).max()
+    return torch.stack([totals.sum(), *(norm.pow(norm_type) for norm in each)]).sum().pow(1 / norm_type)
+
+
+def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    norm = torch.linalg.vector_norm(tensor, norm_type)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
 
 
 def _shares(kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -112,7 +130,8 @@ def squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None
     for (group, _, tensor), own in zip(parts, of_parts):
         # A slice group that does not hold slices of this tensor will count it as often as it has ranks.
         repeated = math.prod(each.size() for each in slices if each is not own)
-        locals_.append(tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device))
+        here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device)
+        locals_.append(here.abs() if here.is_complex() else here)
         shares.append(1 / (ranks.copies(group) * repeated))
         present.append(tensor is not None)
     norms = [norm.to(device) for norm in torch._foreach_norm(locals_, 2, dtype=torch.float32)]
