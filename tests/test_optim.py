@@ -1,7 +1,11 @@
 """Optimizers over flat tensors give the numbers of the same optimizer over parameters."""
 
+import functools
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import weft
@@ -134,6 +138,255 @@ def test_closures_make_the_gradients_and_assigned_gradients_are_clipped():
     torch.testing.assert_close(weights, dict(plain.state_dict()))
 
 
+def here(rows: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a batch."""
+    return rows.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def make_alike(cls, **options) -> tuple[nn.Module, nn.Module]:
+    """The same module twice, the second one sharded."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(cls(**options))
+    return made[0], weft.fully_shard(made[1])
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: nets.full(parameter) for name, parameter in model.named_parameters()}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs) -> None:
+    optimizer.zero_grad()
+    model(*inputs).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", weft.optim.ELEMENT_WISE)
+@distributed(2)
+def test_every_element_wise_optimizer_steps_as_over_parameters(name):
+    optimizer = functools.partial(getattr(torch.optim, name), lr=1e-2)
+    plain, model = make_alike(Halves)
+    one = optimizer(plain.parameters())
+    other = weft.optim.flat(getattr(torch.optim, name), model, lr=1e-2)
+    for seed in range(3):
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        step(plain, one, rows)
+        step(model, other, here(rows))
+    torch.testing.assert_close(weights_of(model), weights_of(plain))
+
+
+class Branch(Halves):
+    """The second layer runs when it is asked for."""
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        x = self.used(x)
+        return self.unused(x) if both else x
+
+
+@distributed(2)
+def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient():
+    _, model = make_alike(Branch)
+    per_parameter, _ = make_alike(Branch)
+    weft.fully_shard(per_parameter)
+    one = torch.optim.AdamW(per_parameter.parameters(), lr=0.1)
+    other = weft.optim.flat(torch.optim.AdamW, model, lr=0.1)
+    for both in (False, False, True, False, True):
+        for net, optimizer in ((per_parameter, one), (model, other)):
+            step(net, optimizer, here(torch.ones(4, 5)), both)
+        for parameter, expected in zip(model.parameters(), per_parameter.parameters()):
+            assert torch.equal(nets.full(parameter), nets.full(expected))
+    state = other.state_dict()
+    assert {name: int(entry["step"]) for name, entry in state["state"].items()} == {
+        "used.weight": 5,
+        "used.bias": 5,
+        "unused.weight": 2,
+        "unused.bias": 2,
+    }
+    _, again = make_alike(Branch)
+    again.load_state_dict({name: nets.full(value) for name, value in model.state_dict().items()})
+    resumed = weft.optim.flat(torch.optim.AdamW, again, lr=0.1)
+    resumed.load_state_dict(state)
+    for net, optimizer in ((again, resumed), (model, other)):
+        step(net, optimizer, here(torch.ones(4, 5)))
+    assert all(torch.equal(nets.full(a), nets.full(b)) for a, b in zip(again.parameters(), model.parameters()))
+
+
+@distributed(2)
+def test_parameters_that_are_unfrozen_later_are_stepped():
+    plain, model = nets.make(), nets.make()
+    for net in (plain, model):
+        net.blocks[0].requires_grad_(False)
+    nets.shard(model)
+    one, other = torch.optim.AdamW(plain.parameters(), lr=0.1), weft.optim.flat(torch.optim.AdamW, model, lr=0.1)
+    for number, batch in enumerate(nets.data(4, 4)):
+        for net, optimizer, rows in ((plain, one, batch), (model, other, here(batch))):
+            net.blocks[0].requires_grad_(number > 1)
+            optimizer.zero_grad()
+            nets.loss_of(net, rows).backward()
+            optimizer.step()
+    torch.testing.assert_close(weights_of(model), weights_of(plain))
+    assert int(other.state_dict()["state"]["blocks.0.norm.weight"]["step"]) == 2
+
+    half = Halves()
+    half.used.requires_grad_(False)
+    weft.fully_shard(half.unused)
+    optimizer = weft.optim.flat(torch.optim.AdamW, half)
+    half.used.requires_grad_(True)
+    half(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(ValueError, match=r"used\.weight, used\.bias: not sharded.*shard the root"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@distributed(2)
+def test_a_gradient_scaler_unscales_and_skips_on_all_ranks_alike(fused):
+    plain, model = make_alike(Halves)
+    one = per_parameter(torch.optim.AdamW, plain, lr=0.1)
+    other = weft.optim.flat(torch.optim.AdamW, model, no_decay=small, lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(4):
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+        plain.zero_grad()
+        plain(rows).square().mean().backward()
+        model.zero_grad()
+        scaler.scale(model(here(rows)).square().mean()).backward()
+        if number == 2:
+            before, scale = weights_of(model), scaler.get_scale()
+            part = model.used.weight.grad.to_local()
+            if dist.get_rank() == 0:
+                part.view(-1)[0] = math.inf
+            scaler.step(other)
+            scaler.update()
+            assert scaler.get_scale() == scale / 2
+            torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
+            continue
+        if number % 2:
+            scaler.unscale_(other)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            torch.testing.assert_close(weft.optim.clip_grad_norm_(model, 0.1), expected)
+        one.step()
+        scaler.step(other)
+        scaler.update()
+        torch.testing.assert_close(weights_of(model), weights_of(plain))
+
+
+@distributed(2)
+def test_a_scaler_skips_alike_where_ranks_have_other_experts():
+    meshes = weft.init_meshes("cpu", ep=2)
+    for flat in (False, True):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        weft.fully_shard(model[1], mesh=meshes.expert)
+        weft.fully_shard(model, mesh=meshes.dense, strategy="no_shard")
+        optimizer = (
+            weft.optim.flat(torch.optim.SGD, model, lr=0.1) if flat else torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+        if dist.get_rank() == 0:
+            model[1].weight.grad.to_local().fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+
+
+@distributed(2)
+def test_gradients_of_flat_tensors_are_those_of_the_parameters():
+    plain, model = make_alike(Branch)
+    optimizer = weft.optim.flat(torch.optim.SGD, model, no_decay=small, lr=0.1)
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    assert all(tensor.grad is None for tensor in tensors)
+    rows = torch.randn(4, 5)
+    plain(rows).square().mean().backward()
+    model(here(rows)).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(nets.full(nn.utils.clip_grad_norm_(tensors, 0.1)), expected)
+    for tensor in tensors:
+        tensor.grad = tensor.grad * 2
+    optimizer.step()
+    for parameter, other in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(nets.full(parameter), other.detach() - 0.2 * other.grad)
+    tensors[0].grad = None
+    assert model.used.weight.grad is None
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("once"))
+    torch.optim.SGD(plain.parameters())  # makes torch put hooks around the step of the class as well
+    optimizer.step()
+    assert calls == ["once"]
+
+
+class Complex(nn.Module):
+    """A complex parameter of which one rank has nothing, and an ordinary one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(1, dtype=torch.complex64))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.turn).abs()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@distributed(2)
+def test_norms_count_complex_unsharded_and_frozen_gradients(norm_type):
+    for clip in (nn.utils.clip_grad_norm_, weft.optim.clip_grad_norm_):
+        plain, model = make_alike(Complex)
+        rows = torch.randn(4, 3)
+        for net, mine in ((plain, rows), (model, here(rows))):
+            net(mine).mean().backward()
+        parts = [None, None]
+        dist.all_gather_object(parts, model.turn.to_local().numel())
+        assert sorted(parts) == [0, 1]
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        norm = clip(model if clip is weft.optim.clip_grad_norm_ else model.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(nets.full(norm), expected)
+        for parameter, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(nets.full(parameter.grad), other.grad)
+    assert all(entry.gradient is not None for entry in weft.parameter_norms(model).values())
+
+    plain, ignoring, root_plain = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3))
+    for other in (ignoring, root_plain):
+        other.load_state_dict(plain.state_dict())
+    weft.fully_shard(ignoring, ignored_params=[ignoring[1].weight])
+    weft.fully_shard(root_plain[0])
+    plain(torch.ones(2, 3)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    for model in (ignoring, root_plain):
+        model(torch.ones(2, 3)).sum().backward()
+        model[0].requires_grad_(False)  # its gradients are still there
+        torch.testing.assert_close(weft.optim.clip_grad_norm_(model, 0.1, norm_type), expected)
+        for parameter, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(nets.full(parameter.grad), other.grad)
+
+
+@distributed(2)
+def test_gradients_that_nobody_reduced_are_stepped_and_clipped():
+    plain, model = make_alike(Halves)
+    optimizer = weft.optim.flat(torch.optim.SGD, model, lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norm = weft.optim.clip_grad_norm_(model, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(60.0).sqrt())
+    optimizer.step()
+    torch.testing.assert_close(nets.full(model.used.bias), plain.used.bias.detach() - 1 / norm)
+
+
+@distributed(2)
+def test_state_of_the_ordinary_optimizer_loads_by_its_names():
+    plain, model = make_alike(Halves)
+    named = torch.optim.AdamW(plain.named_parameters(), lr=0.1)
+    flat = weft.optim.flat(torch.optim.AdamW, model, lr=0.2)
+    step(plain, named, torch.ones(2, 5))
+    model.load_state_dict(plain.state_dict())
+    flat.load_state_dict(named.state_dict())
+    for net, optimizer in ((plain, named), (model, flat)):
+        step(net, optimizer, torch.ones(2, 5))
+    torch.testing.assert_close(weights_of(model), weights_of(plain))
+    with pytest.raises(ValueError, match=r"numbers in place of parameter names.*named_parameters.*get_optimizer_state"):
+        flat.load_state_dict(torch.optim.AdamW(plain.parameters()).state_dict())
+
+
 @distributed(2)
 def test_wrong_use_is_named():
     net = nets.shard(nets.make())
@@ -149,3 +402,19 @@ def test_wrong_use_is_named():
     del state["state"]["gain"]
     with pytest.raises(ValueError, match=r"missing \['gain'\]"):
         weft.optim.flat(torch.optim.AdamW, net).load_state_dict(state)
+    optimizer = weft.optim.flat(torch.optim.AdamW, net, no_decay=small)
+    with pytest.raises(ValueError, match="FlatAdamW has all parameters of its model: build it again"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    other = weft.optim.flat(torch.optim.AdamW, net, no_decay=lambda name, p: small(name, p) or name.startswith("emb"))
+    with pytest.raises(ValueError, match=r"embedding\.weight from 0 to 1: give flat\(\) the no_decay"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="2 there, 1 here"):
+        weft.optim.flat(torch.optim.AdamW, net).load_state_dict(optimizer.state_dict())
+    with pytest.raises(TypeError, match="got generator, not a module: pass the sharded model itself"):
+        weft.optim.clip_grad_norm_(net.parameters(), 1.0)
+    with pytest.raises(ValueError, match="norm_type=0: choose a positive number"):
+        weft.optim.grad_norm(net, 0)
+    nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    net.gain.grad.to_local().fill_(math.nan)
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of all gradients is nan"):
+        weft.optim.clip_grad_norm_(net, 1.0, error_if_nonfinite=True)

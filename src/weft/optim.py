@@ -117,12 +117,16 @@ class _FlatOptimizer(torch.optim.Optimizer):
         for group in self._groups:
             group.gradients.take_over()
         for run in list(self._runs):
-            if any(run.present):
-                self._divide(run, run.present)
+            present = run.present
+            if any(present) and not all(present):
+                self._divide(run, present)
+        step = super().step
+        if getattr(step, "hooked", False):  # by torch, which has wrapped this method too: hooks run once
+            step = step.__wrapped__.__get__(self)  # type: ignore[attr-defined]
         try:
             for run in self._runs:
                 run.begin_step()
-            super().step()
+            step()
         finally:
             for run in self._runs:
                 run.end_step()
@@ -178,10 +182,10 @@ class _FlatOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for whole in list(self._runs):
                 for run in self._divide(whole, [_shared(state.get(name), shaped) for name in whole.names]):
-                    saved = [state[name] for name in run.names if name in state]
-                    if saved:
+                    entries_here = [state[name] for name in run.names if name in state]
+                    if entries_here:
                         self.state.pop(run.flat, None)
-                    for number, values in enumerate(saved):
+                    for number, values in enumerate(entries_here):
                         for key, value in values.items():
                             self._load(run, number, key, value, key in shaped)
 
@@ -221,9 +225,7 @@ class _FlatOptimizer(torch.optim.Optimizer):
         """Raise ValueError unless `state` and `groups` are of this optimizer's parameters; frozen ones may be missing,
         which may have been left out when the other was built."""
         mine = {name: number for number, names in enumerate(self._names()) for name in names}
-        frozen = {
-            name for run in self._runs for name, p in zip(run.names, run.parameters) if not p.requires_grad
-        }
+        frozen = {name for run in self._runs for name, p in zip(run.names, run.parameters) if not p.requires_grad}
         missing, unexpected = sorted(mine.keys() - state.keys() - frozen), sorted(state.keys() - mine.keys())
         if missing or unexpected:
             raise ValueError(f"optimizer state of other parameters: missing {missing}, unexpected {unexpected}")

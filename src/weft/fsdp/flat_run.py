@@ -1,10 +1,10 @@
 """Neighbouring parameters of one group as one flat parameter, whose gradient is looked up when somebody asks.
 
-    main weights of a group     | norm | qkv .... | out .... | up ......... |
-    one run                            |<------------------->|
-    its flat parameter                 a view of what lies here, a plain tensor: what an optimizer's step works on
-    `.grad` of it                      a DTensor over all ranks: gradient scalers and norms see the whole
-    `.grad` of it in a step            a view of what lies here of the main gradients, as the parameter is
+main weights of a group     | norm | qkv .... | out .... | up ......... |
+one run                            |<------------------->|
+its flat parameter                 a view of what lies here, a plain tensor: what an optimizer's step works on
+`.grad` of it                      a DTensor over all ranks: gradient scalers and norms see the whole
+`.grad` of it in a step            a view of what lies here of the main gradients, as the parameter is
 """
 
 import weakref
@@ -24,7 +24,7 @@ from weft.fsdp.parameter_group import ParameterGroup
 
 
 class FlatParameter(nn.Parameter):
-    """What lies here of a run. Its `.grad` is that of the run's parameters at any time, and nothing that can be stale."""
+    """What lies here of a run. Its `.grad` is at any time that of the run's parameters: it cannot be stale."""
 
     _run: "weakref.ref[FlatRun]"
 
@@ -42,7 +42,7 @@ class FlatParameter(nn.Parameter):
 
 
 for _known in (_optim_foreach_types, _util_foreach_types):
-    _known.append(FlatParameter)
+    _known.append(FlatParameter)  # type: ignore[arg-type]
 
 
 class FlatRun:
@@ -69,7 +69,9 @@ class FlatRun:
         self.flat = FlatParameter(main.within(self._start, self._stop))
         self.flat._run = weakref.ref(self)
         self._whole: UnevenDTensor | None = None
-        self._in_step: torch.Tensor | None = None
+        self._here: torch.Tensor | None = None
+        self._in_step = False
+        self._has_gradient = False
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -81,8 +83,8 @@ class FlatRun:
     @property
     def gradient(self) -> torch.Tensor | None:
         """The members' gradients, zero for those that have none beside others; None where none has one."""
-        if self._in_step is not None:
-            return self._in_step
+        if self._in_step:
+            return self._here if self._has_gradient else None
         gradients = self.group.gradients
         if not any(self.present) or not gradients.take_over() or gradients.main is None:
             return None
@@ -105,12 +107,13 @@ class FlatRun:
     def begin_step(self) -> None:
         """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
         main = self.group.gradients.main
-        if main is not None and any(self.present):
-            self._in_step = main.within(self._start, self._stop)
+        self._in_step, self._has_gradient = True, main is not None and any(self.present)
+        if self._here is None and main is not None:
+            self._here = main.within(self._start, self._stop)
 
     def end_step(self) -> None:
         """The gradient is one over all ranks again."""
-        self._in_step = None
+        self._in_step = False
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
         """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""
@@ -118,10 +121,9 @@ class FlatRun:
         placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
         if parallel is None:
             return UnevenDTensor.make(local, self._cuts, main.mesh, placements)
-        (numel,), beyond = self._cuts.shape, Replicate()
-        if parallel.is_spread:
-            numel, beyond = numel * parallel.spec.mesh.size(), Shard(0)
-        return UnevenDTensor.make(local, self._cuts, parallel.mesh, (*placements, beyond), shape=torch.Size([numel]))
+        beyond: Placement = Shard(0) if parallel.is_spread else Replicate()
+        shape = torch.Size([self._cuts.shape[0] * (parallel.spec.mesh.size() if parallel.is_spread else 1)])
+        return UnevenDTensor.make(local, self._cuts, parallel.mesh, (*placements, beyond), shape=shape)
 
     # --- members ------------------------------------------------------------------------------------------------------
 

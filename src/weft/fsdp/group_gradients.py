@@ -212,16 +212,18 @@ class GroupGradients:
     def take_over(self) -> bool:
         """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
         held = [parameter.grad for parameter in self._sharded]
-        if self.main is None:
+        main = self.main
+        if main is None:
             if all(gradient is None for gradient in held):
                 return False
-            self._open_main().local.zero_()  # somebody set gradients before the first reduction
+            main = self._open_main()  # somebody set gradients before the first reduction
+            main.local.zero_()
         foreign = [n for n, (mine, gradient) in enumerate(zip(self._published, held)) if gradient is not mine]
         if not foreign:
             return True
         if all(gradient is None for gradient in held):
             return False
-        views = self.main.views()
+        views = main.views()
         for number in foreign:
             if held[number] is None:
                 views[number].zero_()
