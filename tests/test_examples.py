@@ -48,7 +48,7 @@ def test_the_readme_shows_the_example_as_it_is():
     "page",
     [
         *("sharding", "composition", "gradients", "precision", "memory", "debugging", "experts", "overlap"),
-        *("from-fsdp2", "from-megatron-fsdp"),
+        *("from-fsdp2", "from-megatron-fsdp", "optimizers"),
     ],
 )
 @distributed(2)
@@ -67,6 +67,7 @@ PAGES_WITH_TESTS = [
     "debugging",
     "from-fsdp2",
     "from-megatron-fsdp",
+    "optimizers",
 ]
 
 

@@ -1,12 +1,12 @@
 """Optimizers over flat tensors give the numbers of the same optimizer over parameters."""
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import weft
 from tests.fsdp import nets
@@ -162,26 +162,46 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", weft.optim.ELEMENT_WISE)
-@distributed(2)
-def test_every_element_wise_optimizer_steps_as_over_parameters(name):
-    optimizer = functools.partial(getattr(torch.optim, name), lr=1e-2)
-    plain, model = make_alike(Halves)
-    one = optimizer(plain.parameters())
-    other = weft.optim.flat(getattr(torch.optim, name), model, lr=1e-2)
-    for seed in range(3):
-        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
-        step(plain, one, rows)
-        step(model, other, here(rows))
-    torch.testing.assert_close(weights_of(model), weights_of(plain))
-
-
 class Branch(Halves):
     """The second layer runs when it is asked for."""
 
     def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
         x = self.used(x)
         return self.unused(x) if both else x
+
+
+@pytest.mark.parametrize("name", [*weft.optim.ELEMENT_WISE, "LBFGS"])
+@distributed(2)
+def test_every_element_wise_optimizer_steps_as_over_parameters(name):
+    optimizer = getattr(torch.optim, name)
+    plain, sharded = make_alike(Branch)
+    _, model = make_alike(Branch)
+    runs = [(plain, optimizer(plain.parameters(), lr=1e-2))]
+    if name != "Rprop":  # which indexes its gradients
+        runs.append((sharded, optimizer(sharded.parameters(), lr=1e-2)))
+    if name != "LBFGS":  # which looks at all parameters at once
+        runs.append((model, weft.optim.flat(optimizer, model, lr=1e-2)))
+    for seed in range(4):
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        for net, stepping in runs:
+
+            def closure(net=net, stepping=stepping, rows=rows if net is plain else here(rows)):
+                stepping.zero_grad()
+                loss = net(rows).square().mean()
+                loss.backward()
+                return loss
+
+            stepping.step(closure)
+    for net, _ in runs[1:]:
+        torch.testing.assert_close(weights_of(net), weights_of(plain))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Rprop])
+@distributed(2)
+def test_optimizers_that_change_gradients_by_index_or_row_refuse_what_is_cut(optimizer):
+    _, model = make_alike(Branch)
+    with pytest.raises(TypeError, match="changes a sharded parameter in a way that its cuts do not allow"):
+        step(model, optimizer(model.parameters()), torch.ones(2, 5))
 
 
 @distributed(2)
@@ -383,6 +403,14 @@ def test_state_of_the_ordinary_optimizer_loads_by_its_names():
     for net, optimizer in ((plain, named), (model, flat)):
         step(net, optimizer, torch.ones(2, 5))
     torch.testing.assert_close(weights_of(model), weights_of(plain))
+    _, model = make_alike(Branch)
+    sharded, flat = torch.optim.AdamW(model.parameters(), lr=0.1), weft.optim.flat(torch.optim.AdamW, model)
+    step(model, sharded, torch.ones(2, 5))
+    flat.load_state_dict(get_optimizer_state_dict(model, sharded))
+    assert torch.equal(
+        nets.full(flat.state_dict()["state"]["used.weight"]["exp_avg"]),
+        nets.full(sharded.state[model.used.weight]["exp_avg"]),
+    )
     with pytest.raises(ValueError, match=r"numbers in place of parameter names.*named_parameters.*get_optimizer_state"):
         flat.load_state_dict(torch.optim.AdamW(plain.parameters()).state_dict())
 
@@ -390,8 +418,9 @@ def test_state_of_the_ordinary_optimizer_loads_by_its_names():
 @distributed(2)
 def test_wrong_use_is_named():
     net = nets.shard(nets.make())
-    with pytest.raises(ValueError, match="Muon is not element-wise"):
-        weft.optim.flat(torch.optim.Muon, net)
+    for optimizer in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
+        with pytest.raises(ValueError, match=f"{optimizer.__name__} is not element-wise"):
+            weft.optim.flat(optimizer, net)
     with pytest.raises(ValueError, match="Linear has no sharded module"):
         weft.optim.flat(torch.optim.AdamW, nn.Linear(2, 2))
     blocks_only = nets.make()
