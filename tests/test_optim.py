@@ -182,10 +182,11 @@ def test_every_element_wise_optimizer_steps_as_over_parameters(name):
     if name != "LBFGS":  # which looks at all parameters at once
         runs.append((model, weft.optim.flat(optimizer, model, lr=1e-2)))
     for seed in range(4):
-        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         for net, stepping in runs:
+            rows = batch if net is plain else here(batch)
 
-            def closure(net=net, stepping=stepping, rows=rows if net is plain else here(rows)):
+            def closure(net=net, stepping=stepping, rows=rows):
                 stepping.zero_grad()
                 loss = net(rows).square().mean()
                 loss.backward()

@@ -50,7 +50,7 @@ def flat(
 
     `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides alike on all of them.
 
-    Frozen parameters belong to it and are stepped from when they have gradients.
+    Frozen parameters belong to it, and are stepped once they have gradients.
 
     Raises ValueError for an optimizer that is not element-wise, or that does not take gradients of another dtype than
     the weights where `main_grads_dtype` asks for them, and for trainable parameters outside of any unit.
@@ -182,11 +182,13 @@ class _FlatOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for whole in list(self._runs):
                 for run in self._divide(whole, [_shared(state.get(name), shaped) for name in whole.names]):
-                    entries_here = [state[name] for name in run.names if name in state]
-                    if entries_here:
-                        self.state.pop(run.flat, None)
-                    for number, values in enumerate(entries_here):
-                        for key, value in values.items():
+                    if run.names[0] not in state:
+                        continue  # frozen, and left out there
+                    old = self.state[run.flat]
+                    for key in old.keys() - state[run.names[0]].keys():
+                        del old[key]
+                    for number, name in enumerate(run.names):
+                        for key, value in state[name].items():
                             self._load(run, number, key, value, key in shaped)
 
     def _load(self, run: FlatRun, number: int, key: str, value: Any, shaped: bool) -> None:
