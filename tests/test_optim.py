@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
 from tests.fsdp import nets
@@ -334,6 +335,33 @@ def test_gradients_of_flat_tensors_are_those_of_the_parameters():
     torch.optim.SGD(plain.parameters())  # makes torch put hooks around the step of the class as well
     optimizer.step()
     assert calls == ["once"]
+
+
+@distributed(2)
+def test_gradients_of_flat_tensors_span_the_slices_of_tensor_parallelism():
+    plain, model = make_alike_sequence(), make_alike_sequence()
+    meshes = weft.init_meshes("cpu", tp=2)
+    parallelize_module(model, meshes.tp, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    weft.fully_shard(model, mesh=meshes.dense)
+    optimizer = weft.optim.flat(torch.optim.SGD, model, no_decay=small, lr=0.1)
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for net in (plain, model):
+        net(torch.ones(2, 4)).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 9.0)
+    torch.testing.assert_close(nets.full(nn.utils.clip_grad_norm_(tensors, 9.0)), expected)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    if dist.get_rank() == 0:
+        model[0].weight.grad.to_local().fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def make_alike_sequence() -> nn.Sequential:
+    """The same two layers each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
 
 class Complex(nn.Module):
