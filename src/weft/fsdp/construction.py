@@ -11,12 +11,24 @@ its `reset_parameters()`: children before parents, in the order in which constru
 sharded in the order in which the model builds them draw the random numbers that it would draw on a real device. The
 ranks take rank 0's values, whatever state their random generators were in.
 
+What is on a real device already, such as weights that were loaded with `assign=True`, keeps its values: the fillers see
+copies of it, one module's at a time. What a filler leaves as it was is an error and never garbage: the memory is empty
+in a way that can be seen.
+
+    dtype                                  empty memory holds            not filled, if it is left in
+    -------------------------------------  ----------------------------  -----------------------------------
+    floating (not 8 bits), complex         NaN, with every bit set       any element
+    bool                                   neither False nor True        any element
+    integers of 32 and 64 bits             a number that nobody chooses  any element
+    what has few values: 8 bits, int16     the same bytes                all elements, of 8 bytes or more
+
 A tied parameter is filled once, by the first module that can. One that tensor parallelism has placed is filled whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices by themselves, as experts do, says
 `fills_slices = True`: its `reset_parameters` finds the DTensors.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,16 +42,16 @@ from weft.fsdp.parameter_group import Slot
 
 
 def materialize(
-    modules: Collection[nn.Module],
+    modules: Mapping[nn.Module, str],
     slots: Mapping[nn.Parameter, Slot],
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
     """Give what `modules` own on the meta device memory on `device` and rank 0's initial values.
 
-    `slots`: the parameters that are to have values, each with its owners. `groups`: of the mesh axes. Returns, by the
-    parameters on the meta device, those that are registered in their place. Raises ValueError for a module that cannot
-    fill what it owns.
+    `modules`: with what their parameters' names begin with. `slots`: the parameters that are to have values, each with
+    its owners. `groups`: of the mesh axes. Returns, by the parameters on the meta device, those that are registered in
+    their place. Raises ValueError for a module that cannot fill what it owns, or does not.
     """
     empty = {parameter: slot for parameter, slot in slots.items() if parameter.is_meta}
     buffers = [
@@ -51,8 +63,9 @@ def materialize(
     order = _children_first(modules)
     filled_in = {parameter: _filled_in(slot, order) for parameter, slot in empty.items()}
     asked = {module for module, *_ in (*filled_in.values(), *buffers)}
-    fillers = [_checked_filler(module) for module in order if module in asked]
+    fillers = {module: _checked_filler(module) for module in order if module in asked}
 
+    kept = {id(tensor) for module in modules for tensor in _real_tensors(module)}
     real: dict[torch.Tensor, Any] = {}
     for parameter, (module, name) in filled_in.items():  # elsewhere it is still on the meta device: no second filling
         memory = _memory_for(parameter, module, device)
@@ -61,14 +74,23 @@ def materialize(
         if buffer not in real:
             real[buffer] = _memory_for(buffer, module, device)
         module._buffers[name] = real[buffer]
-    for fill in fillers:
-        fill()
+    places = [(module._parameters, name, parameter) for parameter, (module, name) in filled_in.items()]
+    places += [(module._buffers, name, buffer) for module, name, buffer in buffers]
+    for module, fill in fillers.items():
+        with _shielded([each for each in module.modules() if each in order], kept):
+            fill()
+        for where, name, tensor in places:
+            _take_over(where, name, real[tensor])
 
     to_slice = [tensor for tensor in real if isinstance(tensor, DTensor) and not isinstance(real[tensor], DTensor)]
     everyone = [*groups, *dict.fromkeys(group_of(tensor.device_mesh, 0) for tensor in to_slice)]
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(_local(filled.detach()), group)
+    for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none goes on alone
+        _check_filled(real[parameter], module, name, slots[parameter].name)
+    for module, name, buffer in buffers:
+        _check_filled(real[buffer], module, name, modules[module] + name)
     for tensor in to_slice:
         real[tensor] = _placed(real[tensor], tensor)
     for module, name, buffer in buffers:
@@ -134,10 +156,88 @@ def _end(module: nn.Module, ahead: dict[nn.Module, None], ordered: dict[nn.Modul
 
 
 def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:
-    """What `module` fills: the whole tensor, or a DTensor's slice if that is what it can fill."""
+    """What `module` fills, visibly empty: the whole tensor, or a DTensor's slice if that is what it can fill."""
     if isinstance(tensor, DTensor) and getattr(module, "fills_slices", False):
-        return torch.empty_like(tensor, device=device)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        memory = torch.empty_like(tensor, device=device)
+    else:
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    _local(memory).untyped_storage().fill_(_empty_byte(tensor.dtype))
+    return memory
+
+
+def _real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and not tensor.is_meta:
+            yield tensor
+
+
+@contextmanager
+def _shielded(modules: Iterable[nn.Module], kept: set[int]) -> Iterator[None]:
+    """Inside, `modules` have copies of those of their tensors that are `kept`, by id; they are shared alike."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in modules:
+        for where in (module._parameters, module._buffers):
+            places += [(where, name, tensor) for name, tensor in where.items() if id(tensor) in kept]
+    for where, name, tensor in places:
+        if tensor not in copies:
+            copy = tensor.detach().clone()
+            copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+            vars(copies[tensor]).update(vars(tensor))
+        where[name] = copies[tensor]
+    try:
+        yield
+    finally:
+        for where, name, tensor in places:
+            where[name] = tensor
+
+
+def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
+    """A filler may have assigned a tensor of its own where it had memory to fill."""
+    assigned, where[name] = where.get(name), memory
+    if assigned is not memory and assigned is not None and not assigned.is_meta:
+        if assigned.shape != memory.shape:
+            raise ValueError(
+                f"reset_parameters() replaced {name!r} of shape {tuple(memory.shape)} by one of {tuple(assigned.shape)}: "
+                "it must keep the shapes with which the module was built"
+            )
+        with torch.no_grad():
+            memory.copy_(assigned)
+
+
+def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: str) -> None:
+    """Raise ValueError if `name` of `module`, in its unit `called`, was not filled."""
+    if _has_empty(_local(filled.detach())):
+        raise ValueError(
+            f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
+            f"{type(module).__name__} left memory of its {name!r} as it was; fill all of it there, or load or build it "
+            "on a real device"
+        )
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED_AT_ONCE = 1 << 20
+_ENOUGH_TO_TELL = 8
+
+
+def _empty_byte(dtype: torch.dtype) -> int:
+    return 0xFF if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool else 0xA5
+
+
+def _has_empty(tensor: torch.Tensor) -> bool:
+    """Whether memory is left as `_memory_for` made it, as far as the dtype lets see."""
+    dtype = tensor.dtype
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    rows = tensor if tensor.ndim else tensor.unsqueeze(0)
+    word = _WORDS[rows.dtype.itemsize]
+    empty = int.from_bytes(bytes([_empty_byte(dtype)]) * word.itemsize, "little", signed=True)
+    at_once = max(1, _COMPARED_AT_ONCE * len(rows) // max(1, rows.numel()))
+    exact = dtype == torch.bool or dtype.itemsize >= (2 if dtype.is_floating_point or dtype.is_complex else 4)
+    if not exact and tensor.nbytes < _ENOUGH_TO_TELL:
+        return False
+    decide = torch.any if exact else torch.all
+    return bool(decide(torch.stack([decide(part.view(word) == empty) for part in rows.split(at_once)])))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,8 +128,7 @@ def fully_shard(
             _sharded_elsewhere[parameter] = (weakref.ref(unit), group, slot)
         group.register(full=False)
     for parameter, (ref, group, slot) in tied.items():
-        slot.owners.extend(found[parameter].owners)
-        group.register(full=False)
+        slot.share(found[parameter].owners)
         if (other := ref()) is not None and other not in unit.tied:
             unit.tied.append(other)
     below = list(dict.fromkeys(inner for one in modules for inner in units_under(one)))
@@ -241,7 +240,7 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
     for module, prefix in owners.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                slot = slots.setdefault(parameter, Slot(prefix + name))
+                slot = slots.setdefault(parameter, Slot(prefix + name, parameter))
                 slot.owners.append((weakref.ref(module), name))
     return slots
 

@@ -44,9 +44,9 @@ class FSDPModule:
                     f"the sharded {kind_of(self)} would change from {group.recipe.main} on {group.home} to "  # type: ignore[arg-type]
                     f"{probe.dtype} on {probe.device}: convert it before fully_shard, or use weft.MixedPrecisionPolicy"
                 )
-        for group in groups:
-            group.withdraw()
         try:
+            for group in groups:
+                group.withdraw()
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
             for unit in units_under(self, recurse):

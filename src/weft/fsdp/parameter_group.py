@@ -34,17 +34,32 @@ from weft.fsdp.tensor_parallel import TensorParallel
 
 @dataclass
 class Slot:
-    """One parameter: where it is registered, and its name in the unit."""
+    """One parameter: where it is registered, its name in the unit, and what is registered there now."""
 
     name: str
+    there: nn.Parameter | None
     owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
+    own: tuple[nn.Parameter, ...] = ()
+    """What its group registers here."""
 
-    def register(self, parameter: nn.Parameter | None) -> None:
-        """Put `parameter` in every place that shares it."""
+    def register(self, parameter: nn.Parameter | None) -> bool:
+        """Put `parameter` in every place that shares it; whether nobody else had put something there."""
+        there, untouched = self.there, True
         for owner, name in self.owners:
             module = owner()
             if module is not None:
-                module._parameters[name] = parameter
+                places = module._parameters
+                found = places.get(name)
+                if found is not there and not any(found is each for each in self.own):
+                    untouched = False
+                places[name] = parameter
+        self.there = parameter
+        return untouched
+
+    def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
+        """Register the parameter in more places."""
+        self.owners.extend(owners)
+        self.register(self.there)
 
 
 class ParameterGroup:
@@ -95,6 +110,8 @@ class ParameterGroup:
             vars(sharded).update(vars(parameter))
             if self.recipe.main_grad != self.recipe.main:
                 sharded.grad_dtype = self.recipe.main_grad
+        for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
+            slot.own = tuple(own)
         self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
         self.channel = next_channel(self.groups[-1])
         """Keeps the messages of its gathers apart from those of other groups."""
@@ -267,9 +284,8 @@ class ParameterGroup:
             self.piece.drop(pool)
 
     def withdraw(self) -> None:
-        """Leave the parameters' places empty, until `register`."""
-        for slot in self.slots:
-            slot.register(None)
+        """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
+        _refuse_replaced([slot for slot in self.slots if not slot.register(None)])
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones."""
@@ -293,9 +309,10 @@ class ParameterGroup:
             pool.give(self.transient)
 
     def register(self, full: bool) -> None:
-        """Register the full parameters, or the sharded ones."""
-        for slot, parameter in zip(self.slots, self.full_parameters if full else self.sharded_parameters):
-            slot.register(parameter)
+        """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""
+        parameters = self.full_parameters if full else self.sharded_parameters
+        # All are registered before anything is said, or the next call would find what this one left.
+        _refuse_replaced([slot for slot, each in zip(self.slots, parameters) if not slot.register(each)])
 
     # --- slices of tensor parallelism ---------------------------------------------------------------------------------
 
@@ -325,6 +342,17 @@ class ParameterGroup:
                 yield self.gradients.main.within(start, stop), group
             else:
                 yield self.main_weight.local[:0], group
+
+
+def _refuse_replaced(slots: Sequence[Slot]) -> None:
+    if slots:
+        names = ", ".join(repr(slot.name) for slot in slots)
+        raise RuntimeError(
+            f"parameter {names} of a sharded module was replaced or removed, by assignment or by "
+            "torch.func.functional_call: what a unit gathers lies in its flat buffer, so its own parameters are back "
+            "in place; write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
+            "fully_shard"
+        )
 
 
 def _ignore(full: torch.Tensor) -> None:
