@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import weft
 from tests.fsdp import nets
@@ -85,6 +85,17 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
         weft.fully_shard(block, outer_strategy="optim")
     with refused(ValueError, "gradient_divide_factor=0", "positive"):
         weft.fully_shard(block, gradient_divide_factor=0)
+    for factor in (-1, float("nan"), float("inf")):
+        with refused(ValueError, f"gradient_divide_factor={factor}", "positive", "finite"):
+            weft.fully_shard(block, gradient_divide_factor=factor)
+    with refused(TypeError, "gradient_divide_factor='2'", "positive number"):
+        weft.fully_shard(block, gradient_divide_factor="2")
+    with refused(TypeError, "mesh='cpu'", "DeviceMesh", "None"):
+        weft.fully_shard(block, mesh="cpu")
+    with refused(TypeError, "runtime={}", "weft.RuntimeOptions"):
+        weft.fully_shard(block, runtime={})
+    with refused(TypeError, "shard_placement_fn=Shard(dim=0)", "function"):
+        weft.fully_shard(block, shard_placement_fn=Shard(0))
     with refused(TypeError, "mp_policy='bf16'", "MixedPrecisionPolicy"):
         weft.fully_shard(block, mp_policy="bf16")
     with refused(TypeError, "offload_policy=True", "OffloadPolicy"):
@@ -92,8 +103,109 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
     sharded = weft.fully_shard(block)
     with refused(ValueError, "set_requires_all_reduce(False)", "set_requires_gradient_sync"):
         sharded.set_requires_all_reduce(False)
-    with refused(ValueError, "gradient divide factor -1", "positive"):
-        sharded.set_gradient_divide_factor(-1)
+    for factor in (-1, 0, float("nan"), float("inf")):
+        with refused(ValueError, f"gradient divide factor {factor}", "positive", "finite"):
+            sharded.set_gradient_divide_factor(factor)
+    for factor in ("2", True, [2]):
+        with refused(TypeError, f"gradient divide factor {factor!r}", "positive number"):
+            sharded.set_gradient_divide_factor(factor)
+    with refused(TypeError, "set_all_reduce_hook('sum')", "function"):
+        sharded.set_all_reduce_hook("sum")
+
+
+@distributed(2)
+def test_ignored_parameters_are_parameters():
+    block = nets.Block(4, 4)
+    names = [name for name, _ in block.named_parameters()]
+    with refused(TypeError, "ignored_params contains 'norm.weight'", "the parameters themselves"):
+        weft.fully_shard(block, ignored_params=names)
+    with refused(TypeError, "ignored_params contains a tuple", "set(module.parameters())"):
+        weft.fully_shard(block, ignored_params=block.named_parameters())
+    for single in (block.norm.weight, block, "norm.weight", 1):
+        with refused(TypeError, f"ignored_params is a {type(single).__name__}", "the parameters themselves"):
+            weft.fully_shard(block, ignored_params=single)
+    elsewhere = nn.Parameter(torch.ones(1))  # torch takes one set for every call
+    weft.fully_shard(block, ignored_params=iter([block.norm.weight, elsewhere]))
+    ignored = [name for name, parameter in block.named_parameters() if not isinstance(parameter, DTensor)]
+    assert ignored == ["norm.weight"]
+
+
+@distributed(2)
+def test_switches_are_bools():
+    sharded = weft.fully_shard(nets.Block(4, 4))
+    for method in (
+        *("set_is_last_backward", "set_requires_gradient_sync", "set_requires_all_reduce"),
+        *("set_reshard_after_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms"),
+        *("set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"),
+        "set_allocate_memory_from_process_group_for_comm",
+    ):
+        for wrong in ("no", None, [False]):
+            with refused(TypeError, f"{method}({wrong!r})", "True or False"):
+                getattr(sharded, method)(wrong)
+    sharded.set_requires_gradient_sync(0)
+    sharded.set_is_last_backward(torch.tensor(False))
+    assert sharded._weft_unit.requires_gradient_sync is False and sharded._weft_unit.runtime.last_backward is False
+
+
+@distributed(2)
+def test_only_sharded_modules_of_the_same_model_are_prefetched():
+    def two_units():
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in net:
+            weft.fully_shard(layer)
+        net[0].set_modules_to_forward_prefetch([net[1]])  # before the root is sharded, too
+        return weft.fully_shard(net)
+
+    net, other = two_units(), two_units()
+    for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+        with refused(TypeError, f"{method} got a Linear", "a list of sharded modules"):
+            getattr(net[0], method)(net[1])
+        with refused(ValueError, "Linear is not sharded", "fully_shard"):
+            getattr(net[0], method)([nn.Linear(2, 2)])
+        with refused(ValueError, f"{method} of '0' got '1'", "another root", "same model"):
+            getattr(net[0], method)([other[1]])
+        getattr(net[0], method)((net[1],))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@distributed(2)
+def test_embeddings_with_sparse_gradients_are_refused(kind):
+    with refused(ValueError, f"{kind.__name__}(sparse=True), 0", "sparse=False", "ignored_params"):
+        weft.fully_shard(nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 4)))
+    frozen = kind(8, 4, sparse=True).requires_grad_(False)
+    net = weft.fully_shard(nn.Sequential(frozen, nn.Linear(4, 4)))
+    net(torch.arange(8).view(4, 2)).sum().backward()
+
+
+@distributed(2)
+def test_parameters_that_are_replaced_after_sharding_are_named_and_the_model_goes_on():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    expected = net(x)
+    for layer in net:
+        weft.fully_shard(layer)
+    weft.fully_shard(net)
+    own = net[0].weight
+
+    def refuses(call):
+        with refused(RuntimeError, "parameter 'weight'", "replaced or removed", "copy_", "before fully_shard"):
+            call()
+        net.reset_iter_state()
+        assert net[0].weight is own
+        torch.testing.assert_close(net(x), expected)
+
+    given = {name: torch.zeros(parameter.shape) for name, parameter in net.named_parameters()}
+    refuses(lambda: torch.func.functional_call(net, given, (x,)))
+    for replacement in (nn.Parameter(torch.zeros(4, 4)), None):
+        net[0].weight = replacement
+        refuses(lambda: net(x))
+    del net[0].weight
+    refuses(lambda: net(x))
+    net[0].weight = nn.Parameter(torch.zeros(4, 4))
+    refuses(lambda: net.to(torch.float32))
+    net[0].weight = net[0].weight
+    torch.testing.assert_close(net(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +218,21 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
 )
 def test_runtime_options_are_checked(option, said):
     with refused(ValueError, *said):
+        weft.RuntimeOptions(**option)
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ({"separate_all_gather_group": "yes"}, ["separate_all_gather_group='yes'", "True or False"]),
+        ({"check_collectives": "no"}, ["check_collectives='no'", "True or False"]),
+        ({"max_live_reduce_buffers": 1.5}, ["max_live_reduce_buffers=1.5", "an int"]),
+        ({"max_live_reduce_buffers": True}, ["max_live_reduce_buffers=True", "an int"]),
+        ({"prefetch_bytes": "1"}, ["prefetch_bytes='1'", "an int", "None"]),
+    ],
+)
+def test_types_of_runtime_options_are_checked(option, said):
+    with refused(TypeError, *said):
         weft.RuntimeOptions(**option)
 
 

@@ -17,7 +17,7 @@ from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.group_plan import GroupPlan
 from weft.fsdp.hooks import HookDriver
 from weft.fsdp.mesh_dims import data_parallel_mesh
-from weft.fsdp.module import FSDPModule, attach, kind_of, units_under
+from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of, units_under
 from weft.fsdp.offload import OffloadPolicy, offload_of
 from weft.fsdp.parameter_group import ParameterGroup, Slot
 from weft.fsdp.placement import Placements, placements_of
@@ -67,7 +67,7 @@ def fully_shard(
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, or `weft.CPUOffloadPolicy`: sharded weights, gradients and optimizer
             state stay in CPU memory; or torch's.
-        ignored_params: parameters to leave alone.
+        ignored_params: parameters to leave alone, wherever they are: the same may be passed with every call.
         gradient_divide_factor: divide averaged gradients by this as well.
         runtime: `weft.RuntimeOptions`; the root's count.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the axes of a larger `mesh` to take. With axes to
@@ -76,11 +76,18 @@ def fully_shard(
     Raises:
         ValueError: a value that does not fit, a module that is sharded already, a parameter that cannot be sharded; the
             message names the value, the rule and the fix.
-        TypeError: a module or policy of the wrong type.
+        TypeError: an argument of the wrong type.
     """
     modules = _checked_modules(module)
-    if gradient_divide_factor is not None and gradient_divide_factor <= 0:
-        raise ValueError(f"gradient_divide_factor={gradient_divide_factor}: choose a positive number")
+    if gradient_divide_factor is not None:
+        gradient_divide_factor = checked_factor("gradient_divide_factor=", gradient_divide_factor)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks")
+    if runtime is not None and not isinstance(runtime, RuntimeOptions):
+        raise TypeError(f"runtime={runtime!r}: pass weft.RuntimeOptions(...)")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: pass a function of one parameter")
+    ignored = _checked_ignored(ignored_params)
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
     offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
     if dp_mesh_dims is not None:
@@ -94,9 +101,9 @@ def fully_shard(
     reshard_after_forward = _checked_reshard(reshard_after_forward, placements, mesh.size(mesh.ndim - 1))
     device = _device_of(mesh)
 
-    ignored = {id(parameter) for parameter in ignored_params or ()}
     owners = _owners(modules)
     found = {key: value for key, value in _owned_parameters(owners).items() if id(key) not in ignored}
+    _refuse_sparse(owners, found)
     tied = {parameter: _sharded_elsewhere[parameter] for parameter in found if parameter in _sharded_elsewhere}
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
     parallel = {
@@ -173,6 +180,35 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
             "or leave it out"
         )
     return {1: False, shards: True}.get(choice, choice)
+
+
+def _checked_ignored(parameters: Any) -> set[int]:
+    """The ids of `ignored_params`. Those of other modules may be among them: callers pass one set with every call."""
+    fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
+    if parameters is None:
+        return set()
+    if isinstance(parameters, (str, torch.Tensor, nn.Module)) or not isinstance(parameters, Iterable):
+        raise TypeError(f"ignored_params is a {type(parameters).__name__}: {fix}")
+    ignored = set()
+    for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter):
+            named = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
+            raise TypeError(f"ignored_params contains {named}: {fix}")
+        ignored.add(id(parameter))
+    return ignored
+
+
+def _refuse_sparse(owners: dict[nn.Module, str], found: Mapping[nn.Parameter, Slot]) -> None:
+    """Raise for embeddings whose gradients would be sparse tensors: flat buffers of gradients are dense."""
+    for module, prefix in owners.items():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            weight = module._parameters.get("weight")
+            if weight is not None and weight in found and weight.requires_grad:
+                where = prefix.removesuffix(".") or "the module itself"
+                raise ValueError(
+                    f"{type(module).__name__}(sparse=True), {where}: gradients of sharded parameters are dense; build "
+                    "it with sparse=False, or name its weight in ignored_params"
+                )
 
 
 def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMesh:

@@ -1,8 +1,9 @@
 """`FSDPModule`: what a module can do after `fully_shard`."""
 
 import functools
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,10 +78,11 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last before the optimizer; strategies with a partial gradient reduce
         only then."""
-        unit_of(self).runtime.last_backward = is_last_backward
+        unit_of(self).runtime.last_backward = _switch("set_is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients, or accumulates them here (`no_sync`)."""
+        requires_gradient_sync = _switch("set_requires_gradient_sync", requires_gradient_sync)
         for unit in units_under(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
@@ -89,6 +91,7 @@ class FSDPModule:
 
         Raises ValueError for False where a unit's mesh is 1-D, which has no such axis.
         """
+        requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         for unit in units_under(self, recurse):
             if not requires_all_reduce and any(group.mesh.ndim == 1 for group in unit.groups):
                 raise ValueError(
@@ -106,24 +109,29 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether the full weights go after backward; they must before the optimizer steps."""
+        reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Gather these units ahead when this one's forward begins, in place of what the record says."""
-        unit_of(self).forward_prefetch = [weakref.ref(unit_of(checked(module))) for module in modules]
+        """Gather these units ahead when this one's forward begins, in place of what the record says.
+
+        Raises TypeError for what is no list, ValueError for a module that is not sharded or belongs to another model.
+        """
+        unit_of(self).forward_prefetch = _to_prefetch(unit_of(self), "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Gather these units ahead when this one's backward begins, in place of what the record says."""
-        unit_of(self).backward_prefetch = [weakref.ref(unit_of(checked(module))) for module in modules]
+        """Gather these units ahead when this one's backward begins, in place of what the record says. Raises alike."""
+        unit_of(self).backward_prefetch = _to_prefetch(unit_of(self), "set_modules_to_backward_prefetch", modules)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by `factor` in place of the number of ranks."""
-        if factor <= 0:
-            raise ValueError(f"gradient divide factor {factor}: choose a positive number")
-        unit_of(self).replace_average(factor)
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide summed gradients by `factor` in place of the number of ranks; None: by that number again.
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        Raises TypeError for what is no number, ValueError for one that is not positive and finite.
+        """
+        unit_of(self).replace_average(None if factor is None else checked_factor("gradient divide factor ", factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """What torch once called `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
@@ -133,9 +141,12 @@ class FSDPModule:
         `reduced`: what lies on this rank, flat, in the reduce dtype, averaged; the hook may change it. On a 2-D mesh it
         is reduced over both axes. It runs on the stream of the reduction, or on `stream`.
 
-        Raises ValueError for a stream where the mesh is 2-D: there the outer axis has a stream of its own.
+        Raises TypeError for a hook that cannot be called, ValueError for a stream where the mesh is 2-D: there the
+        outer axis has a stream of its own.
         """
         unit = unit_of(self)
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook({hook!r}): pass a function of the reduced gradients")
         if stream is not None:
             if any(group.mesh.ndim == 2 for group in unit.groups):
                 raise ValueError("set_all_reduce_hook(stream=...) on a 2-D mesh: its reductions have a stream; omit it")
@@ -145,6 +156,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Say whether this unit's reductions must be sums that are scaled before or after, never averages."""
+        enable = _switch("set_force_sum_reduction_for_comms", enable)
         for group in unit_of(self).groups:
             group.gradients.sums_only = enable
 
@@ -153,9 +165,10 @@ class FSDPModule:
 
         By default they get none. A parameter that only some ranks used is reduced either way.
         """
+        gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):
             for group in unit.groups:
-                group.gradients.gives_all = reduce_scatter_unused_params
+                group.gradients.gives_all = gives_all
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Say how many units' partial gradients may be alive at once: `RuntimeOptions.max_live_reduce_buffers`, of all
@@ -171,6 +184,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Say whether gathers and reductions have communicators of their own: `RuntimeOptions.
         separate_all_gather_group`, of all units of the model. Every rank of the world calls it."""
+        enable = _switch("set_separate_reduce_scatter_group", enable)
         for runtime in _runtimes(self, recurse):
             runtime.change(separate_all_gather_group=enable)
 
@@ -188,7 +202,7 @@ class FSDPModule:
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """False changes nothing; True is refused: transient memory is one slab of torch's allocator."""
-        if enable:
+        if _switch("set_allocate_memory_from_process_group_for_comm", enable):
             raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm(True): {_OWN_MEMORY}")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -197,7 +211,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's weights."""
-        unit_of(self).unshard_in_backward = unshard_in_backward
+        unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
         """Return every unit to rest after an exception in forward or backward."""
@@ -278,6 +292,37 @@ def kind_of(module: nn.Module) -> str:
 def unit_of(module: Any) -> Unit:
     """The unit of a sharded module."""
     return module._weft_unit
+
+
+def checked_factor(what: str, factor: Any) -> float:
+    """`factor`, if gradients can be divided by it. Raises TypeError or ValueError if not; `what`: its name."""
+    if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
+        raise TypeError(f"{what}{factor!r}: choose a positive number")
+    if not 0 < float(factor) < math.inf:
+        raise ValueError(f"{what}{factor}: choose a positive number that is finite")
+    return float(factor)
+
+
+def _switch(method: str, value: Any) -> bool:
+    """`value` as a bool. An integer will do, as with torch; a text, of which most are true, will not."""
+    if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy's too
+        raise TypeError(f"{method}({value!r}): choose True or False")
+    return bool(value)
+
+
+def _to_prefetch(unit: Unit, method: str, modules: Any) -> "list[weakref.ref[Unit]]":
+    """The units of `modules`, which `unit` may gather ahead."""
+    if isinstance(modules, FSDPModule) or not isinstance(modules, Iterable):
+        raise TypeError(f"{method} got a {kind_of(modules)}: pass a list of sharded modules")
+    units = [unit_of(checked(module)) for module in modules]
+    for other in units:
+        # One that is the root of its own may still come under the same root.
+        if other.runtime is not unit.runtime and other.number and unit.number:
+            raise ValueError(
+                f"{method} of {unit.name or unit.kind!r} got {other.name or other.kind!r}, which is under another root: "
+                "pass modules of the same model, after its root is sharded"
+            )
+    return [weakref.ref(other) for other in units]
 
 
 def checked(module: Any) -> FSDPModule:

@@ -54,6 +54,13 @@ class RuntimeOptions:
     check_collectives: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("separate_all_gather_group", "check_collectives"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r}: choose True or False")
+        if isinstance(self.max_live_reduce_buffers, bool) or not isinstance(self.max_live_reduce_buffers, int):
+            raise TypeError(f"max_live_reduce_buffers={self.max_live_reduce_buffers!r}: pass an int of at least 1")
+        if isinstance(self.prefetch_bytes, bool) or not isinstance(self.prefetch_bytes, int | None):
+            raise TypeError(f"prefetch_bytes={self.prefetch_bytes!r}: pass an int, or None for the next unit")
         if self.allocator not in ("trace", "caching"):
             raise ValueError(f"allocator={self.allocator!r}: choose 'trace' or 'caching'")
         if self.max_live_reduce_buffers < 1:
