@@ -262,3 +262,138 @@ def test_a_module_that_cannot_fill_itself_is_named():
         block.extra = nn.Parameter(torch.empty(3))
     with pytest.raises(ValueError, match=r"Block owns tensors on the meta device and has no reset_parameters"):
         weft.fully_shard(block)
+
+
+class Rope(nn.Module):
+    """Owns what a checkpoint holds and what it does not; assigns the latter, from the former."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, width))
+        self.register_buffer("base", torch.empty(()))
+        self.register_buffer("table", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.table = torch.arange(4.0, device=self.weight.device) * self.base
+
+
+class Loud(nn.Module):
+    """Fills what its children have too, whatever it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Rope(), Rope()
+        self.b.weight = self.a.weight
+        self.register_buffer("count", torch.empty((), dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.count.fill_(3)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 5.0)
+
+
+@distributed(2)
+def test_loaded_weights_keep_their_values_when_what_no_checkpoint_holds_is_filled():
+    with torch.device("meta"):
+        model = nn.Sequential(Loud(), nn.Linear(4, 4))
+    loaded = {name: torch.full(value.shape, 7.0) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded, assign=True)
+    model[0].b.weight = model[0].a.weight
+    for layer in model:
+        weft.fully_shard(layer)
+    weft.fully_shard(model)
+    assert model[0].b.weight is model[0].a.weight and model[0].count == 3
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(nets.full(value), loaded[name], rtol=0, atol=0, msg=name)
+    torch.testing.assert_close(model[0].a.table, 7 * torch.arange(4.0))  # of the loaded base
+    assert all((value == 7).all() for value in loaded.values())
+
+
+@distributed(2)
+def test_keeping_loaded_weights_takes_no_more_than_filling_them():
+    width, depth = 64, 4
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(Scaled(width), Scaled(width)) for _ in range(depth)))
+    model.load_state_dict({name: torch.ones(v.shape) for name, v in model.state_dict().items()}, assign=True)
+    unit = 2 * width * width * 4
+    with Live() as live:
+        for layer in model:
+            weft.fully_shard(layer)
+    assert live.most < live.bytes + 1.5 * unit
+
+
+FORGOTTEN = {
+    "float": torch.float32,
+    "half": torch.bfloat16,
+    "complex": torch.complex64,
+    "flags": torch.bool,
+    "number": torch.int64,
+    "bytes": torch.uint8,
+}
+
+
+class Forgetful(nn.Module):
+    """Fills the first `filled` rows of what it owns."""
+
+    def __init__(self, dtype: torch.dtype, filled: int, buffer: bool) -> None:
+        super().__init__()
+        self.filled = filled
+        memory = torch.empty(4, 8, dtype=dtype)
+        if buffer:
+            self.register_buffer("what", memory)
+        else:
+            self.what = nn.Parameter(memory, requires_grad=False)
+        self.linear = nn.Linear(2, 2)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.what[: self.filled] = 0
+
+
+@distributed(2)
+def test_what_a_filler_leaves_out_is_named():
+    for name, dtype in FORGOTTEN.items():
+        for buffer in (False, True):
+            for filled in range(0, 5, 2):
+                with torch.device("meta"):
+                    model = nn.Sequential(Forgetful(dtype, filled, buffer))
+                if filled == 4 or (filled and name == "bytes"):  # any byte may be a value
+                    weft.fully_shard(model)
+                    assert (nets.full(model[0].what)[:filled] == 0).all()
+                else:
+                    with pytest.raises(ValueError, match=r"'0.what' is not .* Forgetful left .* 'what' .* fill all of"):
+                        weft.fully_shard(model)
+
+
+@distributed(2)
+def test_a_filler_may_run_on_rank_0_alone_and_may_choose_any_value():
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(8))
+            self.register_buffer("seen", torch.empty(8))
+
+        def reset_parameters(self) -> None:
+            if dist.get_rank() == 0:
+                nn.init.constant_(self.weight, torch.inf)
+                self.seen.fill_(torch.nan)
+
+    with torch.device("meta"):
+        model = Chooses()
+    weft.fully_shard(model)
+    assert nets.full(model.weight).isinf().all() and model.seen.isnan().all()
+
+
+@distributed(2)
+def test_a_filler_that_assigns_another_shape_is_refused():
+    class Grows(nn.Linear):
+        def reset_parameters(self) -> None:
+            self.weight = nn.Parameter(torch.ones(5 - self.weight.is_meta, 4))
+
+    with torch.device("meta"):
+        model = Grows(4, 4, bias=False)
+    with pytest.raises(ValueError, match=r"replaced 'weight' of shape \(4, 4\) by one of \(5, 4\): .* keep the shapes"):
+        weft.fully_shard(model)

@@ -29,7 +29,7 @@ as in a single process, and each rank keeps its slice. A module that can fill sl
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,8 +74,10 @@ def materialize(
         if buffer not in real:
             real[buffer] = _memory_for(buffer, module, device)
         module._buffers[name] = real[buffer]
-    places = [(module._parameters, name, parameter) for parameter, (module, name) in filled_in.items()]
-    places += [(module._buffers, name, buffer) for module, name, buffer in buffers]
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        *((cast(dict[str, Any], module._parameters), name, each) for each, (module, name) in filled_in.items()),
+        *((cast(dict[str, Any], module._buffers), name, each) for module, name, each in buffers),
+    ]
     for module, fill in fillers.items():
         with _shielded([each for each in module.modules() if each in order], kept):
             fill()
@@ -161,7 +163,8 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
         memory = torch.empty_like(tensor, device=device)
     else:
         memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    _local(memory).untyped_storage().fill_(_empty_byte(tensor.dtype))
+    storage = _local(memory).untyped_storage()
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_empty_byte(tensor.dtype))
     return memory
 
 
@@ -174,22 +177,28 @@ def _real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 @contextmanager
 def _shielded(modules: Iterable[nn.Module], kept: set[int]) -> Iterator[None]:
     """Inside, `modules` have copies of those of their tensors that are `kept`, by id; they are shared alike."""
-    copies: dict[torch.Tensor, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in modules:
-        for where in (module._parameters, module._buffers):
+        for where in (cast(dict[str, Any], module._parameters), cast(dict[str, Any], module._buffers)):
             places += [(where, name, tensor) for name, tensor in where.items() if id(tensor) in kept]
     for where, name, tensor in places:
-        if tensor not in copies:
-            copy = tensor.detach().clone()
-            copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-            vars(copies[tensor]).update(vars(tensor))
-        where[name] = copies[tensor]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copy(tensor)
+        where[name] = copies[id(tensor)]
     try:
         yield
     finally:
         for where, name, tensor in places:
             where[name] = tensor
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    vars(copy).update({name: value for name, value in vars(tensor).items() if name not in vars(copy)})
+    return copy
 
 
 def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
@@ -198,8 +207,8 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
     if assigned is not memory and assigned is not None and not assigned.is_meta:
         if assigned.shape != memory.shape:
             raise ValueError(
-                f"reset_parameters() replaced {name!r} of shape {tuple(memory.shape)} by one of {tuple(assigned.shape)}: "
-                "it must keep the shapes with which the module was built"
+                f"reset_parameters() replaced {name!r} of shape {tuple(memory.shape)} by one of "
+                f"{tuple(assigned.shape)}: it must keep the shapes with which the module was built"
             )
         with torch.no_grad():
             memory.copy_(assigned)

@@ -26,7 +26,7 @@ from weft.fsdp.runtime import Runtime, RuntimeOptions
 from weft.fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.fsdp.unit import Unit
 
-_sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", ParameterGroup, Slot]] = WeakTensorKeyDictionary()
+_sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", Slot]] = WeakTensorKeyDictionary()
 """Where each original parameter went: a tied parameter that a later unit meets again stays tied."""
 
 _DEFAULT_STRATEGY = "optim_grads_params"
@@ -132,9 +132,9 @@ def fully_shard(
     )
     for group, members in zip(groups, kinds):
         for parameter, slot in zip(members, group.slots):
-            _sharded_elsewhere[parameter] = (weakref.ref(unit), group, slot)
+            _sharded_elsewhere[parameter] = (weakref.ref(unit), slot)
         group.register(full=False)
-    for parameter, (ref, group, slot) in tied.items():
+    for parameter, (ref, slot) in tied.items():
         slot.share(found[parameter].owners)
         if (other := ref()) is not None and other not in unit.tied:
             unit.tied.append(other)

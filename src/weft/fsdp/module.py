@@ -313,14 +313,14 @@ def _switch(method: str, value: Any) -> bool:
 def _to_prefetch(unit: Unit, method: str, modules: Any) -> "list[weakref.ref[Unit]]":
     """The units of `modules`, which `unit` may gather ahead."""
     if isinstance(modules, FSDPModule) or not isinstance(modules, Iterable):
-        raise TypeError(f"{method} got a {kind_of(modules)}: pass a list of sharded modules")
+        raise TypeError(f"{method} got a {type(modules).__name__.removeprefix('FSDP')}: pass a list of sharded modules")
     units = [unit_of(checked(module)) for module in modules]
     for other in units:
         # One that is the root of its own may still come under the same root.
         if other.runtime is not unit.runtime and other.number and unit.number:
             raise ValueError(
-                f"{method} of {unit.name or unit.kind!r} got {other.name or other.kind!r}, which is under another root: "
-                "pass modules of the same model, after its root is sharded"
+                f"{method} of {unit.name or unit.kind!r} got {other.name or other.kind!r}, which is under another "
+                "root: pass modules of the same model, after its root is sharded"
             )
     return [weakref.ref(other) for other in units]
 
