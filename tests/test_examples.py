@@ -59,6 +59,11 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
 
 
 PAGES_WITH_TESTS = [
+    "sharding",
+    "experts",
+    "checkpoints",
+    "training",
+    "models",
     "composition",
     "gradients",
     "faults",
