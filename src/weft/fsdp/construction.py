@@ -17,10 +17,10 @@ in a way that can be seen.
 
     dtype                                  empty memory holds            not filled, if it is left in
     -------------------------------------  ----------------------------  -----------------------------------
-    floating (not 8 bits), complex         NaN, with every bit set       any element
+    floating but float8, complex           NaN, with every bit set       any element
     bool                                   neither False nor True        any element
     integers of 32 and 64 bits             a number that nobody chooses  any element
-    what has few values: 8 bits, int16     the same bytes                all elements, of 8 bytes or more
+    few values: int8, int16, float8        bytes as in the others        all elements, if of 8 bytes or more
 
 A tied parameter is filled once, by the first module that can. One that tensor parallelism has placed is filled whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices by themselves, as experts do, says
