@@ -351,7 +351,7 @@ def _refuse_replaced(slots: Sequence[Slot]) -> None:
             f"parameter {names} of a sharded module was replaced or removed, by assignment or by "
             "torch.func.functional_call: what a unit gathers lies in its flat buffer, so its own parameters are back "
             "in place; write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
-            "fully_shard (to go on from here, call reset_iter_state() of the root)"
+            "fully_shard"
         )
 
 

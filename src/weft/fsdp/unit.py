@@ -118,7 +118,11 @@ class Unit:
         self._leaves_pieces = False
         self._holders += 1
         if self._holders == 1:
-            self.register()
+            try:
+                self.register()
+            except RuntimeError:  # what somebody had put in place of a parameter
+                self.release()
+                raise
 
     def release(self) -> None:
         """Let go; with the last holder the sharded parameters are registered and the memory goes."""
