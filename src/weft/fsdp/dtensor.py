@@ -255,18 +255,34 @@ class _ByRules(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
+_ATTRIBUTES = {"device", "dtype", "grad", "grad_dtype", "grad_fn", "is_leaf", "ndim", "requires_grad", "shape"}
+"""What is often asked for and no operator."""
+
+
 def _ask_the_rules_first(
     cls: type[UnevenDTensor], func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
 ) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if getattr(func, "__name__", "") == "__get__":  # an attribute: no operator
+        if getattr(getattr(func, "__self__", None), "__name__", None) in _ATTRIBUTES:
             return func(*args, **(kwargs or {}))
         with _ByRules():
             return func(*args, **(kwargs or {}))
 
 
-if torch.__version__ < (2, 13):  # operators of a DTensor's subclass do not reach its own dispatch there
-    UnevenDTensor.__torch_function__ = classmethod(_ask_the_rules_first)
+_BYPASSED = torch.__version__ < "2.13"
+"""Operators of a DTensor's subclass do not reach its own dispatch, nor do those that autograd itself calls."""
+
+if _BYPASSED:
+    UnevenDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
+
+
+def _gradient_like(tensor: UnevenDTensor, local: torch.Tensor) -> UnevenDTensor:
+    if _BYPASSED:
+        raise RuntimeError(
+            f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
+            "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
+        )
+    return tensor.like(local)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -277,7 +293,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.tensor.like(grad)
+        return _gradient_like(ctx.tensor, grad)
 
 
 class _ToFull(torch.autograd.Function):
@@ -288,7 +304,7 @@ class _ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous())
+        return _gradient_like(ctx.tensor, ctx.tensor.slice_of(grad).contiguous())
 
 
 def _rebuilt(local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool, is_parameter: bool) -> Any:
