@@ -7,7 +7,7 @@ Eight MLP blocks in fp32, one unit each, AdamW; few rows, so that activations, t
 total" is the most that was allocated at once from the construction of the model on, "peak transient" the most within a
 later step less the weights and optimizer state that lie on the rank all the time. Gathered weights, gradients of all
 kinds, weft's planned slabs and activations are in it; what gloo itself allocates is not. The unsharded model is there
-for comparison. Numbers of bytes do not vary from run to run.
+for comparison. weft's bytes do not vary from run to run; FSDP2's do, with when gloo's threads let buffers go.
 """
 
 import argparse
