@@ -26,7 +26,7 @@ print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.v
     echo "## Tests"
     echo
     echo '```'
-    "$PYTHON" -m pytest -q -m gpu tests/gpu 2>&1 | tail -n 40
+    "$PYTHON" -m pytest -q tests/gpu 2>&1 | tail -n 40
     echo '```'
     echo
     echo "## Beside torch FSDP2"

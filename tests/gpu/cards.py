@@ -1,4 +1,4 @@
-"""Ranks for tests on one GPU: real ones that share the card, or pretended ones."""
+"""Ranks for tests on one GPU: real ones that share the card, and what ranks like this one would send."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,12 +6,19 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.comm.collectives import Pending
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where tests run: those without the mark `gpu` also where there is no GPU, so that they do not rot."""
 CYCLES = 20_000_000
 """Of a GPU's clock: some ten milliseconds."""
+
+
+def dawdle() -> None:
+    """Keep the current stream busy for a while; without a GPU nothing runs behind the host's back."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(CYCLES)
 
 
 def on_one_card(body, ranks: int, backend: str, tmp_path, *args) -> None:
@@ -28,17 +35,7 @@ def _serve(rank: int, ranks: int, backend: str, store: str, body, args) -> None:
         dist.destroy_process_group()
 
 
-@contextmanager
-def pretended(ranks: int) -> Iterator[None]:
-    """A process group of which the other ranks, and all communication, are pretended."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def all_gather_from_twins(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+def all_gather_from_twins(full, source, group, tag) -> Pending:
     """What `collectives.all_gather` would bring if every rank had the same piece."""
     for part in full.chunk(group.size()):
         if part.data_ptr() != source.data_ptr():
@@ -46,16 +43,7 @@ def all_gather_from_twins(full: torch.Tensor, source: torch.Tensor, group: dist.
     return Pending()
 
 
-def reduce_scatter_over_twins(
-    output: torch.Tensor,
-    partial: torch.Tensor,
-    group: dist.ProcessGroup,
-    tag: int,
-    *,
-    scale: float,
-    accumulate: bool,
-    **options: object,
-) -> Pending:
+def reduce_scatter_over_twins(output, partial, group, tag, *, scale, accumulate, **options) -> Pending:
     """What `collectives.reduce_scatter` would do if every rank had the same gradients."""
     ranks = group.size()
     summed = ranks * scale * partial.view(ranks, -1)[group.rank()]
@@ -66,6 +54,9 @@ def reduce_scatter_over_twins(
 @contextmanager
 def no_wait_of_the_host() -> Iterator[None]:
     """An error wherever torch makes the host wait for the device; waiting for an event is no such place."""
+    if DEVICE == "cpu":
+        yield
+        return
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

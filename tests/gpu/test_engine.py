@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
-from tests.gpu.cards import CYCLES, no_wait_of_the_host, on_one_card, pretended, reduce_scatter_over_twins
+from tests.gpu.cards import DEVICE, dawdle, no_wait_of_the_host, on_one_card, reduce_scatter_over_twins
 from weft.comm import collectives
 from weft.comm.collectives import Pending
 from weft.comm.lanes import Lane
@@ -17,44 +17,47 @@ from weft.comm.timeline import Timeline, overlap, span
 from weft.fsdp.buffer import FlatBuffer
 from weft.fsdp.module import units_under
 
-pytestmark = pytest.mark.gpu
-
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def compare_with_plain(mesh_shape: tuple[int, ...]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cuda", mesh_shape)
-    batches = nets.data(3, 4 * ranks).cuda()
+    mesh = init_device_mesh(DEVICE, mesh_shape)
+    batches = nets.data(3, 4 * ranks).to(DEVICE)
 
     def sgd(net):  # AdamW would make whole steps of how gradients near zero are rounded
         return torch.optim.SGD(net.parameters(), lr=0.1)
 
     for strategy, microbatches, recompute in itertools.product(STRATEGIES, (1, 2), (None, "non-reentrant")):
         options = {"microbatches": microbatches, "optimizer": sgd}
-        expected = nets.train(nets.make().cuda(), batches, **options)
-        net = nets.shard(nets.make(recompute).cuda(), mesh=mesh, strategy=strategy)
+        expected = nets.train(nets.make().to(DEVICE), batches, **options)
+        net = nets.shard(nets.make(recompute).to(DEVICE), mesh=mesh, strategy=strategy)
         found = nets.train(net, batches, rank=rank, ranks=ranks, **options)
         for what in ("gradients", "weights"):
             torch.testing.assert_close(found[what], expected[what])
 
 
+@pytest.mark.gpu
 def test_one_rank_over_nccl_equals_the_plain_model_with_all_strategies(tmp_path):
     on_one_card(compare_with_plain, 1, "nccl", tmp_path, (1,))
 
 
+@pytest.mark.gpu
 def test_two_axes_of_one_rank_over_nccl_equal_the_plain_model(tmp_path):
     on_one_card(compare_with_plain, 1, "nccl", tmp_path, (1, 1))
 
 
+@pytest.mark.gpu
 def test_two_ranks_on_one_card_over_gloo_equal_the_plain_model(tmp_path):
     on_one_card(compare_with_plain, 2, "gloo", tmp_path, (2,))
 
 
 def memory_stays() -> None:
-    net = nets.shard(nets.make(width=64, hidden=256).cuda(), mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    net = nets.shard(
+        nets.make(width=64, hidden=256).to(DEVICE), mesh=init_device_mesh(DEVICE, (dist.get_world_size(),))
+    )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
-    tokens = nets.data(1, 4)[0].cuda()
+    tokens = nets.data(1, 4)[0].to(DEVICE)
     seen = []
     for _ in range(8):
         optimizer.zero_grad()
@@ -75,15 +78,16 @@ def memory_stays() -> None:
     assert all(each == seen[3] for each in seen[4:]), seen
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_a_steady_step_keeps_the_memory_it_has(tmp_path, ranks, backend):
     on_one_card(memory_stays, ranks, backend, tmp_path)
 
 
 def nobody_waits() -> None:
-    net = nets.shard(nets.make().cuda())
+    net = nets.shard(nets.make().to(DEVICE))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
-    tokens = nets.data(1, 4)[0].cuda()
+    tokens = nets.data(1, 4)[0].to(DEVICE)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -97,61 +101,62 @@ def nobody_waits() -> None:
         step()
 
 
+@pytest.mark.gpu
 def test_the_host_waits_for_nothing_in_a_step(tmp_path):
     on_one_card(nobody_waits, 1, "nccl", tmp_path)
 
 
-def test_the_host_waits_for_no_gather_and_no_reduction():
-    with pretended(8):
-        nobody_waits()
+def test_the_host_waits_for_no_gather_and_no_reduction(world):
+    world(0, 8)
+    nobody_waits()
 
 
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @pytest.mark.parametrize("slow", ["gather", "reduce", "compute"])
-def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, allocator, slow):
+def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, world, allocator, slow):
     """Two ranks, one of them pretended: gathers bring weights that are known, late; memory is poisoned when taken."""
     truth: dict[int, torch.Tensor] = {}
 
     def all_gather(full, source, group, tag):
         if slow == "gather":
-            torch.cuda._sleep(CYCLES)
+            dawdle()
         full.copy_(truth[source.data_ptr()])
         return Pending()
 
     def reduce_scatter(*args, **options):
         if slow == "reduce":
-            torch.cuda._sleep(CYCLES)
+            dawdle()
         return reduce_scatter_over_twins(*args, **options)
 
     monkeypatch.setattr(collectives, "all_gather", all_gather)
     monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
-    with pretended(2):
-        plain = nets.make().cuda()
-        weights = dict(plain.named_parameters())
-        net = nets.shard(nets.make().cuda(), runtime=weft.RuntimeOptions(allocator=allocator))
-        runtime = units_under(net)[0].runtime
-        for pool in (runtime.weights, runtime.gradients):
-            monkeypatch.setattr(pool, "take", poisoning(pool.take))
+    world(0, 2)
+    plain = nets.make().to(DEVICE)
+    weights = dict(plain.named_parameters())
+    net = nets.shard(nets.make().to(DEVICE), runtime=weft.RuntimeOptions(allocator=allocator))
+    runtime = units_under(net)[0].runtime
+    for pool in (runtime.weights, runtime.gradients):
+        monkeypatch.setattr(pool, "take", poisoning(pool.take))
+    for unit in units_under(net):
+        for group in unit.groups:
+            flat = torch.empty(group.layout.numel, device=DEVICE)
+            names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
+            FlatBuffer(group.layout, group.mesh, group.plan.whole, flat).fill([weights[name] for name in names])
+            truth[group.main_weight.local.data_ptr()] = flat
+    tokens = nets.data(1, 4)[0].to(DEVICE)
+    nets.loss_of(plain, tokens).backward()
+    for _ in range(4):
+        if slow == "compute":
+            dawdle()
+        net.zero_grad()
+        nets.loss_of(net, tokens).backward()
         for unit in units_under(net):
-            for group in unit.groups:
-                flat = torch.empty(group.layout.numel, device="cuda")
+            for group in unit.trainable_groups:
+                flat = torch.empty(group.layout.numel, device=DEVICE)
                 names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
-                FlatBuffer(group.layout, group.mesh, group._whole, flat).fill([weights[name] for name in names])
-                truth[group.main_weight.local.data_ptr()] = flat
-        tokens = nets.data(1, 4)[0].cuda()
-        nets.loss_of(plain, tokens).backward()
-        for _ in range(4):
-            if slow == "compute":
-                torch.cuda._sleep(CYCLES)
-            net.zero_grad()
-            nets.loss_of(net, tokens).backward()
-            for unit in units_under(net):
-                for group in unit.trainable_groups:
-                    flat = torch.empty(group.layout.numel, device="cuda")
-                    names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
-                    FlatBuffer(group.layout, group.mesh, group._whole, flat).fill([weights[n].grad for n in names])
-                    mine = flat.view(2, -1)[0]
-                    torch.testing.assert_close(group.gradients.main.local, mine)
+                FlatBuffer(group.layout, group.mesh, group.plan.whole, flat).fill([weights[n].grad for n in names])
+                mine = flat.view(2, -1)[0]
+                torch.testing.assert_close(group.gradients.main.local, mine)
 
 
 def poisoning(take):
@@ -164,22 +169,23 @@ def poisoning(take):
     return poisoned
 
 
+@pytest.mark.gpu
 def test_a_lane_runs_beside_the_computation(tmp_path):
     def late(tag):
-        torch.cuda._sleep(CYCLES)
+        dawdle()
         return Pending()
 
     torch.cuda.init()
     lane = Lane("gather", torch.device("cuda", 0))
     with Timeline() as timeline:
         with span("compute", "before"):
-            torch.cuda._sleep(CYCLES)
+            dawdle()
         ticket = lane.run(late)
         with span("compute", "beside"):
-            torch.cuda._sleep(CYCLES)
+            dawdle()
         ticket.wait()
         with span("compute", "behind"):
-            torch.cuda._sleep(CYCLES)
+            dawdle()
     before, gather, beside, behind = (each for each in timeline.intervals() if each.lane != "wait")
     assert overlap([before, gather], "compute", "gather") == 0
     assert overlap([beside, gather], "compute", "gather") > 0

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import weft
 import weft.moe.dispatch
 from tests.gpu.cards import (
-    CYCLES,
+    DEVICE,
     all_gather_from_twins,
+    dawdle,
     no_wait_of_the_host,
     on_one_card,
-    pretended,
     reduce_scatter_over_twins,
 )
 from weft.comm import collectives
@@ -22,8 +22,6 @@ from weft.comm.lanes import Ticket
 from weft.comm.timeline import Timeline, overlap
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
-
-pytestmark = pytest.mark.gpu
 
 CFG = HybridConfig(
     pattern="[*E]*[*E]",
@@ -41,16 +39,16 @@ WAYS = [{"overlap": False}, {}, {"delay_wgrad": True}, {"delay_wgrad": True, "ea
 
 
 def build(**options) -> HybridModel:
-    meshes = weft.init_meshes("cuda", ep=dist.get_world_size())
+    meshes = weft.init_meshes(DEVICE, ep=dist.get_world_size())
     torch.manual_seed(0)
     runtime = weft.RuntimeOptions(separate_all_gather_group=True)
-    return weft.models.shard(HybridModel(CFG, meshes=meshes).cuda(), meshes, runtime=runtime, **options)
+    return weft.models.shard(HybridModel(CFG, meshes=meshes).to(DEVICE), meshes, runtime=runtime, **options)
 
 
 def data() -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (2, 2, 16)
-    return [torch.randint(CFG.vocab_size, shape, generator=generator).cuda().unbind() for _ in range(MICROBATCHES)]
+    return [torch.randint(CFG.vocab_size, shape, generator=generator).to(DEVICE).unbind() for _ in range(MICROBATCHES)]
 
 
 def gradients(model: HybridModel) -> dict[str, torch.Tensor]:
@@ -72,19 +70,20 @@ def compare_with_plain() -> None:
         torch.testing.assert_close(found, expected, msg=lambda text, way=way: f"{way}: {text}")
 
 
+@pytest.mark.gpu
 def test_two_ranks_on_one_card_over_gloo_compute_what_plain_forward_and_backward_do(tmp_path):
     on_one_card(compare_with_plain, 2, "gloo", tmp_path)
 
 
 @pytest.fixture
-def mirrored(monkeypatch):
+def mirrored(monkeypatch, world):
     """One rank of two, of which the other has the same tokens and weights: what it would send to this one is known.
     Every exchange takes long, and what it will bring is poison until then."""
 
     def all_to_all(output, source, output_sizes, source_sizes, group, tag):
         if output.is_floating_point():
             output.fill_(torch.nan)
-            torch.cuda._sleep(CYCLES)
+            dawdle()
         output.zero_()
         for part in output.split(list(output_sizes)):
             common = min(len(part), len(source))
@@ -95,8 +94,7 @@ def mirrored(monkeypatch):
     monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter_over_twins)
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
     monkeypatch.setattr(weft.moe.dispatch, "all_to_all", all_to_all)
-    with pretended(2):
-        yield
+    world(0, 2)
 
 
 def test_no_step_runs_ahead_of_the_exchange_it_needs(mirrored):
@@ -109,6 +107,7 @@ def test_no_step_runs_ahead_of_the_exchange_it_needs(mirrored):
     assert all(gradient.isfinite().all() for gradient in expected[1].values())
 
 
+@pytest.mark.gpu
 def test_the_exchange_runs_beside_the_computation(mirrored):
     model, microbatches = build(), data()
     for _ in range(2):

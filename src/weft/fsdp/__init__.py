@@ -11,7 +11,7 @@ from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 from weft.fsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.fsdp.runtime import RuntimeOptions
+from weft.fsdp.runtime_options import RuntimeOptions
 from weft.fsdp.state_dict import install
 
 install()

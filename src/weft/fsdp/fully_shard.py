@@ -22,7 +22,8 @@ from weft.fsdp.offload import OffloadPolicy, offload_of
 from weft.fsdp.parameter_group import ParameterGroup, Slot
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
-from weft.fsdp.runtime import Runtime, RuntimeOptions
+from weft.fsdp.runtime import Runtime
+from weft.fsdp.runtime_options import RuntimeOptions
 from weft.fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.fsdp.unit import Unit
 

@@ -93,10 +93,10 @@ def gradient_norm(
     for total, slices in zip(totals, pieces):
         if slices is not None:
             reduce_now(total, op, slices)
-    each = [_whole_norm(tensor, norm_type).to(totals.device) for tensor in others]
-    if infinite:
-        return torch.stack([totals.max(), *each]).max()
-    return torch.stack([totals.sum(), *(norm.pow(norm_type) for norm in each)]).sum().pow(1 / norm_type)
+    if others:
+        each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
+        totals = torch.cat([totals, each if infinite else each.pow(norm_type)])
+    return totals.max() if infinite else totals.sum().pow(1 / norm_type)
 
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""How a model's units run together: what the user may choose."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How a model's units run together; the root's options count.
+
+    `separate_all_gather_group`: gathers on a communicator of their own, so that they run beside reductions.
+    `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" asks torch each time.
+    `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
+    `max_live_reduce_buffers`: how many units' partial gradients may be alive at once, those of the unit whose backward
+    runs counted: with 2, one unit is reduced while the next computes; with 1, nothing is.
+    `check_collectives`: compare after each backward what every rank issued.
+    """
+
+    separate_all_gather_group: bool = False
+    allocator: str = "trace"
+    prefetch_bytes: int | None = None
+    max_live_reduce_buffers: int = 2
+    check_collectives: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("separate_all_gather_group", "check_collectives"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r}: choose True or False")
+        if isinstance(self.max_live_reduce_buffers, bool) or not isinstance(self.max_live_reduce_buffers, int):
+            raise TypeError(f"max_live_reduce_buffers={self.max_live_reduce_buffers!r}: pass an int of at least 1")
+        if isinstance(self.prefetch_bytes, bool) or not isinstance(self.prefetch_bytes, int | None):
+            raise TypeError(f"prefetch_bytes={self.prefetch_bytes!r}: pass an int, or None for the next unit")
+        if self.allocator not in ("trace", "caching"):
+            raise ValueError(f"allocator={self.allocator!r}: choose 'trace' or 'caching'")
+        if self.max_live_reduce_buffers < 1:
+            raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
+        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
+            raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
