@@ -81,7 +81,7 @@ def test_the_tests_that_a_page_names_are_there(page):
     named = re.findall(r"`([\w./]+\.py)::(\w+)`", (ROOT / f"docs/{page}.md").read_text())
     assert named
     for file, test in named:
-        assert f"\ndef {test}(" in (ROOT / "tests/fsdp" / file).read_text(), (file, test)
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
 
 
 @pytest.mark.slow

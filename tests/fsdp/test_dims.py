@@ -16,7 +16,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.side_by_side import assert_same, bottom_up, kinds, make, steps
 from tests.pool import distributed
-from weft.fsdp.cuts import Cuts
+from weft.layout.cuts import Cuts
 
 
 def last_dim(parameter: nn.Parameter) -> Shard | None:

@@ -14,8 +14,8 @@ from weft.comm import collectives
 from weft.comm.collectives import Pending
 from weft.comm.lanes import Lane
 from weft.comm.timeline import Timeline, overlap, span
-from weft.fsdp.buffer import FlatBuffer
 from weft.fsdp.module import units_under
+from weft.memory.buffer import FlatBuffer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

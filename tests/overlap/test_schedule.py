@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import distributed
-from weft.fsdp.agreement import CollectiveMismatch
-from weft.fsdp.group_gradients import GroupGradients
+from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
-from weft.fsdp.passes import Passes
+from weft.fsdp.runtime.agreement import CollectiveMismatch
+from weft.fsdp.runtime.passes import Passes
 from weft.models import HybridConfig, HybridModel
 from weft.models.blocks import Attention
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward

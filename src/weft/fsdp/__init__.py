@@ -1,18 +1,18 @@
 """Sharding: where the bytes are, and when."""
 
+from weft.dtensor.state_dict import install
+from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import ParameterNorms, check_views, describe, memory_report, parameter_norms
-from weft.fsdp.direct_gradient import weight_gradient
-from weft.fsdp.dtensor import UnevenDTensor
 from weft.fsdp.fully_shard import fully_shard
-from weft.fsdp.layout import padding_of
+from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from weft.fsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.fsdp.runtime_options import RuntimeOptions
-from weft.fsdp.state_dict import install
+from weft.fsdp.runtime.options import RuntimeOptions
+from weft.layout.layout import padding_of
+from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
 install()
 

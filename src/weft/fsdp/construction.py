@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
-from weft.fsdp.parameter_group import Slot
+from weft.fsdp.group import Slot
 
 
 def materialize(

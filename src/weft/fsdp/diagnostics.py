@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.fsdp.gradients.norms import squared_norms
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_under
-from weft.fsdp.norms import squared_norms
-from weft.fsdp.parameter_group import ParameterGroup
-from weft.fsdp.pool import Pool
 from weft.fsdp.unit import Unit
+from weft.memory.pool import Pool
 
 
 def describe(model: nn.Module) -> str:

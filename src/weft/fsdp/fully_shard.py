@@ -11,21 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.groups import group_of
+from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
+from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.atomic import granularity_of
 from weft.fsdp.construction import bring_buffers, materialize
-from weft.fsdp.dtensor import UnevenDTensor
-from weft.fsdp.group_plan import GroupPlan
+from weft.fsdp.group import ParameterGroup, Slot
 from weft.fsdp.hooks import HookDriver
 from weft.fsdp.mesh_dims import data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of, units_under
-from weft.fsdp.offload import OffloadPolicy, offload_of
-from weft.fsdp.parameter_group import ParameterGroup, Slot
 from weft.fsdp.placement import Placements, placements_of
+from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
-from weft.fsdp.runtime import Runtime
-from weft.fsdp.runtime_options import RuntimeOptions
-from weft.fsdp.tensor_parallel import TensorParallel, tensor_parallel_of
+from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
+from weft.memory.offload import OffloadPolicy, offload_of
 
 _sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", Slot]] = WeakTensorKeyDictionary()
 """Where each original parameter went: a tied parameter that a later unit meets again stays tied."""

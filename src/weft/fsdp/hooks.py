@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.fsdp.ranges import Stretch
-from weft.fsdp.runtime import in_backward
+from weft.comm.ranges import Stretch
+from weft.fsdp.runtime.runtime import in_backward
 from weft.fsdp.trees import map_tensors, tensors_in
 from weft.fsdp.unit import Unit
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.comm.lanes import on_stream
 from weft.fsdp.hooks import HookDriver
-from weft.fsdp.runtime import Runtime
+from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
 
 

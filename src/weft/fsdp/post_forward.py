@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weft.comm import collectives
 from weft.comm.lanes import Lane, Ticket
-from weft.fsdp.pool import Pool, Transient
+from weft.memory.pool import Pool, Transient
 
 
 class PostForwardPiece:

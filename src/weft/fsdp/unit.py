@@ -22,14 +22,14 @@ from torch import nn
 
 from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
-from weft.fsdp.direct_gradient import settle
-from weft.fsdp.parameter_group import ParameterGroup
-from weft.fsdp.pool import Pool
+from weft.fsdp.gradients.direct import settle
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.memory.pool import Pool
 
 if TYPE_CHECKING:
     from weft.fsdp.hooks import HookDriver
-    from weft.fsdp.runtime import Runtime
+    from weft.fsdp.runtime.runtime import Runtime
 
 
 class Unit:

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.linear import Linear
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
+from weft.moe.linear import Linear
+from weft.moe.source import INITIAL_STD, WeightSource
+from weft.moe.swiglu import swiglu
 from weft.overlap import Crossing
-from weft.source import INITIAL_STD, WeightSource
-from weft.swiglu import swiglu
 
 FIRST_POSITIONS = 1024
 

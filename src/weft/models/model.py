@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.linear import Linear
 from weft.mesh import Meshes
 from weft.models.blocks import Embedding
 from weft.models.config import HybridConfig
 from weft.models.loss import cross_entropy
 from weft.models.stack import Stack
+from weft.moe.linear import Linear
+from weft.moe.source import WeightSource
 from weft.overlap import StagedLayer
-from weft.source import WeightSource
 
 
 class HybridModel(nn.Module):

@@ -11,8 +11,8 @@ from weft.models.blocks import MLP, Attention, Experts, RMSNorm, RotaryEmbedding
 from weft.models.config import HybridConfig
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
 from weft.moe import Dispatcher
+from weft.moe.source import WeightSource
 from weft.overlap import Crossing, run_stages
-from weft.source import WeightSource
 
 
 class Layer(nn.Module):

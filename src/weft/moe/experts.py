@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.fsdp.direct_gradient import local_part
-from weft.linear import Linear
+from weft.fsdp.gradients.direct import local_part
+from weft.moe.linear import Linear
 from weft.moe.require import require, require_size
-from weft.source import INITIAL_STD, WeightSource
-from weft.swiglu import swiglu
+from weft.moe.source import INITIAL_STD, WeightSource
+from weft.moe.swiglu import swiglu
 
 BACKENDS = ("grouped_mm", "loop")
 ALIGNMENT_BYTES = 16

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.fsdp.runtime import in_backward
-from weft.linear import Linear
+from weft.fsdp.runtime.runtime import in_backward
 from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts, SharedExpert
+from weft.moe.linear import Linear
 from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
 from weft.moe.require import require, require_size
 from weft.moe.router import Router, Routing, count
-from weft.source import WeightSource
+from weft.moe.source import WeightSource
 
 
 class Sent(NamedTuple):

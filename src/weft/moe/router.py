@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.moe.require import is_number, require, require_size
-from weft.source import INITIAL_STD, WeightSource
+from weft.moe.source import INITIAL_STD, WeightSource
 
 SCORES = ("softmax", "sigmoid")
 TINY = 1e-20

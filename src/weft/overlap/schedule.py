@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.fsdp.ranges import profiled
+from weft.comm.ranges import profiled
 from weft.overlap.layer import STAGES, StagedLayer, StagedModel
 from weft.overlap.layer_pass import LayerPass
 from weft.overlap.node import ComputeNode, Value

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from weft.fsdp.module import FSDPModule, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.fsdp.runtime import Runtime
+from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, FORWARD, Step

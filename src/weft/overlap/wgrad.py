@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.timeline import span
-from weft.fsdp.direct_gradient import parameter_of, weight_gradient
+from weft.fsdp.gradients.direct import parameter_of, weight_gradient
 from weft.overlap.order import COMPUTE
 
 

@@ -1,0 +1,1 @@
+"""Tensors that tell the truth about their cuts."""

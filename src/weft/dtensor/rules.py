@@ -1,0 +1,355 @@
+"""What operators do to tensors that are cut unevenly.
+
+operator                                        | runs
+------------------------------------------------+------------------------------------------------------------
+element-wise, foreach, fused optimizer steps    | on the local parts, where all have the same cuts
+norms and full reductions                       | on the local parts, then one small all-reduce
+copy_ from a full tensor or from other cuts     | on the slice that lies here
+anything on tensors that one rank holds whole   | on that rank: matrix optimizers step without communication
+everything else, if it changes no argument      | on a replicated DTensor of the same values (communicates)
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import group_of
+from weft.dtensor.uneven import UnevenDTensor
+
+_LOCAL_BY_NAME = {
+    "aten::detach",
+    "aten::alias",
+    "aten::clone",
+    "aten::_to_copy",
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::empty_like",
+    "aten::full_like",
+    "aten::fill_",
+    "aten::zero_",
+    "aten::lerp_",
+}
+
+
+@cache
+def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
+    """The function that runs operator `func`, given it and its arguments."""
+    name = func._schema.name
+    if name in ("aten::copy_",):
+        return _copy
+    if name in ("aten::_foreach_copy_",):
+        return _foreach_copy
+    if name in ("aten::_foreach_norm",):
+        return _foreach_norm
+    if name in ("aten::linalg_vector_norm", "aten::norm"):
+        return _vector_norm
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale
+    if name in _REDUCTIONS:
+        return _reduction
+    if name == "aten::equal":
+        return _equal
+    if name == "aten::_local_scalar_dense":
+        return lambda func, args, kwargs: args[0]._gathered().item()
+    if name.startswith("aten::_fused_") or (name.startswith("aten::_foreach_") and name != "aten::_foreach_max"):
+        return _local_lists
+    if torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable:
+        return _fill_randomly
+    if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
+        return _local
+    return _on_owner
+
+
+def _uneven(values: Any) -> list[UnevenDTensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, UnevenDTensor)]
+
+
+def _local(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An element-wise operator on the parts, where operands are scalars, cut alike, or can be sliced alike."""
+    changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
+    like = _uneven((args, kwargs))[0] if changed is None else changed
+    if not isinstance(like, UnevenDTensor):
+        return _on_owner(func, args, kwargs)
+
+    def fitted(leaf: Any) -> Any:
+        if isinstance(leaf, DTensor) and leaf.shape == like.shape and not _fits(leaf, like):
+            return like.like(like.slice_of(leaf.full_tensor()))
+        return leaf
+
+    mine, options = tree_map(fitted, (args, kwargs))
+    if any(isinstance(leaf, torch.Tensor) and not _fits(leaf, like) for leaf in tree_flatten((mine, options))[0]):
+        return _on_owner(func, args, kwargs)
+    result = _on_parts(func, mine, options)
+    return like.like(result) if changed is None else changed
+
+
+def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return func(*_localized(args), **_localized(kwargs))
+    except RuntimeError as error:
+        dtypes = {leaf.dtype for leaf in _uneven((args, kwargs))}
+        if len(dtypes) == 1:
+            raise
+        raise TypeError(
+            f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
+            "optimizers need gradients in the weights' dtype; leave out main_grads_dtype, or set main_params_dtype to "
+            "the same"
+        ) from error
+
+
+def _fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
+    if isinstance(operand, UnevenDTensor):
+        return (
+            operand._cuts == like._cuts
+            and operand.device_mesh == like.device_mesh
+            and operand._spec.shape == like._spec.shape
+        )
+    if isinstance(operand, DTensor):
+        return operand.dim() == 0 and all(placement.is_replicate() for placement in operand.placements)
+    return operand.dim() == 0
+
+
+def _localized(values: Any) -> Any:
+    return tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, values)
+
+
+def _local_lists(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A foreach or fused operator on the parts: lists run side by side, tensor by tensor."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    first = next(values for values in lists if any(isinstance(value, UnevenDTensor) for value in values))
+    for values in lists:
+        for value, like in zip(values, first):
+            if isinstance(value, torch.Tensor) and isinstance(like, UnevenDTensor) and not _fits(value, like):
+                raise TypeError(
+                    f"{func}: operands of shape {tuple(like.shape)} are cut differently "
+                    f"({getattr(value, '_cuts', None)} and {like._cuts}); use tensors of one sharded parameter"
+                )
+    result = _on_parts(func, args, kwargs)
+    if func._schema.is_mutable:
+        return None
+    return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, result)]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, UnevenDTensor):
+        if isinstance(target, DTensor):
+            source = distribute_tensor(_whole(source), target.device_mesh, target.placements, src_data_rank=None)
+        else:
+            source = _whole(source)
+        return func(target, source, *args[2:], **kwargs)
+    if isinstance(source, torch.Tensor) and not _fits(source, target):
+        if source.shape != target.shape:
+            raise ValueError(f"copy_ of shape {tuple(source.shape)} into a parameter of shape {tuple(target.shape)}")
+        source = target.slice_of(_whole(source))
+    func(target._local_tensor, _localized(source), *args[2:], **kwargs)
+    return target
+
+
+def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
+    for target, source in zip(args[0], args[1]):
+        target.copy_(source, *args[2:], **kwargs)
+
+
+def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
+    """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
+    gradients, found, *rest = args
+    func(_localized(gradients), found, *rest, **kwargs)
+    tensors = _uneven(gradients)
+    meshes = {tensor.device_mesh for tensor in tensors}
+    if len(meshes) > 1:  # what is replicated here may lie beside what is not, such as experts
+        for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors):
+            for axis in range(mesh.ndim):
+                reduce_now(found, dist.ReduceOp.MAX, group_of(mesh, axis))
+        return
+    for alike in {tensor.axes: tensor for tensor in tensors}.values():
+        alike.combine(found, dist.ReduceOp.MAX)
+
+
+def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Random values as one process would draw them: every rank draws all and keeps its part."""
+    target = args[0]
+    drawn = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+    target._local_tensor.copy_(target.slice_of(func(drawn, *args[1:], **kwargs)))
+    return target
+
+
+def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
+    """Norms of whole tensors from those of their parts, for all tensors of `locals_`, 1-D, at once."""
+    if not like.axes:
+        return locals_
+    if math.isinf(order):
+        op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+        return like.combine(locals_, op)
+    if order == 0:
+        return like.combine(locals_, dist.ReduceOp.SUM)
+    return like.combine(locals_.pow(order), dist.ReduceOp.SUM).pow(1 / order)
+
+
+def _part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    if not local.numel():
+        nothing = math.inf if order == -math.inf else 0.0
+        return torch.full((), nothing, dtype=(dtype or local.dtype).to_real(), device=local.device)
+    return torch.linalg.vector_norm(local, order, dtype=dtype)
+
+
+def _foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    norms: list[Any] = [None] * len(args[0])
+    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for number, tensor in enumerate(args[0]):
+        if isinstance(tensor, UnevenDTensor):
+            alike.setdefault((tensor.device_mesh, tensor.axes), []).append(number)
+        else:
+            norms[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    mesh = _common_mesh([mesh for mesh, _ in alike])
+    for (own, _), numbers in alike.items():
+        like = args[0][numbers[0]]
+        parts = torch.stack([_part_norm(args[0][number]._local_tensor, order, dtype) for number in numbers])
+        for number, norm in zip(numbers, _combined_norms(parts, order, like).unbind()):
+            norms[number] = _replicated(norm, mesh or own)
+    return norms
+
+
+def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """A mesh on which a value is replicated if it is on one of `meshes`; None where there is none.
+
+    One whose first axes are those of all others, or any where they all lay out the same ranks.
+    """
+    longest = max(meshes, key=lambda mesh: mesh.ndim)
+    groups = [group_of(longest, axis) for axis in range(longest.ndim)]
+    if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
+        return longest
+    return longest if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}) == 1 else None
+
+
+def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    tensor = args[0]
+    if tensor.owner is not None:
+        return _on_owner(func, args, kwargs)
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dims = args[2] if len(args) > 2 else kwargs.get("dim")
+    keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    if dims not in (None, []) or keepdim or not isinstance(order, (int, float)):
+        return _on_whole(func, args, kwargs)
+    norm = _part_norm(tensor._local_tensor, float(order), kwargs.get("dtype"))
+    return _replicated(_combined_norms(norm.view(1), float(order), tensor)[0], tensor.device_mesh)
+
+
+_REDUCTIONS: dict[str, tuple[Any, Any]] = {
+    "aten::sum": (dist.ReduceOp.SUM, 0),
+    "aten::mean": (dist.ReduceOp.SUM, 0),
+    "aten::max": (dist.ReduceOp.MAX, None),
+    "aten::min": (dist.ReduceOp.MIN, None),
+    "aten::all": (dist.ReduceOp.MIN, True),
+    "aten::any": (dist.ReduceOp.MAX, False),
+}
+
+
+def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A reduction over the whole tensor; over some of its dimensions it runs on the whole one."""
+    tensor, local = args[0], args[0]._local_tensor
+    op, empty = _REDUCTIONS[func._schema.name]
+    if len(args) > 1 or set(kwargs) - {"dtype"}:
+        return _on_whole(func, args, kwargs)
+    if local.numel():
+        value = local.sum(**kwargs) if func._schema.name == "aten::mean" else func(local, **kwargs)
+    elif empty is None:  # the largest or smallest value of nothing
+        if local.is_floating_point():
+            least, most = -math.inf, math.inf
+        else:
+            least, most = torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max
+        value = local.new_full((), least if op == dist.ReduceOp.MAX else most)
+    else:
+        value = func(local, **kwargs) if func._schema.name != "aten::mean" else local.sum(**kwargs)
+    if tensor.axes:
+        small = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
+        value = tensor.combine(small, op).to(value.dtype)
+    if func._schema.name == "aten::mean":
+        value = value / tensor.numel()
+    return _replicated(value, tensor.device_mesh)
+
+
+def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
+    one, other = args
+    like = one if isinstance(one, UnevenDTensor) else other
+    if not (_fits(one, like) and _fits(other, like)):
+        return torch.equal(_whole(one), _whole(other))
+    same = torch.tensor(int(torch.equal(_localized(one), _localized(other))))
+    if like.axes:
+        same = like.combine(same.to(like._local_tensor.device), dist.ReduceOp.MIN)
+    return bool(same)
+
+
+def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The operator on the one rank that holds all of its operands; elsewhere the result has an empty part."""
+    operands = _uneven((args, kwargs))
+    like = operands[0]
+    owner = like.owner
+    plain = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    together = owner is not None and all(
+        tensor.owner == owner and tensor.device_mesh == like.device_mesh and tensor._cuts.axes == like._cuts.axes
+        if isinstance(tensor, UnevenDTensor)
+        else not isinstance(tensor, DTensor) and tensor.dim() == 0
+        for tensor in plain
+    )
+    if not together:
+        return _on_whole(func, args, kwargs)
+    here = like.part == owner
+    if func._schema.is_mutable:
+        if here:
+            func(*_localized(args), **_localized(kwargs))
+        return kwargs.get("out", args[0])
+    shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+    values = func(*_localized(args), **_localized(kwargs)) if here else shapes
+
+    def owned(value: Any, shape: Any) -> Any:
+        return like.owned_alike(value if here else None, shape) if isinstance(shape, torch.Tensor) else shape
+
+    return tree_map(owned, values, shapes)
+
+
+def _as_meta(leaf: Any) -> Any:
+    if isinstance(leaf, UnevenDTensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The operator on replicated DTensors of the same values; torch's own rules place the result."""
+    if func._schema.is_mutable:
+        raise TypeError(
+            f"{func} changes a sharded parameter in a way that its cuts do not allow; "
+            "change `.to_local()`, or `.full_tensor()` followed by `.copy_()`"
+        )
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():
+            raise RuntimeError(
+                f"{func} mixes a plain tensor with a sharded parameter of shape "
+                f"{tuple(_uneven((args, kwargs))[0].shape)}: its module runs outside the sharded one that gathers it. "
+                "Call the module that was passed to fully_shard, shard this module on its own, or use "
+                "weft.register_fsdp_forward_method for another method"
+            )
+
+    return func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))
+
+
+def _as_replicated(leaf: Any) -> Any:
+    return _replicated(leaf._gathered(), leaf.device_mesh) if isinstance(leaf, UnevenDTensor) else leaf

@@ -1,0 +1,319 @@
+"""A DTensor that tells the truth about uneven cuts.
+
+torch's `Shard(0)` means even chunks of rows. A flat buffer cuts where padding is least: between rows of unequal number,
+or inside a row. `UnevenDTensor` is a DTensor that carries its cuts and answers for them: to
+`full_tensor`, to checkpoints, and to operators by the rules of `dtensor_rules`.
+
+A part is a range of the flattened tensor. It has whole rows' shape where its cuts allow, else it is 1-D; on a rank that
+holds none of the tensor it has zero elements.
+
+With tensor parallelism the mesh has one axis more, and what is cut is this rank's slice over that axis:
+
+    mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
+                                                        |   cuts over   |   cuts over   |
+                                                        |  the dp ranks |  the dp ranks |
+"""
+
+import copy
+import math
+import operator
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.comm import collectives
+from weft.comm.groups import group_of
+from weft.layout.cuts import Cuts
+
+
+class UnevenDTensor(DTensor):
+    """A DTensor whose parts are those of `cuts`."""
+
+    _cuts: Cuts
+
+    @classmethod
+    def make(
+        cls,
+        local: torch.Tensor,
+        cuts: Cuts,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        requires_grad: bool = False,
+        shape: torch.Size | None = None,
+    ) -> "UnevenDTensor":
+        """The tensor whose part on this rank is `local`; `shape`: where `cuts` are those of a slice, the whole one."""
+        shape = torch.Size(cuts.shape) if shape is None else shape
+        stride = torch.empty(shape, device="meta").stride()
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+        return cls._wrap(local, spec, cuts, requires_grad)
+
+    @classmethod
+    def _wrap(cls, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool = False) -> "UnevenDTensor":
+        made = cls(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+        made._cuts = cuts
+        return made
+
+    def like(self, local: torch.Tensor) -> "UnevenDTensor":
+        """The tensor with this one's cuts and other values."""
+        spec = self._spec
+        if local.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
+            meta = TensorMeta(spec.shape, spec.stride, local.dtype)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+        return UnevenDTensor._wrap(local, spec, self._cuts)
+
+    def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
+        """A tensor with `meta`'s shape and strides that lies whole where this one does; `local`: it, on that rank."""
+        owner = self.owner
+        assert owner is not None
+        borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
+        cuts = Cuts(tuple(meta.shape), borders, self._cuts.axes)
+        if local is None:
+            empty = torch.empty(0, dtype=meta.dtype, device=self._local_tensor.device)
+            local = cuts.shaped(empty, self.part)
+        spec = DTensorSpec(
+            self._spec.mesh, self._spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype)
+        )
+        return UnevenDTensor._wrap(local, spec, cuts)
+
+    @property
+    def slice_placements(self) -> tuple[Placement, ...]:
+        """Where the slices that are cut lie, were they gathered: sharded over tensor-parallel axes only."""
+        cut = self._cuts.axes
+        return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes over which the elements are spread: cut, or sliced for tensor parallelism."""
+        cut = self._cuts.axes
+        return (*cut, *(axis for axis, p in enumerate(self._spec.placements) if axis not in cut and p.is_shard()))
+
+    @property
+    def owner(self) -> int | None:
+        """The part that holds all of the tensor, of which others hold nothing; None where it is spread, or whole."""
+        return self._cuts.owner if self.axes == self._cuts.axes else None
+
+    @property
+    def part(self) -> int:
+        """Which part of the cuts lies on this rank."""
+        mesh, part = self._spec.mesh, 0
+        for axis in self._cuts.axes:
+            part = part * mesh.size(axis) + mesh.get_local_rank(axis)
+        return part
+
+    def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
+        """All-reduce a small tensor, in place, over the ranks that hold other elements."""
+        for axis in self.axes:
+            collectives.reduce_now(value, op, group_of(self._spec.mesh, axis))
+        return value
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _ToLocal.apply(self)
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _ToFull.apply(self)
+        return self._gathered()
+
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: DeviceMesh | None = None, placements: Any = None, **kwargs: Any
+    ) -> DTensor:
+        """An even DTensor with these placements and the same values. Collective."""
+        mesh = device_mesh or self._spec.mesh
+        full = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return full.redistribute(placements=placements or self._spec.placements)
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The part of `full`, a plain tensor of the global shape, that lies here."""
+        cuts, part = self._cuts, self.part
+        if self.shape != cuts.shape:
+            full = full[tuple(slice(at, at + size) for at, size in zip(self._slice_offsets(), cuts.shape))]
+        return cuts.shaped(cuts.flattened(full)[cuts.borders[part] : cuts.borders[part + 1]], part)
+
+    def _slice_offsets(self) -> tuple[int, ...]:
+        """Where in the tensor the slice begins that is cut."""
+        return compute_local_shape_and_global_offset(self.shape, self._spec.mesh, self.slice_placements)[1]
+
+    def _gathered(self) -> torch.Tensor:
+        gathered = self._gathered_slice()
+        if self.axes == self._cuts.axes:
+            return gathered
+        spec = DTensorSpec(self._spec.mesh, self.slice_placements, tensor_meta=self._spec.tensor_meta)
+        return DTensor(gathered, spec, requires_grad=False).full_tensor()  # type: ignore[call-arg]
+
+    def _gathered_slice(self) -> torch.Tensor:
+        if self._cuts.parts == 1:
+            return self._local_tensor.detach().clone(memory_format=torch.contiguous_format).view(self._cuts.shape)
+        flat = torch.empty(math.prod(self._cuts.shape), dtype=self.dtype, device=self._local_tensor.device)
+        borders, part = self._cuts.borders, self.part
+        flat[borders[part] : borders[part + 1]] = self._cuts.flattened(self._local_tensor.detach())
+        span = 1  # neighbouring parts that are here already: the finest cuts are gathered first
+        for axis in reversed(self._cuts.axes):
+            size, rank = self._spec.mesh.size(axis), self._spec.mesh.get_local_rank(axis)
+            first = part // (span * size) * (span * size)
+            edges = [borders[first + step * span] for step in range(size + 1)]
+            pieces = [flat[start:stop] for start, stop in pairwise(edges)]
+            collectives.all_gather_uneven(pieces, rank, group_of(self._spec.mesh, axis))
+            span *= size
+        return self._cuts.shaped(flat).contiguous()
+
+    def __deepcopy__(self, memo: dict) -> "UnevenDTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy of a sharded tensor that autograd computed: detach() it first")
+        made: Any = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made)
+        memo[id(self)] = made.requires_grad_(self.requires_grad)
+        made.grad_dtype = self.grad_dtype
+        made.grad = copy.deepcopy(self.grad, memo)
+        vars(made).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in vars(made)})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What `torch.save` writes: this rank's part, with what it is a part of."""
+        return _rebuilt, (
+            self._local_tensor,
+            self._spec,
+            self._cuts,
+            self.requires_grad,
+            isinstance(self, nn.Parameter),
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"UnevenDTensor(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
+            f"borders={self._cuts.borders}, device_mesh={self._spec.mesh})"
+        )
+
+    # --- Distributed Checkpoint -------------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        local = self._local_tensor.detach()
+        for offsets, sizes, start in self._boxes():
+            if index.offset is None or torch.Size(offsets) == index.offset:
+                return local if self._cuts.dim else local.view(-1)[start : start + math.prod(sizes)].view(sizes)
+        raise ValueError(f"{index.fqn}: no part of this tensor at offset {index.offset} lies on this rank")
+
+    def _boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """What lies here as rectangles of the tensor: `(offsets, sizes, first element within the part)`."""
+        if self.shape == self._cuts.shape:
+            yield from self._cuts.boxes(self.part)
+        elif self._local_tensor.numel():
+            begin = self._slice_offsets()
+            for offsets, sizes, start in self._cuts.boxes(self.part):
+                yield tuple(map(operator.add, begin, offsets)), sizes, start
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        from weft.dtensor.rules import rule_of  # the rules are about this class and import it
+
+        return rule_of(func)(func, args, kwargs or {})
+
+
+class _ByRules(TorchDispatchMode):
+    """Operators with uneven tensors go by their rules."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C._EnableTorchFunction():
+            if any(issubclass(each, UnevenDTensor) for each in types):
+                return UnevenDTensor.__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+
+_ATTRIBUTES = {"device", "dtype", "grad", "grad_dtype", "grad_fn", "is_leaf", "ndim", "requires_grad", "shape"}
+"""What is often asked for and no operator."""
+
+
+def _ask_the_rules_first(
+    cls: type[UnevenDTensor], func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if getattr(getattr(func, "__self__", None), "__name__", None) in _ATTRIBUTES:
+            return func(*args, **(kwargs or {}))
+        with _ByRules():
+            return func(*args, **(kwargs or {}))
+
+
+_BYPASSED = torch.__version__ < "2.13"
+"""Operators of a DTensor's subclass do not reach its own dispatch, nor do those that autograd itself calls."""
+
+if _BYPASSED:
+    UnevenDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
+
+
+def _gradient_like(tensor: UnevenDTensor, local: torch.Tensor) -> UnevenDTensor:
+    if _BYPASSED:
+        raise RuntimeError(
+            f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
+            "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
+        )
+    return tensor.like(local)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        ctx.tensor = tensor.detach()
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _gradient_like(ctx.tensor, grad)
+
+
+class _ToFull(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        ctx.tensor = tensor.detach()
+        return tensor._gathered()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _gradient_like(ctx.tensor, ctx.tensor.slice_of(grad).contiguous())
+
+
+def _rebuilt(local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool, is_parameter: bool) -> Any:
+    made = UnevenDTensor._wrap(local, spec, cuts, requires_grad)
+    return nn.Parameter(made, requires_grad=requires_grad) if is_parameter else made
+
+
+torch.serialization.add_safe_globals([_rebuilt, Cuts])
+
+for _known in (_optim_foreach_types, _util_foreach_types):
+    if UnevenDTensor not in _known:
+        _known.append(UnevenDTensor)

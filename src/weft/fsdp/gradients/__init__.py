@@ -1,0 +1,1 @@
+"""Gradients: from where autograd leaves them to `.grad` of the registered parameters, and their norms."""

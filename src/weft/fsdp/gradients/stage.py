@@ -1,0 +1,110 @@
+"""Gradients on their way from autograd to the main gradients: one buffer, from its first packing to its reduction.
+
+    1-D    packed    --shard axis-->    main gradients
+    2-D    packed    --shard axis-->    summed    --outer axis-->    main gradients
+
+A stage that waits for more microbatches accumulates in the main gradients' dtype; what travels has the reduce dtype.
+Where that has less range (float16), gradients are scaled before they are cast to it: the average may be representable
+where the terms are not.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import Placement
+
+from weft.comm.collectives import inbox_numel
+from weft.comm.groups import group_of
+from weft.comm.lanes import Lane, Ticket
+from weft.fsdp.plan import GroupPlan
+from weft.fsdp.precision import has_less_range
+from weft.memory.buffer import FlatBuffer, sharded_axes
+from weft.memory.pool import Pool, Transient
+
+
+class GradientStage:
+    """A buffer of gradients that are partial over `axis`; `goal` are the placements after their reduction over it."""
+
+    def __init__(
+        self, plan: GroupPlan, placements: tuple[Placement, ...], axis: int, goal: tuple[Placement, ...]
+    ) -> None:
+        self.axis = axis
+        self.goal = goal
+        self._plan = plan
+        self._placements = placements
+        pieces = math.prod(plan.mesh.size(sharded) for sharded in sharded_axes(placements))
+        self._numel = plan.layout.numel // pieces
+        self._memory: dict[torch.dtype, Transient] = {}
+        inbox = inbox_numel(self._numel, group_of(plan.mesh, axis), plan.device) if goal[axis].is_shard() else 0
+        self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
+        self._inbox.settle()
+        self._receiving = False
+        self._hooked: torch.Tensor | None = None
+        """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
+        self.buffer: FlatBuffer | None = None
+        self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
+
+    def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
+        """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
+        dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
+        if dtype not in self._memory:
+            self._memory[dtype] = Transient(self._numel, dtype, self._plan.device)
+            self._memory[dtype].settle()
+        self.buffer = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, pool.take(self._memory[dtype]))
+        return self.buffer
+
+    def views(self) -> list[torch.Tensor]:
+        """The open buffer's view of each tensor. The pool hands out the same memory step after step, so they stay."""
+        assert self.buffer is not None, "open first"
+        if self._views[0] is not self.buffer.local:
+            self._views = (self.buffer.local, self.buffer.views())
+        return self._views[1]
+
+    def reduce_into(
+        self,
+        output: FlatBuffer,
+        lane: Lane,
+        pool: Pool,
+        *,
+        scale: float,
+        accumulate: bool,
+        sum_only: bool = False,
+        hook: Callable[[torch.Tensor], None] | None = None,
+    ) -> Ticket:
+        """Start the reduction over the stage's axis; `close` when it is done.
+
+        `hook`: gets what is reduced, in the reduce dtype, and may change it before `output` takes it.
+        """
+        assert self.buffer is not None, "open first"
+        wide = self.buffer.local
+        if wide.dtype != self._plan.recipe.reduce:
+            if has_less_range(self._plan.recipe.reduce, wide.dtype):
+                wide.mul_(scale)
+                scale = 1.0
+            self.open(pool, accumulating=False).local.copy_(wide)
+            pool.give(self._memory[wide.dtype])
+        self._receiving = bool(self._inbox.nbytes)
+        inbox = pool.take(self._inbox) if self._receiving else self._inbox.own
+        if hook is not None and self._hooked is None:
+            self._hooked = torch.empty_like(output.local, dtype=self._plan.recipe.reduce)
+        through = (hook, self._hooked) if hook is not None and self._hooked is not None else None
+        return self.buffer.reduce_into(
+            output,
+            self.axis,
+            lane,
+            scale=scale,
+            accumulate=accumulate,
+            inbox=inbox,
+            sum_only=sum_only,
+            through=through,
+        )
+
+    def close(self, pool: Pool) -> None:
+        """Give the memory back."""
+        if self._receiving:
+            pool.give(self._inbox)
+            self._receiving = False
+        if self.buffer is not None:
+            pool.give(self._memory[self.buffer.local.dtype])
+            self.buffer = None

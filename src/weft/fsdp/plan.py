@@ -1,0 +1,75 @@
+"""How one group of parameters is kept: layout, mesh, placements, dtypes, devices. Fixed when the group is made."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from weft.fsdp.placement import Placements
+from weft.fsdp.precision import Recipe
+from weft.layout.layout import Layout, plan_layout
+from weft.memory.buffer import FlatBuffer, sharded_axes
+from weft.memory.offload import CPUOffloadPolicy, host_memory
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """`device`: where the group computes. `offload`: keep what stays in CPU memory."""
+
+    layout: Layout
+    mesh: DeviceMesh
+    placements: Placements
+    recipe: Recipe
+    device: torch.device
+    offload: CPUOffloadPolicy | None
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        cutting: Sequence[tuple[int, int]],
+        mesh: DeviceMesh,
+        placements: Placements,
+        recipe: Recipe,
+        device: torch.device,
+        offload: CPUOffloadPolicy | None,
+    ) -> "GroupPlan":
+        """Plan the layout of `tensors`, of DTensors that of their local parts; `cutting`: granularity and dimension of
+        the cuts of each."""
+        layout = plan_layout(
+            [tuple(each.to_local().shape if isinstance(each, DTensor) else each.shape) for each in tensors],
+            math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
+            itemsize=recipe.smallest_itemsize,
+            granularities=[granularity for granularity, _ in cutting],
+            dims=[dim for _, dim in cutting],
+        )
+        return cls(layout, mesh, placements, recipe, device, offload)
+
+    @property
+    def home(self) -> torch.device:
+        """Where the registered sharded parameters and their gradients lie."""
+        return torch.device("cpu") if self.offload is not None else self.device
+
+    @property
+    def whole(self) -> tuple[Replicate, ...]:
+        """The placements of gathered weights."""
+        return (Replicate(),) * self.mesh.ndim
+
+    def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> FlatBuffer:
+        """New memory on the device, with unspecified contents."""
+        local = torch.empty(self._numel(placements), dtype=dtype, device=self.device)
+        return FlatBuffer(self.layout, self.mesh, placements, local)
+
+    def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        """New memory under the optimizer's placements, in CPU memory where that is asked for."""
+        placements = self.placements.optimizer
+        if self.offload is None:
+            return self.buffer(placements, dtype)
+        local = host_memory(self._numel(placements), dtype, self.offload)
+        return FlatBuffer(self.layout, self.mesh, placements, local)
+
+    def _numel(self, placements: tuple[Placement, ...]) -> int:
+        return self.layout.numel // math.prod(self.mesh.size(axis) for axis in sharded_axes(placements))

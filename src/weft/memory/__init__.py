@@ -1,0 +1,1 @@
+"""Bytes that live for a moment, and where they stay."""

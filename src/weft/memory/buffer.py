@@ -1,0 +1,173 @@
+"""A flat local tensor that knows its layout and where it lies.
+
+    from       to         over one axis         collective
+    ---------  ---------  --------------------  ----------------------
+    Shard      Replicate  gather_into           all-gather, in place
+    Partial    Shard      reduce_into           reduce-scatter
+    Partial    Replicate  reduce_into           all-reduce
+    Replicate  Shard      part                  none: a view
+
+On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts its shards again:
+
+    shard axis     |        shard 0        |        shard 1        |
+    outer axis     | piece 0   | piece 1   | piece 0   | piece 1   |
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from weft.comm import collectives
+from weft.comm.groups import group_of
+from weft.comm.lanes import Lane, Ticket
+from weft.dtensor.tensor_parallel import TensorParallel
+from weft.dtensor.uneven import Cuts, UnevenDTensor
+from weft.layout.layout import Layout
+
+
+class FlatBuffer:
+    """`local`: what lies on this rank of the layout, under one placement per mesh axis."""
+
+    def __init__(
+        self, layout: Layout, mesh: DeviceMesh, placements: tuple[Placement, ...], local: torch.Tensor
+    ) -> None:
+        self.layout = layout
+        self.mesh = mesh
+        self.placements = placements
+        self.local = local
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes over which it is cut, that of the coarsest cuts first."""
+        return sharded_axes(self.placements)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the layout is cut."""
+        return math.prod(self.mesh.size(axis) for axis in self.axes)
+
+    @property
+    def index(self) -> int:
+        """Which piece lies on this rank."""
+        index = 0
+        for axis in self.axes:
+            index = index * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return index
+
+    def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
+        """The part of this buffer that lies here under `placements`, which cut it further; a view."""
+        cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
+        numel = self.layout.numel // cut.pieces
+        start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
+        cut.local = self.local[start : start + numel]
+        return cut
+
+    def views(self) -> list[torch.Tensor]:
+        """What lies here of each tensor: the tensor itself in a whole buffer, its part in a piece."""
+        if not self.axes:
+            return [
+                self.cuts(number).shaped(self.local[extent.offset : extent.end])
+                for number, extent in enumerate(self.layout.extents)
+            ]
+        index = self.index
+        begin = index * (self.layout.numel // self.pieces)
+        parts = []
+        for number, extent in enumerate(self.layout.extents):
+            cuts = self.cuts(number)
+            start, stop = (extent.offset - begin + border for border in cuts.borders[index : index + 2])
+            part = self.local[start:stop] if stop > start else self.local[:0]
+            parts.append(cuts.shaped(part, index))
+        return parts
+
+    def within(self, start: int, stop: int) -> torch.Tensor:
+        """What lies here of the layout's elements `[start, stop)`; a view."""
+        begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
+        first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
+        return self.local[first:last]
+
+    def cuts(self, number: int) -> Cuts:
+        """Where tensor `number` is cut in this buffer."""
+        extent = self.layout.extents[number]
+        return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
+
+    def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
+        """A DTensor for each tensor, its part being a view of this buffer; `beyond`: where tensors are slices."""
+        made = []
+        for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
+            cuts = self.cuts(number)
+            placements = tuple(Shard(cuts.dim) if each.is_shard() else each for each in self.placements)
+            if parallel is None:
+                made.append(UnevenDTensor.make(view, cuts, self.mesh, placements))
+            else:
+                made.append(parallel.sharded(view, cuts, placements))
+        return made
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy full tensors in; the padding becomes zero."""
+        self.local.zero_()
+        index = self.index
+        for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
+            cuts = self.cuts(number)
+            start, stop = cuts.borders[index : index + 2]
+            view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
+
+    def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup, *, channel: int = 0) -> Ticket:
+        """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`.
+
+        The values are cast to its dtype on the way.
+        """
+        source = self.local
+        if source.dtype != target.local.dtype:
+            own = target.part(self.placements).local
+            own.copy_(source)
+            source = own
+        return lane.run(collectives.all_gather, target.local, source, group, channel=channel)
+
+    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane) -> Ticket | None:
+        """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first."""
+        ticket = None
+        axes = sharded_axes(inner)
+        while axes != self.axes:
+            if ticket is not None:
+                ticket.wait()
+            outer = tuple(Replicate() if axis == axes[-1] else inner[axis] for axis in range(len(inner)))
+            ticket = self.part(inner).gather_into(self.part(outer), lane, group_of(self.mesh, axes[-1]))
+            inner, axes = outer, axes[:-1]
+        return ticket
+
+    def reduce_into(
+        self,
+        output: "FlatBuffer",
+        axis: int,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        inbox: torch.Tensor,
+        sum_only: bool = False,
+        through: tuple[Callable[[torch.Tensor], None], torch.Tensor] | None = None,
+    ) -> Ticket:
+        """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks.
+
+        `sum_only`: without averages by the backend. `through`: a function that may change what is reduced before
+        `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on.
+        """
+        group = group_of(self.mesh, axis)
+        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate}
+        reduction: Callable[..., Any] = collectives.all_reduce
+        if output.placements[axis].is_shard():
+            reduction = collectives.reduce_scatter
+            options |= {"inbox": inbox, "sum_only": sum_only}
+        if through is None:
+            return lane.run(reduction, output.local, self.local, group, **options)
+        return lane.run(collectives.reduce_through, *through, reduction, output.local, self.local, group, **options)
+
+
+def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """The axes that placements shard, that of the coarsest cuts, the last, first."""
+    return tuple(axis for axis in reversed(range(len(placements))) if placements[axis].is_shard())

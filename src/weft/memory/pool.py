@@ -1,0 +1,223 @@
+"""Memory that lives for a moment: gathered weights, partial gradients.
+
+    allocator   first step                        later steps
+    ---------   --------------------------------  ------------------------------------------------------------------
+    "trace"     own memory, lifetimes recorded    a fixed place in one slab: nothing is allocated
+    "caching"   own memory from torch's allocator, taken and given back each time
+
+Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. In
+the slab it never does; a buffer with its own memory keeps one storage for life, which is emptied and refilled. What no
+step has shown before (a pass in another order, a block used twice) takes its own memory for that time, is counted as a
+fallback, and leads to a new plan when the step is over. A plan knows all steps so far; if they do not go together, so
+that it would take more than `PATIENCE` times what was alive at once, it starts anew from the last step.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from weft.layout.slab_plan import SlabPlan, plan_slab
+
+PATIENCE = 1.5
+"""How much larger than the bytes alive at once a plan of many different steps may be."""
+
+
+class Transient:
+    """A flat buffer with memory only between `Pool.take` and `Pool.give`.
+
+    Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
+    `is_fixed`: whether such views are in use, so that it must not move. `evict`: give the buffer back if it is only
+    held in advance, and say whether that was so.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        on_move: Callable[[torch.Tensor], None] = lambda tensor: None,
+        is_fixed: Callable[[], bool] = lambda: False,
+        evict: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.own = torch.empty(numel, dtype=dtype, device=device)
+        self.tensor = self.own
+        self.nbytes = self.own.nbytes
+        self.on_move = on_move
+        self.is_fixed = is_fixed
+        self.evict = evict
+        self.moves = 0
+
+    def settle(self) -> None:
+        """The first views are made, for which torch wants memory; give it back until the first take."""
+        self.own.untyped_storage().resize_(0)
+
+    def move(self, tensor: torch.Tensor) -> None:
+        """Live in `tensor` from now on."""
+        self.tensor = tensor
+        self.moves += 1
+        self.on_move(tensor)
+
+
+class Pool:
+    """Gives the transients of one role their memory, plans it, and counts.
+
+    `plan`: of the slab, None before the first. `plans`: how many there were. `lower_bound`: the most bytes that were
+    alive at once in the steps that the plan is for. `peak`: the most ever. `allocations`: how often torch was asked for
+    memory, for the slab or a buffer of its own. `fallbacks`: how often a buffer could not have its planned place.
+    `outdated`: whether something happened that the plan does not know.
+    """
+
+    def __init__(self, planned: bool) -> None:
+        self.planned = planned
+        self.plan: SlabPlan | None = None
+        self.plans = 0
+        self.lower_bound = 0
+        self.allocations = 0
+        self.fallbacks = 0
+        self.live = 0
+        self.peak = 0
+        self._slab: torch.Tensor | None = None
+        self._places: dict[Transient, torch.Tensor] = {}
+        self._alive: dict[Transient, None] = {}
+        self._met: dict[Transient, dict[Transient, int]] = {}
+        self._step = 0
+        self._step_peak = 0
+        self.outdated = False
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self._slab.nbytes if self._slab is not None else 0
+
+    def take(self, transient: Transient) -> torch.Tensor:
+        """Give `transient` memory, with unspecified contents."""
+        tensor = self._planned_place(transient)
+        if tensor is None:
+            transient.own.untyped_storage().resize_(transient.nbytes)
+            self.allocations += 1
+            tensor = transient.own
+        if tensor is not transient.tensor:
+            transient.move(tensor)
+        if self.planned:
+            self._meet(transient)
+        self._alive[transient] = None
+        self.live += transient.nbytes
+        self._step_peak = max(self._step_peak, self.live)
+        self.peak = max(self.peak, self.live)
+        return tensor
+
+    def give(self, transient: Transient) -> None:
+        """Take the memory back; what was computed from it is ordered before what will be written there."""
+        if transient not in self._alive:  # its take failed
+            return
+        del self._alive[transient]
+        self.live -= transient.nbytes
+        if transient.tensor is transient.own:
+            transient.own.untyped_storage().resize_(0)
+
+    def has_room(self, transient: Transient) -> bool:
+        """Whether `transient` can be taken now: not if it must not move while another is in its place."""
+        return not transient.is_fixed() or not any(self._rivals(transient))
+
+    def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
+        """Everything is at rest: plan anew if something happened that the plan did not know.
+
+        `foreseen`: whether two buffers may be alive together although that was not seen yet.
+        """
+        if not self.planned or self._alive:
+            return
+        step, self._step = self._step, self._step + 1
+        peak, self._step_peak = self._step_peak, 0
+        self.lower_bound = max(self.lower_bound, peak)
+        if not self.outdated or any(each.is_fixed() for each in self._met):
+            return
+        plan = self._planned(foreseen)
+        if plan.nbytes > PATIENCE * self.lower_bound:
+            met = {one: {other: at for other, at in others.items() if at == step} for one, others in self._met.items()}
+            self._met = {one: others for one, others in met.items() if others}
+            self.lower_bound = peak
+            plan = self._planned(foreseen)
+        self.outdated = False
+        self._adopt(plan)
+
+    def foresee(self, together: Iterable[Sequence[Transient]]) -> None:
+        """Everything is at rest, and each of these sets of buffers will be alive at once: plan for it, if need be."""
+        if not self.planned or self._alive or any(each.is_fixed() for each in self._met):
+            return
+        for alive in together:
+            self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
+            for one in alive:
+                self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
+                if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
+                    self.outdated = True
+        if self.outdated:
+            self.outdated = False
+            self._adopt(self._planned(None))
+
+    def _planned(self, foreseen: Callable[[Transient, Transient], bool] | None) -> SlabPlan:
+        def meet(one: Any, other: Any) -> bool:
+            return other in self._met[one] or (foreseen is not None and foreseen(one, other))
+
+        return plan_slab({each: each.nbytes for each in self._met}, meet)
+
+    @torch.inference_mode(False)  # an evaluation may make the plan of a training
+    def _adopt(self, plan: SlabPlan) -> None:
+        self.plan = plan
+        self.plans += 1
+        if self._slab is None:
+            self._slab = torch.empty(0, dtype=torch.uint8, device=next(iter(self._met)).own.device)
+        if self.slab_bytes != plan.nbytes:
+            storage = self._slab.untyped_storage()
+            storage.resize_(0)  # so that the old slab and the new one are never there together
+            storage.resize_(plan.nbytes)
+            self.allocations += 1
+            self._slab = torch.empty_like(self._slab).set_(storage)
+        known, self._places = self._places, {}
+        for transient in self._met:
+            start = plan.offsets[transient]
+            place = self._slab[start : start + transient.nbytes].view(transient.own.dtype)
+            old = known.get(transient)
+            same = old is not None and old.storage_offset() == place.storage_offset()
+            self._places[transient] = old if same else place  # type: ignore[assignment]
+
+    def _planned_place(self, transient: Transient) -> torch.Tensor | None:
+        """The place of `transient` in the slab, if it has one that nobody else is in."""
+        if self.plan is None:
+            self.outdated = True
+            return None
+        place = self._places.get(transient)
+        if place is None:
+            self.outdated = True
+        elif place is transient.tensor or not transient.is_fixed():
+            # Freeing what was gathered ahead costs a second gather, which other ranks may not do: the last resort.
+            rivals = [each for each in self._rivals(transient) if not (transient.is_fixed() and each.evict())]
+            if not rivals:
+                return place
+            self.outdated = True
+            if transient.is_fixed():
+                raise RuntimeError(
+                    "two units that never were gathered together before are in use at once, and backward needs both "
+                    "where they were in forward: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
+                )
+        self.fallbacks += 1
+        return None
+
+    def _rivals(self, transient: Transient) -> list[Transient]:
+        """Who lives in the planned place of `transient`."""
+        return [other for other in self._alive if other.tensor is not other.own and self._share(transient, other)]
+
+    def _share(self, one: Transient, other: Transient) -> bool:
+        """Whether the planned places of two buffers have bytes in common."""
+        if one not in self._places or other not in self._places:
+            return False
+        assert self.plan is not None
+        start, begin = self.plan.offsets[one], self.plan.offsets[other]
+        return begin < start + one.nbytes and start < begin + other.nbytes
+
+    def _meet(self, transient: Transient) -> None:
+        met = self._met.setdefault(transient, {})
+        met[transient] = self._step
+        for other in self._alive:
+            met[other] = self._met[other][transient] = self._step

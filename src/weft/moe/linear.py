@@ -1,0 +1,17 @@
+"""The linear layer of weft's own models."""
+
+from torch import nn
+
+from weft.moe.source import INITIAL_STD, WeightSource
+
+
+class Linear(nn.Linear):
+    """`x @ weight.T` without bias; [..., in] -> [..., out]."""
+
+    def __init__(self, in_features: int, out_features: int, source: WeightSource) -> None:
+        self.source = source  # torch's constructor resets the weight
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Set the initial weight."""
+        self.source.normal_(self.weight, INITIAL_STD)

@@ -1,0 +1,358 @@
+"""Optimizers and norms over flat tensors: a handful of kernels for thousands of parameters.
+
+    optimizer = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=3e-4, fused=True)
+    ...
+    norm = weft.optim.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+Each parameter group of a sharded model is one flat tensor on a rank. An element-wise optimizer does not care where one
+parameter ends and the next begins, so it runs over runs of neighbouring parameters with the same weight decay:
+
+    main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
+    decay          |  no  |         yes         |  no  |            yes              |  no  |
+    flat tensors      1             2              3                 4                  5
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.gradients.norms import gradient_norm
+from weft.fsdp.group import ParameterGroup
+from weft.fsdp.module import FSDPModule, unit_of, units_under
+from weft.optim.run import FlatRun, runs_of
+
+ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+"""The optimizers of torch.optim that update each element from that element's gradient and state alone."""
+
+
+def flat(
+    optimizer: type[torch.optim.Optimizer],
+    model: nn.Module,
+    *,
+    no_decay: Callable[[str, nn.Parameter], bool] | None = None,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """An `optimizer` over the flat tensors of a sharded model: same numbers, far fewer tensors.
+
+    Args:
+        optimizer: an element-wise class of `torch.optim`.
+        model: a module on which `weft.fully_shard` was called, the root.
+        no_decay: which parameters, by name and sharded parameter, get `weight_decay=0`.
+        options: of the optimizer.
+
+    The result is an instance of `optimizer`; learning-rate schedulers work on it. Its `state_dict` has one entry per
+    parameter name, with DTensors that Distributed Checkpoint saves and reshards.
+
+    `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides alike on all of them.
+
+    Frozen parameters belong to it, and are stepped once they have gradients.
+
+    Raises ValueError for an optimizer that is not element-wise, or that does not take gradients of another dtype than
+    the weights where `main_grads_dtype` asks for them, and for trainable parameters outside of any unit.
+    """
+    if optimizer.__name__ not in ELEMENT_WISE:
+        raise ValueError(
+            f"{optimizer.__name__} is not element-wise: it needs each parameter by itself; "
+            f"pass model.parameters() to it, or choose one of {', '.join(ELEMENT_WISE)}"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    runs: dict[bool, list[FlatRun]] = {True: [], False: []}
+    known: set[int] = set()
+    for group in _groups_of(model):
+        known.update(map(id, group.sharded_parameters))
+        if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
+            continue  # can never be trained
+        if group.trainable:
+            _check_dtypes(group, optimizer, options)
+        own = [names[id(parameter)] for parameter in group.sharded_parameters]
+        decays = [no_decay is None or not no_decay(name, p) for name, p in zip(own, group.sharded_parameters)]
+        for decay, run in runs_of(group, own, decays):
+            runs[decay].append(run)
+    outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
+    _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
+    groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
+    if runs[False]:
+        groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})
+    cls = _classes.setdefault(optimizer, type(f"Flat{optimizer.__name__}", (_FlatOptimizer, optimizer), {}))
+    made = cls([group for group in groups if group["params"]], **options)
+    made._runs = [*runs[True], *runs[False]]
+    made._groups = list(dict.fromkeys(run.group for run in made._runs))
+    made._outside = outside
+    return made
+
+
+def _refuse_unsharded(names: Iterable[str]) -> None:
+    listed = ", ".join(names)
+    if listed:
+        raise ValueError(f"{listed}: not sharded, so not part of a flat tensor; shard the root as well")
+
+
+class _FlatOptimizer(torch.optim.Optimizer):
+    """The part of a flat optimizer that knows parameters from flat tensors; mixed into a class of torch.optim.
+
+    The members of a run have one state, and so one count of steps. Where some have a gradient and others have none,
+    the run is divided, for good: then each has the count of its own steps, as parameters have.
+    """
+
+    _runs: list[FlatRun]
+    _groups: list[ParameterGroup]
+    _outside: dict[str, nn.Parameter]
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights from the gradients of the sharded parameters.
+
+        Raises ValueError for a parameter that is not sharded and has been unfrozen since the optimizer was built.
+        """
+        if closure is not None:  # it makes the gradients
+            with torch.enable_grad():
+                loss = closure()
+        else:
+            loss = None
+        _refuse_unsharded(name for name, p in self._outside.items() if p.requires_grad and p.grad is not None)
+        for group in self._groups:
+            group.gradients.take_over()
+        for run in list(self._runs):
+            present = run.present
+            if any(present) and not all(present):
+                self._divide(run, present)
+        step = super().step
+        if getattr(step, "hooked", False):  # by torch, which has wrapped this method too: hooks run once
+            step = step.__wrapped__.__get__(self)  # type: ignore[attr-defined]
+        try:
+            for run in self._runs:
+                run.begin_step()
+            step()
+        finally:
+            for run in self._runs:
+                run.end_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop, or with `set_to_none=False` clear, the gradients of the sharded parameters."""
+        for run in self._runs:
+            for parameter in run.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is built: its groups are those of the model and of `no_decay`."""
+        if hasattr(self, "_runs"):
+            raise ValueError(
+                f"{type(self).__name__} has all parameters of its model: build it again when the model has more, and "
+                "pass model.parameters() to the ordinary optimizer where groups need options of their own"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`."""
+        state = {
+            name: {key: run.part(number, value) for key, value in self.state.get(run.flat, {}).items()}
+            for run in self._runs
+            for number, name in enumerate(run.names)
+        }
+        groups = [{**group, "params": names} for group, names in zip(self.param_groups, self._names())]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, of this or another sharding of the same model.
+
+        It may be that of the ordinary optimizer, built from `model.named_parameters()`: then it has names.
+
+        Raises ValueError where the parameter names or their groups differ, or there are none.
+        """
+        state, groups = _by_name(state_dict)
+        self._check_names(state, [saved["params"] for saved in groups])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        # Some parameters have no dimensions, as a step count has none: which states have an element for each of the
+        # parameter's is seen on the others.
+        entries = [entry for saved in state.values() for entry in saved.items()]
+        shaped = {
+            key
+            for key, value in entries
+            if isinstance(value, torch.Tensor) and (value.ndim or isinstance(value, DTensor))
+        }
+        with torch.no_grad():
+            for whole in list(self._runs):
+                for run in self._divide(whole, [_shared(state.get(name), shaped) for name in whole.names]):
+                    if run.names[0] not in state:
+                        continue  # frozen, and left out there
+                    old = self.state[run.flat]
+                    for key in old.keys() - state[run.names[0]].keys():
+                        del old[key]
+                    for number, name in enumerate(run.names):
+                        for key, value in state[name].items():
+                            self._load(run, number, key, value, key in shaped)
+
+    def _load(self, run: FlatRun, number: int, key: str, value: Any, shaped: bool) -> None:
+        state = self.state[run.flat]
+        if not shaped:
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            return
+        if key not in state:
+            state[key] = torch.zeros_like(run.flat, dtype=value.dtype)
+        run.part(number, state[key]).copy_(value)
+
+    def _names(self) -> list[list[str]]:
+        """The names of the parameters in each parameter group."""
+        of = {id(run.flat): run.names for run in self._runs}
+        return [[name for flat in group["params"] for name in of[id(flat)]] for group in self.param_groups]
+
+    def _divide(self, run: FlatRun, keys: Sequence[Any]) -> list[FlatRun]:
+        """Put runs of members with equal `keys` in the place of `run`, each with its share of the state."""
+        parts = run.divided(keys)
+        if len(parts) == 1:
+            return parts
+        at = self._runs.index(run)
+        self._runs[at : at + 1] = parts
+        for group in self.param_groups:
+            for at, flat in enumerate(group["params"]):
+                if flat is run.flat:
+                    group["params"][at : at + 1] = [part.flat for part in parts]
+                    break
+        state = self.state.pop(run.flat, None)
+        if state is not None:
+            for part in parts:
+                self.state[part.flat] = run.state_for(part, state)
+        return parts
+
+    def _check_names(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+        """Raise ValueError unless `state` and `groups` are of this optimizer's parameters; frozen ones may be missing,
+        which may have been left out when the other was built."""
+        mine = {name: number for number, names in enumerate(self._names()) for name in names}
+        frozen = {name for run in self._runs for name, p in zip(run.names, run.parameters) if not p.requires_grad}
+        missing, unexpected = sorted(mine.keys() - state.keys() - frozen), sorted(state.keys() - mine.keys())
+        if missing or unexpected:
+            raise ValueError(f"optimizer state of other parameters: missing {missing}, unexpected {unexpected}")
+        theirs = {name: number for number, names in enumerate(groups) for name in names}
+        moved = [name for name, number in mine.items() if theirs.get(name, number) != number]
+        if moved or len(groups) != len(self.param_groups):
+            listed = ", ".join(f"{name} from {theirs[name]} to {mine[name]}" for name in moved[:8])
+            raise ValueError(
+                f"optimizer state with other parameter groups: {len(groups)} there, {len(self.param_groups)} here"
+                f"{'; other groups for ' + listed if moved else ''}: give flat() the no_decay that it was saved with"
+            )
+
+
+def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """State and parameter groups by parameter names, where an ordinary optimizer wrote numbers."""
+    state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
+    numbers = [number for group in groups for number in group["params"]]
+    if not any(isinstance(key, int) for key in (*state, *numbers)):
+        return state, groups
+    if not all("param_names" in group for group in groups):
+        raise ValueError(
+            "the optimizer state has numbers in place of parameter names: save that of an optimizer that was built "
+            "from model.named_parameters(), or convert it with the model that it belongs to by "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
+        )
+    names = dict(zip(numbers, (name for group in groups for name in group["param_names"]), strict=True))
+    named = {name: state.get(number, {}) for number, name in names.items()}
+    return named, [{**group, "params": group["param_names"]} for group in groups]
+
+
+def _shared(values: Mapping[str, Any] | None, shaped: set[str]) -> Any:
+    """What the parameters of a run must have in common of their states: which there are, and counts such as steps."""
+    if values is None:
+        return None
+    counts = {key: None if key in shaped else value for key, value in values.items()}
+    return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in counts.items()}
+
+
+_classes: dict[type, Any] = {}
+
+
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
+
+    Every element counts once, wherever it lies: on the mesh of the model, replicated, on a part of its ranks as experts
+    are, or sliced for tensor parallelism. Parameters that are not sharded count too, and are taken to have the same
+    gradients on all ranks; so do frozen ones whose `.grad` is set. One kernel per parameter group and one small
+    all-reduce per mesh axis.
+
+    Raises TypeError for what is no module, ValueError for a module without sharded ones and a `norm_type` that is not
+    positive.
+    """
+    return gradient_norm(_groups_of(model), norm_type, _unsharded_gradients(model))
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before.
+
+    The norm is that of `grad_norm`. Collective.
+
+    Raises what `grad_norm` does and, with `error_if_nonfinite`, RuntimeError for a norm that is infinite or not a
+    number; the host then waits for the norm.
+    """
+    groups, unsharded = _groups_of(model), _unsharded_gradients(model)
+    norm = gradient_norm(groups, norm_type, unsharded)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {norm.item()}: there is nothing to clip; look for the "
+            "cause, or leave out error_if_nonfinite and skip the step"
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
+    for group in groups:
+        if group.gradients.main is not None:
+            by_device.setdefault(group.home, []).append(group.gradients.main.local)
+    for gradient in unsharded:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(local.device, []).append(local)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+    return norm
+
+
+def _groups_of(model: nn.Module) -> list[ParameterGroup]:
+    """The parameter groups of a sharded model, also the frozen ones."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
+    if isinstance(model, FSDPModule) and unit_of(model).number == 0:
+        units = unit_of(model).runtime.units  # a root knows them, and need not look through all modules
+    else:
+        units = units_under(model)
+    if not units:
+        raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
+    return [group for unit in units for group in unit.groups]
+
+
+def _unsharded_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients of parameters that are in no group."""
+    found = {
+        id(parameter): parameter
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
+    }
+    if found:  # also gathered ones that wait for their reduction look like that
+        for group in _groups_of(model):
+            for parameter in group.full_parameters:
+                found.pop(id(parameter), None)
+    return [parameter.grad for parameter in found.values() if parameter.grad is not None]
+
+
+def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Raise if `optimizer` cannot step with the group's dtypes: nobody lists which can, so one of them tries."""
+    main, main_grad = group.recipe.main, group.recipe.main_grad
+    if main == main_grad:
+        return
+    probe = nn.Parameter(torch.zeros(1, dtype=main, device=group.home))
+    probe.grad_dtype = main_grad
+    probe.grad = torch.zeros(1, dtype=main_grad, device=group.device)
+    try:
+        optimizer([probe], **options).step()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{optimizer.__name__} does not take gradients in {main_grad} for weights in {main}: leave out "
+            f"main_grads_dtype, or set main_params_dtype={main_grad}"
+        ) from error

@@ -1,0 +1,169 @@
+"""Neighbouring parameters of one group as one flat parameter, whose gradient is looked up when somebody asks.
+
+main weights of a group     | norm | qkv .... | out .... | up ......... |
+one run                            |<------------------->|
+its flat parameter                 a view of what lies here, a plain tensor: what an optimizer's step works on
+`.grad` of it                      a DTensor over all ranks: gradient scalers and norms see the whole
+`.grad` of it in a step            a view of what lies here of the main gradients, as the parameter is
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
+
+from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.group import ParameterGroup
+from weft.layout.cuts import Cuts
+
+
+class FlatParameter(nn.Parameter):
+    """What lies here of a run. Its `.grad` is at any time that of the run's parameters: it cannot be stale."""
+
+    _run: "weakref.ref[FlatRun]"
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradients of the run's parameters as one tensor over all ranks; None where none of them has one."""
+        run = self._run()
+        return run.gradient if run is not None else None
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        run = self._run()
+        if run is not None:
+            run.gradient = gradient
+
+
+for _known in (_optim_foreach_types, _util_foreach_types):
+    _known.append(FlatParameter)  # type: ignore[arg-type]
+
+
+class FlatRun:
+    """Members `[first, last]` of a group as one flat parameter that shares their memory."""
+
+    def __init__(self, group: ParameterGroup, members: Sequence[int], names: Sequence[str]) -> None:
+        """`members`: numbers of neighbours in `group`, `names`: what they are called in the model."""
+        self.group = group
+        self.members = list(members)
+        self.names = list(names)
+        self.parameters = [group.sharded_parameters[number] for number in members]
+        extents = [group.layout.extents[number] for number in members]
+        self._start, self._stop = extents[0].offset, extents[-1].end
+        main = group.main_weight
+        piece = group.layout.numel // main.pieces
+        begin = max(main.index * piece, self._start)
+        numel = main.within(self._start, self._stop).numel()
+        self.places = [
+            (min(max(extent.offset - begin, 0), numel), min(max(extent.end - begin, 0), numel)) for extent in extents
+        ]
+        """Where each member's part lies in the flat parameter."""
+        borders = (min(max(border * piece, self._start), self._stop) - self._start for border in range(main.pieces + 1))
+        self._cuts = Cuts((self._stop - self._start,), tuple(borders), main.axes)
+        self.flat = FlatParameter(main.within(self._start, self._stop))
+        self.flat._run = weakref.ref(self)
+        self._whole: UnevenDTensor | None = None
+        self._here: torch.Tensor | None = None
+        self._in_step = False
+        self._has_gradient = False
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> list[bool]:
+        """Which members have a gradient."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The members' gradients, zero for those that have none beside others; None where none has one."""
+        if self._in_step:
+            return self._here if self._has_gradient else None
+        gradients = self.group.gradients
+        if not any(self.present) or not gradients.take_over() or gradients.main is None:
+            return None
+        if self._whole is None:
+            self._whole = self._over_all_ranks(gradients.main.within(self._start, self._stop))
+        return self._whole
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif value is not self._whole:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            present = self.present
+            for number, parameter in enumerate(self.parameters):
+                if present[number] or not any(present):
+                    parameter.grad = self.part(number, local)
+
+    def begin_step(self) -> None:
+        """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
+        main = self.group.gradients.main
+        self._in_step, self._has_gradient = True, main is not None and any(self.present)
+        if self._here is None and main is not None:
+            self._here = main.within(self._start, self._stop)
+
+    def end_step(self) -> None:
+        """The gradient is one over all ranks again."""
+        self._in_step = False
+
+    def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
+        """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""
+        main, parallel = self.group.main_weight, self.group.tensor_parallel[self.members[0]]
+        placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
+        if parallel is None:
+            return UnevenDTensor.make(local, self._cuts, main.mesh, placements)
+        beyond: Placement = Shard(0) if parallel.is_spread else Replicate()
+        shape = torch.Size([self._cuts.shape[0] * (parallel.spec.mesh.size() if parallel.is_spread else 1)])
+        return UnevenDTensor.make(local, self._cuts, parallel.mesh, (*placements, beyond), shape=shape)
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    def divided(self, keys: Sequence[Any]) -> "list[FlatRun]":
+        """Runs of neighbours with equal `keys`, one per member; this run itself where all are equal."""
+        parts = [[at for at, _ in pairs] for _, pairs in groupby(enumerate(keys), key=lambda pair: pair[1])]
+        if len(parts) == 1:
+            return [self]
+        return [FlatRun(self.group, [self.members[n] for n in part], [self.names[n] for n in part]) for part in parts]
+
+    def state_for(self, other: "FlatRun", state: dict[str, Any]) -> dict[str, Any]:
+        """What the `state` of this run's flat parameter is for `other`, a run of some of its members."""
+        first = self.members.index(other.members[0])
+        last = self.members.index(other.members[-1])
+        start, stop = self.places[first][0], self.places[last][1]
+
+        def narrowed(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value[start:stop] if value.dim() else value.clone()
+
+        return {key: narrowed(value) for key, value in state.items()}
+
+    def part(self, number: int, value: Any) -> Any:
+        """What a state `value` of the flat parameter means for one member."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        like = self.parameters[number].detach()
+        start, stop = self.places[number]
+        assert isinstance(like, UnevenDTensor)
+        return like.like(like._cuts.shaped(value[start:stop], like.part))
+
+
+def runs_of(group: ParameterGroup, names: Sequence[str], decays: Sequence[bool]) -> Iterator[tuple[bool, FlatRun]]:
+    """The group's parameters in runs of neighbours that decay alike, and are alike slices or none: `(decays, run)`."""
+
+    def kind(number: int) -> tuple[bool, Any, bool]:
+        parallel = group.tensor_parallel[number]
+        return decays[number], parallel and parallel.mesh, parallel is not None and parallel.is_spread
+
+    for (decay, _, _), members in groupby(range(len(names)), key=kind):
+        run = list(members)
+        yield decay, FlatRun(group, run, [names[number] for number in run])
