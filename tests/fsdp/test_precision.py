@@ -54,13 +54,13 @@ def shard(net: nets.Net, policy: weft.MixedPrecisionPolicy, **options) -> nets.N
 def travelled(monkeypatch) -> set[torch.dtype]:
     """The dtypes of gradients that are reduced from now on."""
     seen = set()
-    reduce_into = weft.fsdp.buffer.FlatBuffer.reduce_into
+    reduce_into = weft.memory.buffer.FlatBuffer.reduce_into
 
     def spy(buffer, *args, **options):
         seen.add(buffer.local.dtype)
         return reduce_into(buffer, *args, **options)
 
-    monkeypatch.setattr(weft.fsdp.buffer.FlatBuffer, "reduce_into", spy)
+    monkeypatch.setattr(weft.memory.buffer.FlatBuffer, "reduce_into", spy)
     return seen
 
 
