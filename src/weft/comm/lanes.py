@@ -98,7 +98,15 @@ class Lane:
         # Of high priority: what others wait for gets its few multiprocessors before the computation takes all of them.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def run(self, collective: Callable[..., Pending], *args: Any, channel: int = 0, **kwargs: Any) -> Ticket:
+    def run(
+        self,
+        collective: Callable[..., Pending],
+        *args: Any,
+        channel: int = 0,
+        prepare: Callable[[], Any] | None = None,
+        after: "Ticket | None" = None,
+        **kwargs: Any,
+    ) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
 
         `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
@@ -106,6 +114,10 @@ class Lane:
         if (timeline := recording()) is not None:
             collective = self._recorded(timeline, collective)
         if self.stream is None:
+            if after is not None:
+                after.wait()
+            if prepare is not None:
+                prepare()
             call = self._call(args, channel)
             return Ticket(collective(*args, self.tag + CHANNEL_STRIDE * channel, **kwargs), call=call)
         self.stream.wait_stream(torch.cuda.current_stream())

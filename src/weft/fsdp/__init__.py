@@ -1,7 +1,8 @@
 """Sharding: where the bytes are, and when."""
 
-from weft.dtensor.state_dict import install
+from weft.dtensor import state_dict
 from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp import gone
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import ParameterNorms, check_views, describe, memory_report, parameter_norms
 from weft.fsdp.fully_shard import fully_shard
@@ -14,7 +15,8 @@ from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
-install()
+state_dict.install()
+gone.install()
 
 __all__ = [
     "BlockAtomic",

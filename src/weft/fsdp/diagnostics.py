@@ -61,13 +61,13 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             persistent["weights"] += weights
             if group.gradients.main is not None:
                 (persistent if group.offload is None else offloaded)["gradients"] += group.gradients.main.local.nbytes
-    runtimes = list({id(unit.runtime): unit.runtime for unit in units}.values())
+    channels = list({id(unit.channels): unit.channels for unit in units if unit.channels is not None}.values())
     return {
         "persistent": persistent,
         "offloaded": offloaded,
         "transient": {
-            "gathered weights": _transient([runtime.weights for runtime in runtimes]),
-            "partial gradients": _transient([runtime.gradients for runtime in runtimes]),
+            "gathered weights": _transient([each.weights for each in channels]),
+            "partial gradients": _transient([each.gradients for each in channels]),
         },
     }
 

@@ -14,21 +14,22 @@ from weft.comm.groups import group_of
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.atomic import granularity_of
+from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction import bring_buffers, materialize
 from weft.fsdp.group import ParameterGroup, Slot
-from weft.fsdp.hooks import HookDriver
+from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.mesh_dims import data_parallel_mesh
-from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of, units_under
+from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.runtime import Runtime
+from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 from weft.memory.offload import OffloadPolicy, offload_of
 
 _sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", Slot]] = WeakTensorKeyDictionary()
-"""Where each original parameter went: a tied parameter that a later unit meets again stays tied."""
+"""Where each original parameter went, and each sharded one is: one that a later unit meets again is tied."""
 
 _DEFAULT_STRATEGY = "optim_grads_params"
 
@@ -101,11 +102,13 @@ def fully_shard(
     placements = placements_of(strategy, outer_strategy, mesh.ndim)
     reshard_after_forward = _checked_reshard(reshard_after_forward, placements, mesh.size(mesh.ndim - 1))
     device = _device_of(mesh)
+    below = _at_rest(drivers_under(modules))
 
     owners = _owners(modules)
     found = {key: value for key, value in _owned_parameters(owners).items() if id(key) not in ignored}
     _refuse_sparse(owners, found)
     tied = {parameter: _sharded_elsewhere[parameter] for parameter in found if parameter in _sharded_elsewhere}
+    _refuse_outside_in(modules, found, tied)
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
     parallel = {
         parameter: _checked_parameter(parameter, mesh, device, f"parameter {slot.name!r} of {kind_of(modules[0])}")
@@ -127,24 +130,28 @@ def fully_shard(
         modules,
         groups,
         policy,
-        Runtime(device, runtime or RuntimeOptions()),
+        device,
         reshard_after_forward=reshard_after_forward,
         divide_factor=gradient_divide_factor,
     )
     for group, members in zip(groups, kinds):
-        for parameter, slot in zip(members, group.slots):
-            _sharded_elsewhere[parameter] = (weakref.ref(unit), slot)
+        for form in (members, group.sharded_parameters):
+            for parameter, slot in zip(form, group.slots):
+                _sharded_elsewhere[parameter] = (weakref.ref(unit), slot)
         group.register(full=False)
     for parameter, (ref, slot) in tied.items():
         slot.share(found[parameter].owners)
         if (other := ref()) is not None and other not in unit.tied:
             unit.tied.append(other)
-    below = list(dict.fromkeys(inner for one in modules for inner in units_under(one)))
-    driver = HookDriver(unit, len(modules))
+    driver = HookDriver(unit, modules, runtime or RuntimeOptions())
+    for inner in below:
+        inner.come_under(driver)
     for one in modules:
         attach(one, unit, driver)
     _name_units(modules)
-    unit.runtime.adopt([unit, *below])
+    if driver.options.separate_all_gather_group:
+        all_groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
+        separate_gathers([each for group in all_groups for each in group.groups])
     return module
 
 
@@ -161,6 +168,20 @@ def _checked_modules(module: Any) -> list[nn.Module]:
     if not modules:
         raise ValueError("fully_shard got an empty list: pass at least one module")
     return modules
+
+
+def _at_rest(drivers: list[HookDriver]) -> list[HookDriver]:
+    """The units below, if nothing is under way in them."""
+    for driver in drivers:
+        what = ", ".join(holder.name for holder in driver.unit.holders)
+        if driver.runtime is not None and driver.runtime.passes.current not in (Pass.IDLE, Pass.FAILED):
+            what = f"a {driver.runtime.passes.current.value} that is under way"
+        if what:
+            raise ValueError(
+                f"fully_shard around {driver.unit}, whose weights are in use by {what}: call it before the first pass, "
+                "or reshard() first"
+            )
+    return drivers
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
@@ -210,6 +231,22 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: Mapping[nn.Parameter, Sl
                     f"{type(module).__name__}(sparse=True), {where}: gradients of sharded parameters are dense; build "
                     "it with sparse=False, or name its weight in ignored_params"
                 )
+
+
+def _refuse_outside_in(
+    modules: list[nn.Module],
+    found: Mapping[nn.Parameter, Slot],
+    tied: Mapping[nn.Parameter, tuple["weakref.ref[Unit]", Slot]],
+) -> None:
+    """Raise for a parameter of `tied` that a unit around `modules` has; a unit beside them shares it."""
+    for parameter, (ref, _) in tied.items():
+        unit = ref()
+        around = [one for module in (unit.modules if unit else ()) if (one := module()) is not None]
+        if any(one in other.modules() for other in around for one in modules):
+            raise ValueError(
+                f"parameter {found[parameter].name!r} of {kind_of(modules[0])} is sharded already, by a module around "
+                "it: call fully_shard bottom-up, children first"
+            )
 
 
 def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMesh:
@@ -297,9 +334,7 @@ def _checked_parameter(
 ) -> TensorParallel | None:
     """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it."""
     if isinstance(parameter, UnevenDTensor):
-        raise ValueError(
-            f"{where} is sharded already, by a module around it: call fully_shard bottom-up, children first"
-        )
+        raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
     if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "

@@ -8,13 +8,19 @@ gradients                                           see `weft.fsdp.gradients.gro
 
 *   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
 **  always, as model_weight, where the parameter placement is Replicate on every axis
+
+Whether what was gathered is still right, the version counter of the main weights tells, which every write to a sharded
+parameter moves. The full parameters have that version too while their memory is here, and one that nothing saved can
+have while it is not: autograd refuses to read weights that have gone, whatever way a backward comes by.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +29,15 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
-from weft.comm.lanes import Lane, Ticket
+from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
+from weft.fsdp.channels import Channels
+from weft.fsdp.gone import set_version, version_when_gone
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.memory.buffer import FlatBuffer
-from weft.memory.pool import Pool, Transient
+from weft.memory.pool import Transient
 
 
 @dataclass
@@ -58,8 +66,20 @@ class Slot:
 
     def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
         """Register the parameter in more places."""
-        self.owners.extend(owners)
+        known = [(module(), name) for module, name in self.owners]
+        self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
         self.register(self.there)
+
+
+class Owner(Protocol):
+    """What a group asks its unit."""
+
+    calls: "weakref.WeakSet[Any]"
+
+    @property
+    def computes(self) -> bool:
+        """Whether the full weights are being computed with."""
+        ...
 
 
 class ParameterGroup:
@@ -87,7 +107,6 @@ class ParameterGroup:
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
         self._staging = self._make_staging()
-        self._staged = False
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self._pieces: dict[int, PostForwardPiece] = {}
@@ -99,8 +118,11 @@ class ParameterGroup:
                 FlatBuffer(self.layout, self.mesh, plan.whole, self.full.local).views(), self.tensor_parallel
             )
         ]
+        self._fulls = tuple(self.full_parameters)
+        self._gone = version_when_gone(self)
         if self.transient is not None:
             self.transient.settle()
+            set_version(self._fulls, self._gone)
         self.sharded_parameters = [
             nn.Parameter(tensor, requires_grad=self.trainable)
             for tensor in self.main_weight.dtensors(self.tensor_parallel)
@@ -114,9 +136,14 @@ class ParameterGroup:
             slot.own = tuple(own)
         self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
         self.channel = next_channel(self.groups[-1])
-        """Keeps the messages of its gathers apart from those of other groups."""
-        self._outdated = True
+        """Keeps its messages apart from those of other groups."""
+        self._gathered_from: int | None = None
+        """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
         self._refreshing: Ticket | None = None
+        self._upload: Ticket | None = None
+        """What reads main weights in CPU memory."""
+        self._equalize()
+        self.owner: Callable[[], Owner | None] = lambda: None
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -144,11 +171,18 @@ class ParameterGroup:
         """The full weights, and their memory if it comes and goes."""
         if not self.model_weight.axes or self.layout.shards == 1:
             return self.model_weight, None
-        follow = weakref.WeakMethod(self._follow)  # or neither would be freed without the cyclic collector
-        transient = Transient(
-            self.layout.numel, self.recipe.compute, self.device, on_move=lambda full: (follow() or _ignore)(full)
-        )
+        transient = Transient(self.layout.numel, self.recipe.compute, self.device)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
+
+    def belong_to(self, owner: Owner) -> None:
+        """Be a group of `owner`, known to its buffers only weakly, or neither would go without the collector."""
+        self.owner = ref = weakref.ref(owner)
+        if self.transient is not None:
+            follow = weakref.WeakMethod(self._follow)
+            self.transient.on_move = lambda full: (follow() or _ignore)(full)
+            self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
+            self.transient.make_way = lambda: not ((unit := ref()) and unit.computes)
+            self.transient.describe = lambda: f"the gathered weights of {ref()}"
 
     def _follow(self, full: torch.Tensor) -> None:
         """The gathered weights have moved: the full parameters are views of the new place."""
@@ -158,6 +192,12 @@ class ParameterGroup:
                 parameter._local_tensor = view.data
             else:
                 parameter.data = view
+
+    def _equalize(self) -> None:
+        """Replicas start alike, whatever seeds their ranks had: with the values of the first of them."""
+        for axis, group in enumerate(self.groups):
+            if axis not in self.main_weight.axes and group.size() > 1:
+                collectives.broadcast(self.main_weight.local, group)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -192,62 +232,91 @@ class ParameterGroup:
         storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
-    def guard(self, is_fixed: Callable[[], bool], evict: Callable[[], bool]) -> None:
-        """Say when the gathered weights must not move, and how to free them early."""
-        if self.transient is not None:
-            self.transient.is_fixed, self.transient.evict = is_fixed, evict
+    @property
+    def version(self) -> int:
+        """Of the main weights: every write to them makes it higher."""
+        return self.main_weight.local._version
 
-    def gather(self, lane: Lane, outer_lane: Lane, group: dist.ProcessGroup, pool: Pool) -> Ticket | None:
-        """Start making the full weights those of the main weights; None where they already are.
+    @property
+    def is_stale(self) -> bool:
+        """Whether the main weights were written to since what is gathered, or stays, was made from them."""
+        return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
-        `group`: the shard axis' ranks, on the communicator that gathers use.
-        """
-        self.refresh(lane, outer_lane, pool)
+    @property
+    def refreshes(self) -> bool:
+        """Whether there are model weights beside the main weights, which follow them."""
+        return self.model_weight is not self.main_weight
+
+    def outdate(self) -> None:
+        """Let the next gather start from the main weights, whatever is known of them: some rank says so."""
+        self._gathered_from = None
+
+    def gather(self, channels: Channels) -> Ticket | None:
+        """Start making the full weights those of the main weights; None where they already are."""
+        self.refresh(channels)
+        refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
-            ticket, self._refreshing = self._refreshing, None
-            return ticket
-        self.await_refresh()
+            return refreshing
+        options: dict[str, Any] = {"channel": self.channel, "after": refreshing}
+        group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
-            pool.take(self.transient)
+            full = channels.weights.take(self.transient)
             if self.piece is not None and self.piece.held:
-                return self.piece.gather_into(self.full.local, lane)
-            if self.offload is not None and self.model_weight is self.main_weight:
-                source, staging = self.main_weight.local, self._take_staging(pool)
-                return lane.run(
-                    collectives.all_gather_uploaded, self.full.local, source, staging, group, channel=self.channel
+                return self.piece.gather_into(full, channels.gather)
+            source = self.model_weight.local
+            if not self.refreshes:
+                self._gathered_from = self.version
+            if self.offload is not None and not self.refreshes:
+                staging = self._take_staging(channels)
+                self._upload = channels.gather.run(
+                    collectives.all_gather_uploaded, full, source, staging, group, **options
                 )
-            return self.model_weight.gather_into(self.full, lane, group, channel=self.channel)
+                return self._upload
+            if source.dtype != full.dtype:  # cast on its way
+                main, source = source, self.full.part(self.model_weight.placements).local
+                options["prepare"] = functools.partial(source.copy_, main)
+            return channels.gather.run(collectives.all_gather, full, source, group, **options)
 
-    def take_part(self, lane: Lane, group: dist.ProcessGroup) -> Ticket:
+    def take_part(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():
             unused = FlatBuffer(self.layout, self.mesh, self.plan.whole, torch.empty_like(self.full.local))
-            own = unused.part(self.model_weight.placements)
-            own.local.copy_(self.model_weight.local)  # what is sent must not change when this rank goes on
-            return own.gather_into(unused, lane, group, channel=self.channel)
+            own = unused.part(self.model_weight.placements).local
+            own.copy_(self.model_weight.local)  # what is sent must not change when this rank goes on
+            group = channels.of_gathers(self.groups[-1])
+            return channels.gather.run(collectives.all_gather, unused.local, own, group, channel=self.channel)
 
-    def refresh(self, lane: Lane, outer_lane: Lane, pool: Pool) -> None:
-        """Start bringing the model weights up to date with the main weights, if a pass began since the last time."""
-        if self.model_weight is self.main_weight or not self._outdated:
+    def refresh(self, channels: Channels) -> None:
+        """Start bringing the model weights up to date with the main weights, if those have changed."""
+        if not self.refreshes or self._gathered_from is not None:
             return
         self.await_refresh()
-        self._outdated = False
-        lane = outer_lane if self.model_weight.axes else lane
+        lane = channels.outer if self.model_weight.axes else channels.gather
         uploaded = None
         with torch.no_grad():
             own = self.model_weight.part(self.placements.optimizer).local
             if self.offload is not None:  # on the lane of the gather, which so comes behind it
-                uploaded = lane.run(collectives.upload, own, self.main_weight.local, self._take_staging(pool))
+                staging = self._take_staging(channels)
+                self._upload = uploaded = lane.run(collectives.upload, own, self.main_weight.local, staging)
             elif own.data_ptr() != self.main_weight.local.data_ptr():
                 own.copy_(self.main_weight.local)
-            self._refreshing = self.model_weight.gather_in_place(self.placements.optimizer, lane) or uploaded
+            gathered = self.model_weight.gather_in_place(self.placements.optimizer, lane, channels.of_gathers)
+            self._refreshing = gathered or uploaded
+        self._gathered_from = self.version
 
     def await_refresh(self) -> None:
-        """Wait for the model weights, before anything changes or gathers them."""
+        """Wait for the model weights, before anything changes them."""
         ticket, self._refreshing = self._refreshing, None
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
+            self._give_staging()
+
+    def finish_upload(self) -> None:
+        """Make the host wait until nobody reads main weights in CPU memory any more."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.synchronize()
 
     def leave_pieces(self, size: int | None) -> None:
         """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
@@ -259,29 +328,36 @@ class ParameterGroup:
             self._pieces[size] = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
         self.piece = self._pieces.get(size) if size is not None else None
 
-    def keep_piece(self, pool: Pool) -> None:
+    def keep_piece(self, channels: Channels) -> None:
         """Keep a piece of the gathered weights, which are here, for the next gather to start from."""
         if self.piece is not None:
             with torch.no_grad():
-                self.piece.keep(self.full.local, pool)
+                self.piece.keep(self.full.local, channels.weights)
 
-    def gathered(self, pool: Pool) -> None:
-        """The gather is done: give back what it read on its way."""
-        self.drop_piece(pool)
-        if self._staging is not None and self._staged:
-            self._staged = False
-            pool.give(self._staging)
+    def arrived(self) -> None:
+        """The gather is done: give back what it read on its way, and let autograd read what it brought."""
+        self.drop_piece()
+        self._give_staging()
+        if self.transient is not None:
+            set_version(self._fulls, self._gathered_from or 0)
 
-    def _take_staging(self, pool: Pool) -> torch.Tensor | None:
-        if self._staging is None:
-            return None
-        self._staged = True
-        return pool.take(self._staging)
+    def free(self) -> None:
+        """Give the memory of the gathered weights back."""
+        if self.transient is not None:
+            set_version(self._fulls, self._gone)
+            self.transient.give()
 
-    def drop_piece(self, pool: Pool) -> None:
+    def _take_staging(self, channels: Channels) -> torch.Tensor | None:
+        return None if self._staging is None else channels.weights.take(self._staging)
+
+    def _give_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.give()
+
+    def drop_piece(self) -> None:
         """Let the next gather start from the main weights again."""
         if self.piece is not None:
-            self.piece.drop(pool)
+            self.piece.drop()
 
     def withdraw(self) -> None:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
@@ -294,19 +370,6 @@ class ParameterGroup:
                 full.requires_grad_(sharded.requires_grad)
         # Gradients that wait for their reduction are still reduced when their parameters are frozen meanwhile.
         self.trainable = any(full.requires_grad for full in self.full_parameters) or self.gradients.accumulates()
-
-    def outdate(self) -> None:
-        """The main weights may have changed: the next gather starts from them.
-
-        Said at the start of every pass, on all ranks alike, and not found out from the weights: there are too many ways
-        to write to a parameter, and a rank that decided by itself would gather alone.
-        """
-        self._outdated = True
-
-    def free(self, pool: Pool) -> None:
-        """Give the memory of the gathered weights back."""
-        if self.transient is not None:
-            pool.give(self.transient)
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""
@@ -338,8 +401,8 @@ class ParameterGroup:
         """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
         present = self.gradients.take_over()
         for start, stop, group in self._slice_ranges:
-            if present and self.gradients.main is not None:
-                yield self.gradients.main.within(start, stop), group
+            if present:
+                yield self.gradients.window(start, stop), group
             else:
                 yield self.main_weight.local[:0], group
 

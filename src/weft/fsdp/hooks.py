@@ -15,66 +15,65 @@ back as well while a schedule drives the units.
 """
 
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.comm.ranges import Stretch
-from weft.fsdp.runtime.runtime import in_backward
+from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.runtime.passes import in_backward
+from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.trees import map_tensors, tensors_in
-from weft.fsdp.unit import Unit
+from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, Hold, Unit
 
 
 class ForwardCall:
-    """One forward of a unit, on its way through backward."""
+    """One forward of a unit, on its way through backward, in which it holds the weights."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self._begun = False
+    computes = True
+
+    def __init__(self, driver: "HookDriver") -> None:
+        self.driver = driver
+        self.unit = driver.unit
+        self.begun = False
+        """Whether its backward is under way."""
         self._retained = False
-        self._holds = False
-        self._moves = unit.moves
+        self._moves = self.unit.moves
         self._stretch = Stretch()
-        unit.calls.add(self)
+        self.unit.calls.add(self)
 
     @property
-    def begun(self) -> bool:
-        """Whether its backward is under way."""
-        return self._begun
+    def name(self) -> str:
+        """As a holder."""
+        return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
         """The first output's gradient has come."""
-        if self._begun:
+        if self.begun:
             return
-        self._begun = True
-        self._retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        unit = self.unit
+        unit, driver = self.unit, self.driver
         if self not in unit.calls:  # a second backward through a retained graph
             if unit.moves != self._moves:
                 raise RuntimeError(
-                    f"backward of {unit.name or 'the root'} runs again through a retained graph, but its gathered "
-                    "weights have moved since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
+                    f"backward of {unit} runs again through a retained graph, but its gathered weights have moved "
+                    "since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             unit.calls.add(self)
-        unit.runtime.begin_backward(self)
+        runtime = driver.started
+        runtime.begin_backward(self)
+        self.begun = True
+        self._retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._stretch.begin(unit.name, "backward")
-        unit.backwards += 1
-        self._holds = unit.unshard_in_backward
-        if self._holds:
-            unit.runtime.passes.visit(unit, unit.backward_prefetch)
-        unit.offer_main_gradients()
+        driver.backwards += 1
+        if unit.unshard_in_backward:
+            runtime.visit(unit, self, driver.backward_prefetch)
+        runtime.reductions.offer_main_gradients(unit)
 
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """The inputs' gradients are done."""
-        unit = self.unit
-        if not self._begun and unit.awaits_reduction:
-            if not unit.held:
-                raise RuntimeError(
-                    f"backward came into {unit.name or 'the root'} ({unit.kind}) through a tensor that its forward did "
-                    "not return, when its weights were gone: return that tensor too, in whatever structure"
-                )
+        if not self.begun and self.unit.awaits_reduction:
             self.begin()
         if torch.is_grad_enabled():
             for gradient in gradients:
@@ -84,21 +83,27 @@ class ForwardCall:
 
     def end(self) -> None:
         """The last input's gradient is done; for a call without differentiable inputs, the whole backward is."""
-        if not self._begun:
+        if not self.begun:
             return
-        self._begun = False
-        unit = self.unit
-        if not self._retained:
-            unit.calls.discard(self)
-        unit.backwards -= 1
-        self._stretch.end()
-        unit.reduce()
+        self.abandon()
+        unit, runtime = self.unit, self.driver.started
+        runtime.reduce(unit)
         if unit.reshard_after_backward:
-            unit.drop()
-        elif self._holds:
-            unit.keep()
-        if self._holds:
-            unit.release()
+            if UNTIL_BACKWARD in unit.holders:
+                unit.release(UNTIL_BACKWARD)
+        elif UNTIL_NEXT_PASS not in unit.holders and self in unit.holders:
+            unit.acquire(UNTIL_NEXT_PASS)
+        if self in unit.holders:
+            runtime.leave(unit, self)
+
+    def abandon(self) -> None:
+        """The backward is not under way any more."""
+        if self.begun:
+            self.begun = False
+            self.driver.backwards -= 1
+            self._stretch.end()
+            if not self._retained:
+                self.unit.calls.discard(self)
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -119,38 +124,88 @@ class _EndOfBackward(torch.autograd.Function):
 class HookDriver:
     """What runs around the calls of one unit's modules, outside of anything compiled in them."""
 
-    def __init__(self, unit: Unit, modules: int) -> None:
+    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions) -> None:
         self.unit = unit
-        unit.driver = weakref.ref(self)
-        self._modules = modules
+        self.runtime: Runtime | None = None
+        """Of the root; None before its first pass."""
+        self.above: weakref.ref[HookDriver] | None = None
+        """The driver of a unit around this one."""
+        self.options = options
+        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backwards = 0
+        """Backwards of the unit under way: a forward that meets one is a recomputation."""
+        self._modules = [weakref.ref(module) for module in modules]
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
+        self._hold = Hold(f"a forward of {unit.kind}")
         self._stretch = Stretch()
+
+    @property
+    def started(self) -> Runtime:
+        """The runtime, made for all units of the root if this is its first pass."""
+        if self.runtime is None:
+            root = self.root
+            self.runtime = root.runtime or root._start()
+        return self.runtime
+
+    @property
+    def root(self) -> "HookDriver":
+        """The driver of the outermost unit around this one."""
+        root = self
+        while root.above is not None and (around := root.above()) is not None:
+            root = around
+        return root
+
+    def come_under(self, around: "HookDriver") -> None:
+        """`around` is sharded now, and its model's root is this one's too."""
+        if self.above is None or self.above() is None:
+            self.above = weakref.ref(around)
+        self.runtime = None
+
+    def _start(self) -> Runtime:
+        drivers = drivers_under([module for ref in self._modules if (module := ref()) is not None])
+        units = [driver.unit for driver in drivers]
+        for unit in units:
+            for other in unit.tied:
+                if other not in units:
+                    raise RuntimeError(
+                        f"{unit} is called as part of {self.unit}, but a parameter of it is tied to {other}, which is "
+                        "not: gradients of two roots cannot meet in one parameter; call fully_shard on a module around "
+                        "both, last, and call that"
+                    )
+        runtime = Runtime(units, drivers, self.unit.device, self.options)
+        for driver in drivers:
+            driver.runtime = runtime
+        return runtime
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
-        if self.unit.backwards or id(module) in self._entered or self.unit.runtime.in_schedule:
+        runtime = self.started
+        if self.backwards or id(module) in self._entered or runtime.in_schedule:
             args, kwargs = self.unit.policy.cast_inputs((args, kwargs))
             return self.unit.policy.cast_output(forward(*args, **kwargs))
+        failure: BaseException | None = None
+        runtime.enter_forward(self.unit)
         try:
             args, kwargs = self._before(module, args, kwargs)
             return self._after(forward(*args, **kwargs))
         except BaseException as error:
-            self.unit.runtime.failed(f"the forward of {self.unit.name or 'the root'}", error)
-            self.let_go()
+            failure = error
+            runtime.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
+            self.abandon()
             raise
         finally:
-            self.unit.runtime.leave_forward()
+            runtime.leave_forward(failure)
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked."""
-        unit, runtime = self.unit, self.unit.runtime
-        runtime.enter_forward(unit)
+        unit = self.unit
         if not self._entered:
             self._stretch.begin(unit.name, "forward")
-            runtime.passes.visit(unit, unit.forward_prefetch)
-            self._call = ForwardCall(unit) if torch.is_grad_enabled() else None
+            self.started.visit(unit, self._hold, self.forward_prefetch)
+            self._call = ForwardCall(self) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         if self._call is not None and not self._entered:  # backward ends where forward began
             args, kwargs = _marked(self._call, (args, kwargs))
@@ -170,38 +225,59 @@ class HookDriver:
         for tensor in tensors_in(output, hidden=True):
             if passing and self.unit.lends(tensor):
                 raise RuntimeError(
-                    f"{self.unit.name or 'the root'} ({self.unit.kind}) returned a view of its gathered weights, which "
-                    "go when its forward ends: return a clone(), or pass reshard_after_forward=False"
+                    f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return a "
+                    "clone(), or pass reshard_after_forward=False"
                 )
-            if self._call is not None and tensor.requires_grad:
+            if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)
-        if len(self._entered) == self._modules:
-            self.let_go()
+        if len(self._entered) == len(self._modules):
+            self._leave()
         return output
 
-    def let_go(self) -> None:
-        """The unit's forward, if it is in one, is over: all its modules ran, or the rest will not."""
+    def abandon(self) -> None:
+        """The unit's forward, if it is in one, is over, although not all its modules ran."""
+        if self._entered:
+            self._leave()
+        elif self._hold in self.unit.holders:  # it failed before it began
+            self.started.leave(self.unit, self._hold)
         self._stretch.end()
-        if not self._entered:
-            return
-        unit = self.unit
+
+    def _leave(self) -> None:
+        """The forward is over."""
+        self._stretch.end()
+        unit, runtime = self.unit, self.started
         call, self._call = self._call, None
         self._entered.clear()
         recomputing = in_backward()
         if call is not None and (recomputing or not self._reshards()):
-            unit.keep()
+            if UNTIL_BACKWARD not in unit.holders:
+                unit.acquire(UNTIL_BACKWARD)
         elif not recomputing:
             if call is not None:
                 unit.leave_pieces()
-            unit.drop()
-        unit.release()
+            if UNTIL_BACKWARD in unit.holders:
+                unit.release(UNTIL_BACKWARD)
+        if self._hold in unit.holders:
+            runtime.leave(unit, self._hold)
         if call is not None and not recomputing:
-            unit.runtime.passes.finish(unit)
+            runtime.prefetch.finish(unit)
 
     def _reshards(self) -> bool:
         """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""
         choice = self.unit.reshard_after_forward
         return self.unit.number > 0 if choice is None else choice
+
+
+def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
+    """The drivers of `modules` and of the sharded modules inside them, outermost first."""
+    return list(
+        dict.fromkeys(
+            vars(child)["_weft_driver"]
+            for module in modules
+            for child in module.modules()
+            if "_weft_driver" in vars(child)
+        )
+    )
 
 
 def _marked(call: ForwardCall, inputs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.comm.lanes import on_stream
-from weft.fsdp.hooks import HookDriver
+from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
 
@@ -53,16 +53,22 @@ class FSDPModule:
             for unit in units_under(self, recurse):
                 unit.register()
 
-    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather the parameters and register them, until `reshard` or the next pass ends. `async_op`: return a handle
-        whose `wait()` registers them."""
-        unit = unit_of(self)
-        if not unit.held:
-            unit.forget()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, those of the sharded ones also while full ones are registered."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in units_under(self):
             for group in unit.groups:
-                group.outdate()
-        unit.prefetch()
-        handle = UnshardHandle(unit)
+                for parameter in group.sharded_parameters:
+                    if set_to_none:
+                        parameter.grad = None
+                    elif parameter.grad is not None:
+                        parameter.grad = parameter.grad.detach().zero_()
+
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
+        """Gather the parameters and register them, until `reshard()` or a state dict. `async_op`: return a handle whose
+        `wait()` registers them."""
+        runtime_of(self).unshard(unit_of(self))
+        handle = UnshardHandle(self)
         if async_op:
             return handle
         handle.wait()
@@ -70,15 +76,13 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the full ones, if nobody else holds them."""
-        unit = unit_of(self)
-        unit.forget()
-        unit.drop()
-        unit.free()
+        runtime_of(self).reshard(unit_of(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last before the optimizer; strategies with a partial gradient reduce
         only then."""
-        unit_of(self).runtime.last_backward = _switch("set_is_last_backward", is_last_backward)
+        is_last_backward = _switch("set_is_last_backward", is_last_backward)
+        runtime_of(self).reductions.last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients, or accumulates them here (`no_sync`)."""
@@ -118,11 +122,11 @@ class FSDPModule:
 
         Raises TypeError for what is no list, ValueError for a module that is not sharded or belongs to another model.
         """
-        unit_of(self).forward_prefetch = _to_prefetch(unit_of(self), "set_modules_to_forward_prefetch", modules)
+        self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Gather these units ahead when this one's backward begins, in place of what the record says. Raises alike."""
-        unit_of(self).backward_prefetch = _to_prefetch(unit_of(self), "set_modules_to_backward_prefetch", modules)
+        self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide summed gradients by `factor` in place of the number of ranks; None: by that number again.
@@ -190,7 +194,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the next pass wait for `event`, recorded behind an optimizer step on another stream."""
-        unit_of(self).runtime.post_optimizer_event = event
+        runtime_of(self).post_optimizer_event = event
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refused: weft gathers in place, into memory that its plan owns."""
@@ -215,7 +219,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Return every unit to rest after an exception in forward or backward."""
-        unit_of(self).runtime.reset()
+        runtime_of(self).reset()
 
 
 _OWN_COLLECTIVES = (
@@ -231,15 +235,14 @@ _OWN_MEMORY = (
 class UnshardHandle:
     """A gather under way."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, module: FSDPModule) -> None:
+        self._module: FSDPModule | None = module
 
     def wait(self) -> None:
         """Wait for the gather and register the full parameters."""
-        if self._unit is not None:
-            self._unit.keep()
-            self._unit.runtime.finish_uploads()
-            self._unit = None
+        if self._module is not None:
+            runtime_of(self._module).hold_for_user(unit_of(self._module))
+            self._module = None
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -265,9 +268,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises ValueError for a module that is not sharded.
     """
-    runtimes = [unit_of(checked(module)).runtime for module in modules]
+    runtimes = [runtime_of(checked(module)) for module in modules]
     for runtime in runtimes[1:]:
-        runtime.share_lanes(runtimes[0])
+        runtime.channels.share_lanes(runtimes[0].channels)
 
 
 _classes: dict[type, type] = {}
@@ -294,6 +297,11 @@ def unit_of(module: Any) -> Unit:
     return module._weft_unit
 
 
+def runtime_of(module: Any) -> Runtime:
+    """What the units of the model that `module` belongs to share."""
+    return module._weft_driver.started
+
+
 def checked_factor(what: str, factor: Any) -> float:
     """`factor`, if gradients can be divided by it. Raises TypeError or ValueError if not; `what`: its name."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
@@ -310,19 +318,19 @@ def _switch(method: str, value: Any) -> bool:
     return bool(value)
 
 
-def _to_prefetch(unit: Unit, method: str, modules: Any) -> "list[weakref.ref[Unit]]":
-    """The units of `modules`, which `unit` may gather ahead."""
+def _to_prefetch(module: FSDPModule, method: str, modules: Any) -> "list[weakref.ref[Unit]]":
+    """The units of `modules`, which that of `module` may gather ahead."""
     if isinstance(modules, FSDPModule) or not isinstance(modules, Iterable):
         raise TypeError(f"{method} got a {type(modules).__name__.removeprefix('FSDP')}: pass a list of sharded modules")
-    units = [unit_of(checked(module)) for module in modules]
-    for other in units:
+    mine, found = module._weft_driver, [checked(other)._weft_driver for other in modules]
+    for other in found:
         # One that is the root of its own may still come under the same root.
-        if other.runtime is not unit.runtime and other.number and unit.number:
+        if other.root is not mine.root and other.root is not other and mine.root is not mine:
             raise ValueError(
-                f"{method} of {unit.name or unit.kind!r} got {other.name or other.kind!r}, which is under another "
-                "root: pass modules of the same model, after its root is sharded"
+                f"{method} of {mine.unit.name or mine.unit.kind!r} got {other.unit.name or other.unit.kind!r}, which "
+                "is under another root: pass modules of the same model, after its root is sharded"
             )
-    return [weakref.ref(other) for other in units]
+    return [weakref.ref(other.unit) for other in found]
 
 
 def checked(module: Any) -> FSDPModule:
@@ -333,19 +341,18 @@ def checked(module: Any) -> FSDPModule:
 
 
 def _runtimes(module: Any, recurse: bool) -> list[Runtime]:
-    return list({id(unit.runtime): unit.runtime for unit in units_under(module, recurse)}.values())
+    drivers = drivers_under([module]) if recurse else [module._weft_driver]
+    return list({id(driver.started): driver.started for driver in drivers}.values())
 
 
 def units_under(module: Any, recurse: bool = True) -> list[Unit]:
     """The units of `module` and, with `recurse`, of the sharded modules inside it, outermost first."""
-    if not recurse:
-        return [unit_of(module)]
-    units = [unit_of(child) for child in module.modules() if isinstance(child, FSDPModule)]
-    return list(dict.fromkeys(units))
+    return [driver.unit for driver in drivers_under([module])] if recurse else [unit_of(module)]
 
 
 def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
-    unit_of(module).drop()
+    if module._weft_driver.runtime is not None:
+        module.reshard()
 
 
 def _rest_before_load(
@@ -356,6 +363,4 @@ def _rest_before_load(
             f"load_state_dict(assign=True) into the sharded {kind_of(module)}: its parameters are views of flat "
             "buffers, and assignment would replace them; load without assign, which copies"
         )
-    unit_of(module).runtime.weights_change()
-    unit_of(module).forget()
-    unit_of(module).drop()
+    _rest_before_state_dict(module, prefix, False)

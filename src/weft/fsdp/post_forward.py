@@ -34,8 +34,7 @@ class PostForwardPiece:
         """Start filling the gathered weights from the pieces of the group."""
         return lane.run(collectives.all_gather, full, self.transient.tensor, self._group)
 
-    def drop(self, pool: Pool) -> None:
+    def drop(self) -> None:
         """Give the memory back."""
-        if self.held:
-            self.held = False
-            pool.give(self.transient)
+        self.held = False
+        self.transient.give()

@@ -1,46 +1,111 @@
-"""A sharded unit and its life.
+"""A sharded unit: the life of its weights.
 
-    call         effect
-    -----------  --------------------------------------------------------------------------------------------------
-    prefetch()   start the gather on the gather lane, if the weights are neither here nor on their way
-    acquire()    wait for the gather, register the full parameters, one holder more
-    release()    one holder less; the last one registers the sharded parameters and gives the memory back
-    reduce()     pack the gradients, start the reduction on the reduce lane; the result adds to the main gradients
+    from         event        to           caused by                      what happens
+    -----------  -----------  -----------  -----------------------------  ----------------------------------------------
+    at rest      gather       on the way   whoever is first to need or    the gather starts, beside the computation
+                                           to foresee the unit
+    on the way   arrive       here         whoever needs the weights      what is computed from here on sees them
+    here         hold         held         a holder, by name              the full parameters are registered
+    held         hold         held         another holder
+    held         let go       held         a holder, another one stays
+    held         let go last  here         the last holder                the sharded parameters are registered
+    held         renew        held         a pass that finds them stale   they are gathered again, into the same memory
+    here         free         at rest      a driver that foresees no      the memory goes
+                                           use of the unit soon
 
-The unit does not know who drives it. Hooks are one driver, explicit `unshard()`/`reshard()` another. Two forwards and a
-backward may hold it at once; it stays until the last lets go. `keep()` is the one holder without a name: it stands for
-"somebody will be back soon" (a root between forward and backward, a recomputation before its backward) and is dropped
-by `drop()`.
+Everything else is an error that names the unit, its state and its holders. A holder is whoever needs the weights: a
+forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that somebody will be
+back. A unit at most makes way for another, with its values; only its holders let it go. It knows nobody who drives it.
+
+Gradients have a life of their own, in `weft.fsdp.gradients.group`.
 """
 
+import enum
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
+from weft.comm.ranges import profiled
+from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.direct import settle
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.memory.pool import Pool
 
-if TYPE_CHECKING:
-    from weft.fsdp.hooks import HookDriver
-    from weft.fsdp.runtime.runtime import Runtime
+
+class State(enum.Enum):
+    """Where the full weights are."""
+
+    AT_REST = "at rest"
+    ON_THE_WAY = "on the way"
+    HERE = "here"
+    HELD = "held"
+
+
+TRANSITIONS = {
+    (State.AT_REST, "gather"): State.ON_THE_WAY,
+    (State.ON_THE_WAY, "arrive"): State.HERE,
+    (State.HERE, "hold"): State.HELD,
+    (State.HELD, "hold"): State.HELD,
+    (State.HELD, "let go"): State.HELD,
+    (State.HELD, "let go last"): State.HERE,
+    (State.HELD, "renew"): State.HELD,
+    (State.HERE, "free"): State.AT_REST,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """A holder. `computes`: it uses the weights now, so that they cannot make way."""
+
+    name: str
+    computes: bool = True
+
+
+class TiedHold(NamedTuple):
+    """A holder of one unit holds the units that its parameters are tied to."""
+
+    unit: Any
+    holder: Any
+
+    @property
+    def name(self) -> str:
+        """Whose hold it is."""
+        return f"{self.holder.name} of {self.unit}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether the weights are being used."""
+        return self.holder.computes
+
+
+USER = Hold("the user's unshard()", computes=False)
+UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
+UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
+
+
+class Writer(Protocol):
+    """Where modules that write gradients themselves find the place."""
+
+    def gradient_to_write(self, unit: Any, group: Any, number: int) -> tuple[torch.Tensor, bool]:
+        """The place of parameter `number` of `group`, and whether to add to what is there."""
+        ...
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call."""
+    """The parameter groups of one `fully_shard` call. `channels` and `writer`: of the model it belongs to."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         policy: MixedPrecisionPolicy,
-        runtime: "Runtime",
+        device: torch.device,
         *,
         reshard_after_forward: bool | int | None,
         divide_factor: float | None,
@@ -48,124 +113,129 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
+        self.device = device
         self.gathered_bytes = sum(group.gathered_bytes for group in self.groups)
         self.policy = policy
-        self.runtime = runtime
         self.name = ""
         self.number = 0
+        self.channels: Channels | None = None
+        self.writer: Writer | None = None
+        self.state = State.AT_REST
+        self.holders: dict[Any, None] = {}
         self.tied: list[Unit] = []
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
-        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.driver: Callable[[], HookDriver | None] = lambda: None
-        """What runs around the forward of its modules, as long as they live."""
-        self.backwards = 0
-        """Backwards of this unit under way: a forward that meets one is a recomputation."""
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Forwards of this unit whose backward has not ended, as long as their graphs live."""
+        """Forwards whose backward has not ended, as long as their graphs live: autograd has views of the weights."""
         self._divide_factor = divide_factor
         self._replaced_factor: float | None = None
-        self._holders = 0
-        self._kept = False
-        self._resident = False
         self._tickets: list[Ticket] = []
         self._leaves_pieces = False
         self.reshard_after(reshard_after_forward)
-        myself = weakref.ref(self)
         for group in self.groups:
             settle(self, group, [group.full_parameters, group.sharded_parameters])
-            group.guard(lambda: _ask(myself, lambda unit: unit.calls), lambda: _ask(myself, Unit.evict))
+            group.belong_to(self)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind})" if self.name else f"the root ({self.kind})"
+
+    def _to(self, event: str) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            holders = ", ".join(holder.name for holder in self.holders)
+            raise RuntimeError(
+                f"{self}: '{event}' while its weights are {self.state.value}{f' by {holders}' if holders else ''}"
+            )
+        self.state = following
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property
     def resident(self) -> bool:
         """Whether the full weights are here or on their way."""
-        return self._resident
+        return self.state is not State.AT_REST
 
     @property
-    def held(self) -> bool:
-        """Whether anybody holds the full weights."""
-        return self._holders > 0
+    def computes(self) -> bool:
+        """Whether somebody computes with the full weights."""
+        return any(holder.computes for holder in self.holders)
 
     @property
-    def kept(self) -> bool:
-        """Whether the nameless holder is one of them."""
-        return self._kept
+    def is_stale(self) -> bool:
+        """Whether the full weights are not those of the main weights any more."""
+        return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
         """Start the gather, if the weights are neither here nor on their way."""
         for unit in self.tied:
             unit.prefetch()
-        if self._resident:
-            return
-        self._resident = True
-        for group in self.groups:
-            ticket = self.runtime.gather(self, group)
-            if ticket is not None:
-                self._tickets.append(ticket)
+        if self.state is State.AT_REST:
+            self._to("gather")
+            self._gather()
 
-    def acquire(self) -> None:
+    def acquire(self, holder: Any) -> None:
         """Hold the full weights: they are registered and ready for what is computed from here on."""
+        if holder in self.holders:
+            raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
-            unit.acquire()
+            unit.acquire(TiedHold(self, holder))
         self.prefetch()
-        self._wait()
+        self._arrive()
         self._leaves_pieces = False
-        self._holders += 1
-        if self._holders == 1:
+        if holder.computes:
+            for group in self.groups:
+                if group.transient is not None and group.transient.place is not None:
+                    self._channels.weights.come_back(group.transient)
+        self._to("hold")
+        self.holders[holder] = None
+        if len(self.holders) == 1:
             try:
                 self.register()
             except RuntimeError:  # what somebody had put in place of a parameter
-                self.release()
+                self.release(holder)
                 raise
 
-    def release(self) -> None:
-        """Let go; with the last holder the sharded parameters are registered and the memory goes."""
-        self._holders -= 1
-        if not self._holders:
-            self.register()
-            if not self.runtime.passes.is_next(self):
-                self.free()
+    def release(self, holder: Any) -> None:
+        """Let go; with the last holder the sharded parameters are registered. The memory stays until `free`."""
+        if holder not in self.holders:
+            raise RuntimeError(f"{self}: {holder.name} lets go of weights that it does not hold")
+        self._let_go(holder)
         for unit in self.tied:
-            unit.release()
+            unit.release(TiedHold(self, holder))
+
+    def renew(self) -> None:
+        """Gather weights that are held again, since the main weights have changed."""
+        self._to("renew")
+        for group in self.groups:
+            group.outdate()
+            if group.transient is not None:
+                group.free()
+        self._gather()
+        self._wait()
 
     def register(self) -> None:
         """Register what the holders need: full parameters, or the sharded ones if there is no holder."""
         for group in self.groups:
-            group.register(full=self.held)
-
-    def keep(self) -> None:
-        """Hold the weights, once, until `drop`."""
-        if not self._kept:
-            self._kept = True
-            self.acquire()
-
-    def drop(self) -> None:
-        """End `keep`, if it was called."""
-        if self._kept:
-            self._kept = False
-            self.release()
+            group.register(full=bool(self.holders))
 
     def free(self) -> None:
-        """Give the memory back, if nobody holds it."""
-        if self._resident and not self._holders:
-            self._wait()
-            self._resident = False
+        """Give the memory back, if it is there and nobody holds the weights."""
+        self._arrive()
+        if self.state is State.HERE:
+            self._to("free")
             for group in self.groups:
                 if self._leaves_pieces:
-                    group.keep_piece(self.runtime.weights)
-                group.free(self.runtime.weights)
+                    group.keep_piece(self._channels)
+                group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
         """Let the weights go after forward, or not; an int: except for pieces over that many ranks."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
-        self.reshard_after_forward = True if size is not None else cast(bool | None, forward)
+        self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
         for group in self.groups:
             group.leave_pieces(size)
 
@@ -177,15 +247,19 @@ class Unit:
         """Drop what stayed for a backward: the next gather starts from the main weights."""
         self._leaves_pieces = False
         for group in self.groups:
-            group.drop_piece(self.runtime.weights)
+            group.drop_piece()
 
-    def evict(self) -> bool:
-        """Free weights that are only gathered ahead or kept; whether that was so."""
-        self._leaves_pieces = False  # the pool that asks must not be asked for memory
-        if self._kept and self._holders == 1 and not self.backwards:
-            self.drop()
+    def rest(self) -> None:
+        """Go to rest from any state but for the user's hold: a pass was abandoned."""
+        for holder in [each for each in self.holders if not _is_users(each)]:
+            self._let_go(holder)  # units that are tied go to rest by themselves
+        self.forget()
         self.free()
-        return not self._resident
+
+    def finish_uploads(self) -> None:
+        """Make the host wait until nobody reads main weights in CPU memory any more."""
+        for group in self.groups:
+            group.finish_upload()
 
     def fits(self, pool: Pool) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
@@ -200,23 +274,36 @@ class Unit:
         """How often the gathered weights have moved."""
         return sum(group.moves for group in self.groups)
 
-    def let_go(self) -> None:
-        """Return to rest from any state: for a pass that was abandoned."""
-        self.backwards = 0
-        if (driver := self.driver()) is not None:
-            driver.let_go()
-        self._kept = False
-        while self._holders:
-            self.release()
-        self.forget()
-        self.free()
+    @property
+    def _channels(self) -> Channels:
+        assert self.channels is not None, f"{self} belongs to no model yet"
+        return self.channels
+
+    def _gather(self) -> None:
+        self._channels.on_gather(self)
+        with profiled(self.name, "gather"):
+            for group in self.groups:
+                ticket = group.gather(self._channels)
+                if ticket is not None:
+                    self._tickets.append(ticket)
+
+    def _let_go(self, holder: Any) -> None:
+        self._to("let go" if len(self.holders) > 1 else "let go last")
+        del self.holders[holder]
+        if not self.holders:
+            self.register()
+
+    def _arrive(self) -> None:
+        if self.state is State.ON_THE_WAY:
+            self._wait()
+            self._to("arrive")
 
     def _wait(self) -> None:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
         for group in self.groups:
-            group.gathered(self.runtime.weights)
+            group.arrived()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -224,6 +311,16 @@ class Unit:
     def trainable_groups(self) -> list[ParameterGroup]:
         """The groups that have gradients."""
         return [group for group in self.groups if group.trainable]
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether gradients are reduced after every backward, the last of a step or not."""
+        return any(group.placements.reduces_each_microbatch for group in self.groups)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether gradients arrived that no reduction has taken."""
+        return any(group.gradients.arrived for group in self.trainable_groups)
 
     def replace_average(self, factor: float | None) -> None:
         """Divide summed gradients by `factor` in place of the number of ranks; None: average again."""
@@ -235,45 +332,11 @@ class Unit:
             return 1 / self._replaced_factor
         return 1 / (group.mesh.size() * (self._divide_factor or 1))
 
-    def reduce(self) -> None:
-        """Pack the gradients and start their reduction, unless they are to be accumulated here first."""
-        self.runtime.reduce(self)
-
     def gradient_to_write(self, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
         """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
-        self.runtime.reductions.make_room(self, group)
-        return group.gradients.place_of(number, self.runtime.gradients, defer=self.defers)
-
-    def offer_main_gradients(self) -> None:
-        """Make `main_grad` ready for the modules that declared to use it."""
-        for group in self.trainable_groups:
-            if group.gradients.declared:
-                self.runtime.reductions.make_room(self, group)
-                group.gradients.offer(self.runtime.gradients, defer=self.defers)
-
-    @property
-    def defers(self) -> bool:
-        """Whether gradients wait for another backward before they are reduced."""
-        each_time = any(group.placements.reduces_each_microbatch for group in self.groups)
-        return not self.requires_gradient_sync or not (self.runtime.is_last or each_time)
-
-    @property
-    def reduces_in_turn(self) -> bool:
-        """Whether its reductions keep to the order that the ranks agree on.
-
-        Not where gathers of different units could be taken for one another: what such ranks compute is wrong anyway.
-        """
-        return self.runtime.options.check_collectives and all(
-            group.transient is None or sends_directly(group.groups[-1], group.device) for group in self.groups
-        )
-
-    @property
-    def awaits_reduction(self) -> bool:
-        """Whether gradients arrived that no `reduce` has taken."""
-        return any(group.gradients.arrived for group in self.trainable_groups)
+        assert self.writer is not None, f"{self} belongs to no model yet"
+        return self.writer.gradient_to_write(self, group, number)
 
 
-def _ask(unit: "weakref.ref[Unit]", question: Callable[[Unit], Any]) -> bool:
-    """The answer of a unit that may be gone: a buffer knows its unit only weakly, or neither would ever be freed."""
-    alive = unit()
-    return alive is not None and bool(question(alive))
+def _is_users(holder: Any) -> bool:
+    return holder is USER or (isinstance(holder, TiedHold) and _is_users(holder.holder))

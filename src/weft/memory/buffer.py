@@ -2,7 +2,7 @@
 
     from       to         over one axis         collective
     ---------  ---------  --------------------  ----------------------
-    Shard      Replicate  gather_into           all-gather, in place
+    Shard      Replicate  gather_in_place       all-gather
     Partial    Shard      reduce_into           reduce-scatter
     Partial    Replicate  reduce_into           all-reduce
     Replicate  Shard      part                  none: a view
@@ -28,6 +28,8 @@ from weft.comm.lanes import Lane, Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import Cuts, UnevenDTensor
 from weft.layout.layout import Layout
+
+Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
 
 class FlatBuffer:
@@ -116,27 +118,18 @@ class FlatBuffer:
             start, stop = cuts.borders[index : index + 2]
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
-    def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup, *, channel: int = 0) -> Ticket:
-        """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`.
+    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane, through: Through) -> Ticket | None:
+        """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first.
 
-        The values are cast to its dtype on the way.
+        `through`: the communicator for the ranks of a mesh axis.
         """
-        source = self.local
-        if source.dtype != target.local.dtype:
-            own = target.part(self.placements).local
-            own.copy_(source)
-            source = own
-        return lane.run(collectives.all_gather, target.local, source, group, channel=channel)
-
-    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane) -> Ticket | None:
-        """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:
-            if ticket is not None:
-                ticket.wait()
             outer = tuple(Replicate() if axis == axes[-1] else inner[axis] for axis in range(len(inner)))
-            ticket = self.part(inner).gather_into(self.part(outer), lane, group_of(self.mesh, axes[-1]))
+            whole, part = self.part(outer).local, self.part(inner).local
+            group = through(group_of(self.mesh, axes[-1]))
+            ticket = lane.run(collectives.all_gather, whole, part, group, after=ticket)
             inner, axes = outer, axes[:-1]
         return ticket
 
@@ -151,14 +144,15 @@ class FlatBuffer:
         inbox: torch.Tensor,
         sum_only: bool = False,
         through: tuple[Callable[[torch.Tensor], None], torch.Tensor] | None = None,
+        **order: Any,
     ) -> Ticket:
         """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks.
 
         `sum_only`: without averages by the backend. `through`: a function that may change what is reduced before
-        `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on.
+        `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on. `order`: of `Lane.run`.
         """
         group = group_of(self.mesh, axis)
-        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate}
+        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, **order}
         reduction: Callable[..., Any] = collectives.all_reduce
         if output.placements[axis].is_shard():
             reduction = collectives.reduce_scatter

@@ -64,12 +64,10 @@ class GradientDownload:
         self._more: torch.Tensor | None = None
         self._arriving: Ticket | None = None
         self._adds = False
-        self._opened = False
 
     def open(self, pool: Pool) -> FlatBuffer:
         """Where on the device a reduction puts its result; `close` when that is downloaded."""
         self.finish()
-        self._opened = True
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
@@ -84,11 +82,9 @@ class GradientDownload:
         self._arriving = lane.follow(reduction, lambda: target.copy_(source, non_blocking=True))
         return self._arriving
 
-    def close(self, pool: Pool) -> None:
+    def close(self) -> None:
         """Give the memory on the device back, if `open` took it."""
-        if self._opened:
-            self._opened = False
-            pool.give(self._strip)
+        self._strip.give()
 
     def finish(self) -> None:
         """Make the host wait for the download, and the main gradients complete."""

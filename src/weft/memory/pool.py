@@ -10,6 +10,13 @@ the slab it never does; a buffer with its own memory keeps one storage for life,
 step has shown before (a pass in another order, a block used twice) takes its own memory for that time, is counted as a
 fallback, and leads to a new plan when the step is over. A plan knows all steps so far; if they do not go together, so
 that it would take more than `PATIENCE` times what was alive at once, it starts anew from the last step.
+
+A buffer that must be in its place finds another one there only if somebody holds what nobody foresaw, such as a user
+who unshards all layers between a forward and its backward. If the other is not being computed with it moves out, values
+and all, into memory of its own, and comes back when it is needed at its address:
+
+    take(one)       the place is free, or its tenant can `make_way`: move_out(tenant)
+    come_back(it)   whoever is in its place now moves out in turn
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +34,8 @@ class Transient:
     """A flat buffer with memory only between `Pool.take` and `Pool.give`.
 
     Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
-    `is_fixed`: whether such views are in use, so that it must not move. `evict`: give the buffer back if it is only
-    held in advance, and say whether that was so.
+    `is_fixed`: whether such views are in use, so that it must not move. `make_way`: whether nobody computes with it, so
+    that it may move out for a while.
     """
 
     def __init__(
@@ -39,25 +46,35 @@ class Transient:
         *,
         on_move: Callable[[torch.Tensor], None] = lambda tensor: None,
         is_fixed: Callable[[], bool] = lambda: False,
-        evict: Callable[[], bool] = lambda: False,
+        make_way: Callable[[], bool] = lambda: False,
     ) -> None:
         self.own = torch.empty(numel, dtype=dtype, device=device)
         self.tensor = self.own
         self.nbytes = self.own.nbytes
         self.on_move = on_move
         self.is_fixed = is_fixed
-        self.evict = evict
+        self.make_way = make_way
+        self.describe: Callable[[], str] = lambda: "a buffer"
+        """What errors call it."""
         self.moves = 0
+        self.pool: Pool | None = None
+        """That has given it memory."""
+        self.place: torch.Tensor | None = None
+        """Where views of it are valid, while it has moved out of there."""
 
     def settle(self) -> None:
         """The first views are made, for which torch wants memory; give it back until the first take."""
         self.own.untyped_storage().resize_(0)
 
-    def move(self, tensor: torch.Tensor) -> None:
+    def live_in(self, tensor: torch.Tensor) -> None:
         """Live in `tensor` from now on."""
         self.tensor = tensor
-        self.moves += 1
         self.on_move(tensor)
+
+    def give(self) -> None:
+        """Give the memory back to the pool that it is from, if it has any."""
+        if self.pool is not None:
+            self.pool.give(self)
 
 
 class Pool:
@@ -95,14 +112,14 @@ class Pool:
         """Give `transient` memory, with unspecified contents."""
         tensor = self._planned_place(transient)
         if tensor is None:
-            transient.own.untyped_storage().resize_(transient.nbytes)
-            self.allocations += 1
-            tensor = transient.own
+            tensor = self._own_memory(transient)
         if tensor is not transient.tensor:
-            transient.move(tensor)
+            transient.moves += 1
+            transient.live_in(tensor)
         if self.planned:
             self._meet(transient)
         self._alive[transient] = None
+        transient.pool = self
         self.live += transient.nbytes
         self._step_peak = max(self._step_peak, self.live)
         self.peak = max(self.peak, self.live)
@@ -110,16 +127,49 @@ class Pool:
 
     def give(self, transient: Transient) -> None:
         """Take the memory back; what was computed from it is ordered before what will be written there."""
+        transient.pool = None
         if transient not in self._alive:  # its take failed
             return
         del self._alive[transient]
         self.live -= transient.nbytes
         if transient.tensor is transient.own:
             transient.own.untyped_storage().resize_(0)
+        if transient.place is not None:
+            place, transient.place = transient.place, None
+            transient.live_in(place)
 
     def has_room(self, transient: Transient) -> bool:
         """Whether `transient` can be taken now: not if it must not move while another is in its place."""
         return not transient.is_fixed() or not any(self._rivals(transient))
+
+    def come_back(self, transient: Transient) -> None:
+        """End a stay elsewhere: be again where views of `transient` are valid."""
+        if transient.place is None:
+            return
+        self._clear(transient)
+        place, transient.place = transient.place, None
+        place.copy_(transient.own)
+        transient.live_in(place)
+        transient.own.untyped_storage().resize_(0)
+
+    def _own_memory(self, transient: Transient) -> torch.Tensor:
+        transient.own.untyped_storage().resize_(transient.nbytes)
+        self.allocations += 1
+        return transient.own
+
+    def _clear(self, transient: Transient) -> None:
+        """Make everybody move out of the planned place of `transient`, which must be there."""
+        for rival in self._rivals(transient):
+            if not rival.make_way():
+                raise RuntimeError(
+                    f"{transient.describe()} and {rival.describe()} never were here together before, are in use at "
+                    "once, and backward needs both where they were in forward: pass "
+                    "runtime=weft.RuntimeOptions(allocator='caching') to the root"
+                )
+            place = rival.tensor
+            self._own_memory(rival).copy_(place)
+            rival.place = place
+            rival.live_in(rival.own)
 
     def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
         """Everything is at rest: plan anew if something happened that the plan did not know.
@@ -173,7 +223,7 @@ class Pool:
             storage.resize_(0)  # so that the old slab and the new one are never there together
             storage.resize_(plan.nbytes)
             self.allocations += 1
-            self._slab = torch.empty_like(self._slab).set_(storage)
+            self._slab = self._slab.new_empty(0).set_(storage)  # no memory beside that
         known, self._places = self._places, {}
         for transient in self._met:
             start = plan.offsets[transient]
@@ -191,16 +241,13 @@ class Pool:
         if place is None:
             self.outdated = True
         elif place is transient.tensor or not transient.is_fixed():
-            # Freeing what was gathered ahead costs a second gather, which other ranks may not do: the last resort.
-            rivals = [each for each in self._rivals(transient) if not (transient.is_fixed() and each.evict())]
-            if not rivals:
+            if not self._rivals(transient):
                 return place
             self.outdated = True
             if transient.is_fixed():
-                raise RuntimeError(
-                    "two units that never were gathered together before are in use at once, and backward needs both "
-                    "where they were in forward: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
-                )
+                self.fallbacks += 1
+                self._clear(transient)
+                return place
         self.fallbacks += 1
         return None
 

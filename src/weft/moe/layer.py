@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.fsdp.runtime.runtime import in_backward
+from weft.fsdp.runtime.passes import in_backward
 from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts, SharedExpert
 from weft.moe.linear import Linear

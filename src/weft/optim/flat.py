@@ -303,7 +303,7 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
     for group in groups:
-        if group.gradients.main is not None:
+        if group.gradients.take_over() and group.gradients.main is not None:
             by_device.setdefault(group.home, []).append(group.gradients.main.local)
     for gradient in unsharded:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -317,8 +317,9 @@ def _groups_of(model: nn.Module) -> list[ParameterGroup]:
     """The parameter groups of a sharded model, also the frozen ones."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
-    if isinstance(model, FSDPModule) and unit_of(model).number == 0:
-        units = unit_of(model).runtime.units  # a root knows them, and need not look through all modules
+    started = model._weft_driver.runtime if isinstance(model, FSDPModule) else None
+    if started is not None and unit_of(model).number == 0:
+        units = started.units  # a root knows them, and need not look through all modules
     else:
         units = units_under(model)
     if not units:

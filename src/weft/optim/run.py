@@ -68,10 +68,9 @@ class FlatRun:
         self._cuts = Cuts((self._stop - self._start,), tuple(borders), main.axes)
         self.flat = FlatParameter(main.within(self._start, self._stop))
         self.flat._run = weakref.ref(self)
-        self._whole: UnevenDTensor | None = None
-        self._here: torch.Tensor | None = None
         self._in_step = False
-        self._has_gradient = False
+        self._here: torch.Tensor | None = None
+        """The gradient in a step."""
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -84,20 +83,17 @@ class FlatRun:
     def gradient(self) -> torch.Tensor | None:
         """The members' gradients, zero for those that have none beside others; None where none has one."""
         if self._in_step:
-            return self._here if self._has_gradient else None
-        gradients = self.group.gradients
-        if not any(self.present) or not gradients.take_over() or gradients.main is None:
+            return self._here
+        if not any(self.present) or not self.group.gradients.take_over():
             return None
-        if self._whole is None:
-            self._whole = self._over_all_ranks(gradients.main.within(self._start, self._stop))
-        return self._whole
+        return self._over_all_ranks(self._window())
 
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
         if value is None:
             for parameter in self.parameters:
                 parameter.grad = None
-        elif value is not self._whole:
+        elif not any(self.present) or getattr(value, "_local_tensor", None) is not self._window():
             local = value.to_local() if isinstance(value, DTensor) else value
             present = self.present
             for number, parameter in enumerate(self.parameters):
@@ -106,14 +102,15 @@ class FlatRun:
 
     def begin_step(self) -> None:
         """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
-        main = self.group.gradients.main
-        self._in_step, self._has_gradient = True, main is not None and any(self.present)
-        if self._here is None and main is not None:
-            self._here = main.within(self._start, self._stop)
+        self._in_step = True
+        self._here = self._window() if any(self.present) else None
 
     def end_step(self) -> None:
         """The gradient is one over all ranks again."""
-        self._in_step = False
+        self._in_step, self._here = False, None
+
+    def _window(self) -> torch.Tensor:
+        return self.group.gradients.window(self._start, self._stop)
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
         """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""

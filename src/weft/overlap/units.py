@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from weft.fsdp.module import FSDPModule, unit_of, units_under
+from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.runtime.runtime import Runtime
-from weft.fsdp.unit import Unit
+from weft.fsdp.unit import Hold, Unit
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, FORWARD, Step
 
@@ -35,11 +35,11 @@ class LayerUnits:
 
 
 class Around(NamedTuple):
-    """A step, and the units to acquire before it, to release after it, and to reduce then."""
+    """A step, and the units to acquire before it, to release after it, each with its holder, and to reduce then."""
 
     step: Step
-    acquire: list[Unit]
-    release: list[Unit]
+    acquire: list[tuple[Unit, Hold]]
+    release: list[tuple[Unit, Hold]]
     reduce: list[Unit]
 
 
@@ -67,7 +67,7 @@ class ModelUnits:
                 f"layers of {type(model).__name__} are sharded, the model around them is not: call fully_shard on it "
                 "too, last"
             )
-        return cls(tuple(found), outside, _policy_of(model), unit_of(model).runtime if inside or outside else None)
+        return cls(tuple(found), outside, _policy_of(model), runtime_of(model) if inside or outside else None)
 
     def program(self, steps: Iterable[Step]) -> list[Around]:
         """What happens to units around each of `steps`."""
@@ -83,23 +83,25 @@ class ModelUnits:
                 if not steps_held or not held:
                     continue
                 data = [each for each in steps_held if "." not in each.step.slot]
-                data[0].acquire.extend(held)
-                data[-1].release.extend(held)
+                holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}")) for unit in held]
+                data[0].acquire.extend(holds)
+                data[-1].release.extend(holds)
                 if direction == BACKWARD:
                     steps_held[-1].reduce.extend(held)
         for each in around:
             if each.step[2:4] == (None, "embed") and each.step.direction == BACKWARD:
                 each.reduce.extend(self.outside)
         if around:
-            around[0].acquire[:0] = self.outside
-            around[-1].release.extend(self.outside)
+            holds = [(unit, Hold("a schedule")) for unit in self.outside]
+            around[0].acquire[:0] = holds
+            around[-1].release.extend(holds)
         return around
 
     def scheduled(self, program: Sequence[Around]) -> AbstractContextManager:
         """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end."""
         if self.runtime is None:
             return nullcontext()
-        visits = [unit for each in program for unit in each.acquire]
+        visits = [unit for each in program for unit, _ in each.acquire]
         return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program))
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
@@ -107,38 +109,43 @@ class ModelUnits:
 
         `graph`: what lives from the microbatch's forward to its backward. `last`: no microbatch follows.
         """
-        if self.runtime is not None:
-            self.runtime.more_to_come = not last
-        for unit in around.acquire:
-            unit.runtime.passes.visit(unit, None)
+        if self.runtime is None:
+            return
+        self.runtime.reductions.more_to_come = not last
+        for unit, hold in around.acquire:
+            self.runtime.visit(unit, hold)
+            if around.step.direction == BACKWARD or unit in self.outside:
+                self.runtime.reductions.offer_main_gradients(unit)
             if around.step.direction == FORWARD:  # its weights stay where they are until the backward
                 unit.calls.add(self if unit in self.outside else graph)
 
     def after(self, around: Around, graph: Any) -> None:
         """Release and reduce what the step was the last to need."""
-        for unit in around.release:
+        if self.runtime is None:
+            return
+        for unit, hold in around.release:
             if around.step.direction == BACKWARD:
                 unit.calls.discard(self if unit in self.outside else graph)
-            unit.release()
+            self.runtime.leave(unit, hold)
         for unit in around.reduce:
-            unit.reduce()
+            self.runtime.reduce(unit)
 
     def failed(self, step: Step, error: BaseException) -> None:
         """A step ended in `error`: tell ranks that wait for this one."""
         if self.runtime is not None:
-            self.runtime.failed(str(step), error)
+            self.runtime.note_failure(str(step), error)
 
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
         """The units that are gathered at once, at each acquisition, with what is gathered ahead."""
-        visits = [unit for each in program for unit in each.acquire]
+        visits = [unit for each in program for unit, _ in each.acquire]
         held: Counter[Unit] = Counter()
         position = 0
         for each in program:
-            for unit in each.acquire:
+            for unit, _ in each.acquire:
                 held[unit] += 1
                 position += 1
                 yield held.keys() | set(visits[position : position + AHEAD])
-            for unit in each.release:
+            for unit, _ in each.release:
                 held[unit] -= 1
                 if not held[unit]:
                     del held[unit]

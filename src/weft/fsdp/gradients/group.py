@@ -1,19 +1,33 @@
 """The gradients of one parameter group, from where autograd leaves them to `.grad` of the registered parameters.
 
-buffer        lives       placement    dtype        holds
-packed        a moment    Partial      reduce       this rank's gradients
-main          always*     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
+    buffer    lives       placement    dtype        holds
+    packed    a moment    Partial      reduce       this rank's gradients
+    main      always*     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
-*   from the first reduction on
+    *   from the first reduction on
 
-call        effect
----------   ----------------------------------------------------------------------------------------------------------
-pack()      what autograd left on the full parameters goes into the packed buffer, beside what modules wrote there
-reduce()    start the reduction of one stage: over the shard axis, then over the outer one, at last into `main`
-reduced()   the stage is done, its memory free
-publish()   set `.grad`
+Where a group's gradients are, and what may happen to them:
+
+    from         event      to           caused by               what happens
+    -----------  ---------  -----------  ----------------------  ------------------------------------------------------
+    nowhere      pack       packed       the end of a backward   what autograd left goes into the packed buffer
+    packed       pack       packed       a further microbatch    more is added
+    packed       reduce     on the way   its turn                the reductions start; `main` belongs to the engine
+    on the way   arrive     reduced      whoever needs room      the transient memory is given back
+    on the way   wait       summed       whoever needs room      so too; the outer axis waits for the last microbatch
+    summed       pack       packed       a further microbatch
+    reduced      pack       packed       a unit that is reduced twice in one backward
+    reduced      publish    nowhere      the end of a backward   `main` is handed out as `.grad` and belongs to the user
+    any          discard    nowhere      an exception
+
+`main` has an owner. While it is handed out it is the user's: the engine reads it, and writes to it only by adding what
+a further backward brings, as torch does to a `.grad` that is still set. While reductions are under way it is the
+engine's, and `.grad` is empty: what somebody else puts there meanwhile, such as the gradient of a penalty, is added
+when it is published. Memory that was handed out is used again only if nobody holds it any more.
 """
 
+import enum
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,14 +35,38 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial
 
-from weft.comm.lanes import Lane, Ticket
+from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
+from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.plan import GroupPlan
 from weft.memory.buffer import FlatBuffer
 from weft.memory.offload import GradientDownload
 from weft.memory.pool import Pool
+
+
+class Where(enum.Enum):
+    """Where a group's gradients are."""
+
+    NOWHERE = "nowhere"
+    PACKED = "packed"
+    ON_THE_WAY = "on the way"
+    SUMMED = "summed over the shard axis"
+    REDUCED = "reduced"
+
+
+TRANSITIONS = {
+    (Where.NOWHERE, "pack"): Where.PACKED,
+    (Where.PACKED, "pack"): Where.PACKED,
+    (Where.SUMMED, "pack"): Where.PACKED,
+    (Where.REDUCED, "pack"): Where.PACKED,
+    (Where.PACKED, "reduce"): Where.ON_THE_WAY,
+    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,
+    (Where.ON_THE_WAY, "wait"): Where.SUMMED,
+    (Where.REDUCED, "publish"): Where.NOWHERE,
+}
+"""All but `discard`, which leads from anywhere to nowhere."""
 
 
 class GroupGradients:
@@ -41,6 +79,7 @@ class GroupGradients:
         sharded_parameters: Sequence[nn.Parameter],
         tensor_parallel: Sequence[TensorParallel | None],
     ) -> None:
+        self.where = Where.NOWHERE
         self.main: FlatBuffer | None = None
         self.present = [False] * len(full_parameters)
         """Of which parameters a gradient is among those packed since the last `publish`, on any rank once agreed."""
@@ -54,16 +93,31 @@ class GroupGradients:
         self._full = full_parameters
         self._sharded = sharded_parameters
         self._tensor_parallel = tensor_parallel
-        self._published: list[Any] = []
-        """The main gradients as DTensors."""
+        self._handed: list[Any] = []
+        """The main gradients as DTensors: what is handed out."""
+        self._windows: dict[tuple[int, int], torch.Tensor] = {}
+        self._storage: Any = None
+        self._uses = 0
+        """How many tensors share the memory of the main gradients that nobody else has asked for."""
+        self._owned = False
+        """Whether the main gradients are the engine's, which is between their first reduction and `publish`."""
+        self._withdrawn: list[int] = []
+        """The parameters whose `.grad` the engine has taken back for that time."""
         self._download: GradientDownload | None = None
         self._stages = _stages(plan)
+        self._finishes = False
+        """Whether the reductions under way are the last ones, of all stages."""
         self._filled = [False] * len(full_parameters)
         """Which parts of the packed gradients hold something that a further gradient is added to."""
         self._declared = [number for number, full in enumerate(full_parameters) if declares_writing(full)]
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
-        self._unpublished = False
+
+    def _to(self, event: str) -> None:
+        following = TRANSITIONS.get((self.where, event))
+        if following is None:
+            raise RuntimeError(f"gradients cannot {event} while they are {self.where.value}")
+        self.where = following
 
     @property
     def arrived(self) -> bool:
@@ -74,7 +128,7 @@ class GroupGradients:
 
     def accumulates(self, finishing: bool = True) -> bool:
         """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
-        return any(stage.buffer is not None for stage in (self._stages if finishing else self._stages[:1]))
+        return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- what modules write themselves --------------------------------------------------------------------------------
 
@@ -135,6 +189,7 @@ class GroupGradients:
             torch._foreach_add_(*more)
         self._forget()
         self._filled = [True] * len(self._full)
+        self._to("pack")
 
     def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
         """The buffer of this rank's gradients."""
@@ -156,101 +211,172 @@ class GroupGradients:
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
-    @property
-    def last_stage(self) -> int:
-        """The number of the stage that reduces into the main gradients."""
-        return len(self._stages) - 1
+    def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
+        """Start the reductions of what is packed, each behind the one before, into the main gradients.
 
-    def reduce(self, number: int, lane: Lane, download_lane: Lane, pool: Pool, scale: float, *, defer: bool) -> Ticket:
-        """Start the reduction of stage `number` into the next stage, or from the last into the main gradients.
-
-        `defer`: the next stage will wait for more microbatches.
+        `channel`: of their messages. Not `finishes`: the stages behind the shard axis wait for more microbatches.
         """
-        last, hook = number == self.last_stage, None
-        if last:
-            output, adds = self._main_to_fill()
-            accumulate, hook = adds, self.hook
-            if self._download is not None:
-                output, accumulate = self._download.open(pool), False
-        else:
-            following = self._stages[number + 1]
-            accumulate = following.buffer is not None
-            output = following.buffer or following.open(pool, accumulating=defer)
-        ticket = self._stages[number].reduce_into(
-            output, lane, pool, scale=scale, accumulate=accumulate, sum_only=self.sums_only, hook=hook
-        )
-        if last and self._download is not None:
-            return self._download.start(ticket, download_lane, accumulate=adds)
+        self._to("reduce")
+        self._finishes = finishes or len(self._stages) == 1
+        ticket: Ticket | None = None
+        for number, stage in enumerate(self._stages if self._finishes else self._stages[:1]):
+            last, hook, adds = number == len(self._stages) - 1, None, False
+            if last:
+                output, adds = self._main_to_fill()
+                accumulate, hook = adds, self.hook
+                if self._download is not None:
+                    output, accumulate = self._download.open(channels.gradients), False
+            else:
+                following = self._stages[number + 1]
+                accumulate = following.buffer is not None
+                output = following.buffer or following.open(channels.gradients, accumulating=not self._finishes)
+            ticket = stage.reduce_into(
+                output,
+                channels.outer if number else channels.reduce,
+                channels.gradients,
+                scale=1.0 if number else scale,
+                accumulate=accumulate,
+                sum_only=self.sums_only,
+                hook=hook,
+                channel=channel,
+                after=ticket,
+            )
+            if last and self._download is not None:
+                ticket = self._download.start(ticket, channels.download, accumulate=adds)
+        assert ticket is not None
         return ticket
 
+    def reduced(self) -> None:
+        """The reductions under way are done: give their memory back."""
+        if self._finishes and self._download is not None:
+            self._download.close()
+        for stage in self._stages if self._finishes else self._stages[:1]:
+            stage.close()
+        self._filled = [False] * len(self._full)
+        self._to("arrive" if self._finishes else "wait")
+
+    # --- `.grad` and the main gradients -------------------------------------------------------------------------------
+
     def _main_to_fill(self) -> tuple[FlatBuffer, bool]:
-        """The main gradients, and whether to add to them."""
-        main = self.main or self._open_main()
+        """The main gradients, the engine's until `publish`, and whether to add to them."""
         if self._download is not None:
             self._download.finish()
-        accumulate = self._unpublished or self.take_over()
-        self._unpublished = True
-        return main, accumulate
+        if self._owned:
+            assert self.main is not None
+            return self.main, True
+        self._withdrawn = self._mine()
+        main = self._exclusive(self._withdrawn)
+        for number in self._withdrawn:
+            self._sharded[number].grad = None
+        self._owned = True
+        return main, bool(self._withdrawn)
+
+    def _mine(self) -> list[int]:
+        """The parameters whose `.grad` is what was handed out."""
+        return [n for n, (mine, p) in enumerate(zip(self._handed, self._sharded)) if p.grad is mine]
+
+    def _exclusive(self, kept: Sequence[int]) -> FlatBuffer:
+        """The main gradients, with the values of the parameters `kept` and zeros for the others, if any are kept at
+        all; in new memory where somebody holds what was handed out and is no `.grad` any more."""
+        old, handed = self.main, self._handed
+        dropped = sorted(set(range(len(handed))).difference(kept))
+        if old is None or self._is_held(dropped):
+            main = self._open_main()
+            if kept:
+                main.local.zero_()
+            for number in kept:
+                self._handed[number].copy_(handed[number])
+                self._sharded[number].grad = self._handed[number]
+            return main
+        if kept and dropped:
+            views = old.views()
+            for number in dropped:
+                views[number].zero_()
+        return old
+
+    def _is_held(self, numbers: Sequence[int]) -> bool:
+        """Whether anybody but this group holds the gradients of `numbers` that were handed out, or a view of any."""
+        if numbers and torch._C._storage_Use_Count(self._storage._cdata) > self._uses + len(self._windows):
+            return True
+        return (
+            any(sys.getrefcount(self._handed[number]) > _ALONE for number in numbers)
+            or any(sys.getrefcount(self._handed[number]._local_tensor) > _ALONE for number in numbers)
+            or any(sys.getrefcount(self._windows[place]) > _ALONE for place in self._windows)
+        )
 
     def _open_main(self) -> FlatBuffer:
         self.main = self._plan.home_buffer(self._plan.recipe.main_grad)
-        self._published = list(self.main.dtensors(self._tensor_parallel))
+        self._handed = list(self.main.dtensors(self._tensor_parallel))
+        self._windows = {}
+        self._storage = self.main.local.untyped_storage()
+        self._uses = torch._C._storage_Use_Count(self._storage._cdata)
         if self._plan.offload is not None:
             self._download = GradientDownload(self.main, self._plan.offload, self._plan.device)
         return self.main
 
-    def reduced(self, number: int, pool: Pool) -> None:
-        """The reduction of stage `number` is done: give its memory back."""
-        if number == self.last_stage and self._download is not None:
-            self._download.close(pool)
-        self._stages[number].close(pool)
-        if not number:
-            self._filled = [False] * len(self._full)
-
-    # --- `.grad` ------------------------------------------------------------------------------------------------------
+    def window(self, start: int, stop: int) -> torch.Tensor:
+        """What lies here of the main gradients of the layout's elements `[start, stop)`: the same tensor each time."""
+        assert self.main is not None, "there are no gradients yet"
+        if (start, stop) not in self._windows:
+            self._windows[start, stop] = self.main.within(start, stop)
+        return self._windows[start, stop]
 
     def take_over(self) -> bool:
-        """Make the main gradients hold what `.grad` says; whether that is anything to add to."""
+        """Make the main gradients hold what `.grad` says, whoever set it; whether that is anything."""
         held = [parameter.grad for parameter in self._sharded]
-        main = self.main
-        if main is None:
-            if all(gradient is None for gradient in held):
-                return False
-            main = self._open_main()  # somebody set gradients before the first reduction
-            main.local.zero_()
-        foreign = [n for n, (mine, gradient) in enumerate(zip(self._published, held)) if gradient is not mine]
-        if not foreign:
-            return True
         if all(gradient is None for gradient in held):
             return False
-        views = main.views()
+        mine = self._mine()
+        foreign = [n for n, gradient in enumerate(held) if gradient is not None and n not in set(mine)]
+        if len(mine) < len(held):
+            main = self._exclusive(mine)
+            if not mine:
+                main.local.zero_()
         for number in foreign:
-            if held[number] is None:
-                views[number].zero_()
-            else:
-                self._published[number].copy_(held[number])
-                self._sharded[number].grad = self._published[number]
+            self._handed[number].copy_(held[number])
+            self._sharded[number].grad = self._handed[number]
         return True
 
     def publish(self) -> None:
-        """Set `.grad` of the sharded parameters that have a gradient on any rank, and run their hooks for it."""
-        self._unpublished = False
+        """Hand the gradients out: set `.grad` of the parameters that have one on any rank, and run their hooks."""
         if self._download is not None:
             self._download.finish()
-        for parameter, gradient, present in zip(self._sharded, self._published, self.present):
+        self._to("publish")
+        self._hand_out(self.present)
+        for parameter, present in zip(self._sharded, self.present):
             if present:
-                parameter.grad = gradient
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
                     hook(parameter)
         self.present = [False] * len(self._full)
 
-    def discard(self, pool: Pool) -> None:
-        """Forget gradients that were not reduced."""
+    def _hand_out(self, present: Sequence[bool]) -> None:
+        withdrawn, self._withdrawn, self._owned = set(self._withdrawn), [], False
+        for number, (parameter, mine) in enumerate(zip(self._sharded, self._handed)):
+            if present[number] or number in withdrawn:
+                theirs = parameter.grad
+                if theirs is not None:  # a penalty's, or what a hook has left
+                    with torch.no_grad():
+                        mine.add_(theirs)
+                parameter.grad = mine
+
+    def discard(self) -> None:
+        """Forget gradients that were not published. What `.grad` was before is there again."""
         self._forget()
-        for number in range(len(self._stages)):
-            self.reduced(number, pool)
-        self._unpublished = False
+        for stage in self._stages:
+            stage.close()
+        if self._download is not None:
+            self._download.finish()
+            self._download.close()
+        if self._owned:
+            self._hand_out([False] * len(self._full))
+        self._filled = [False] * len(self._full)
         self.present = [False] * len(self._full)
+        self.where = Where.NOWHERE
+
+
+_ONE = [object()]
+_ALONE = sys.getrefcount(_ONE[0])
+"""How many references are counted of a thing that only one place refers to; torch counts those of C++ too."""
 
 
 def _stages(plan: GroupPlan) -> list[GradientStage]:

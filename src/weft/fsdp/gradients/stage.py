@@ -39,7 +39,6 @@ class GradientStage:
         inbox = inbox_numel(self._numel, group_of(plan.mesh, axis), plan.device) if goal[axis].is_shard() else 0
         self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
         self._inbox.settle()
-        self._receiving = False
         self._hooked: torch.Tensor | None = None
         """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
         self.buffer: FlatBuffer | None = None
@@ -69,23 +68,26 @@ class GradientStage:
         *,
         scale: float,
         accumulate: bool,
-        sum_only: bool = False,
-        hook: Callable[[torch.Tensor], None] | None = None,
+        sum_only: bool,
+        hook: Callable[[torch.Tensor], None] | None,
+        channel: int,
+        after: Ticket | None,
     ) -> Ticket:
-        """Start the reduction over the stage's axis; `close` when it is done.
+        """Start the reduction over the stage's axis, behind `after` if that is given; `close` when it is done.
 
         `hook`: gets what is reduced, in the reduce dtype, and may change it before `output` takes it.
         """
         assert self.buffer is not None, "open first"
-        wide = self.buffer.local
+        prepare, wide = None, self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:
-            if has_less_range(self._plan.recipe.reduce, wide.dtype):
-                wide.mul_(scale)
-                scale = 1.0
-            self.open(pool, accumulating=False).local.copy_(wide)
-            pool.give(self._memory[wide.dtype])
-        self._receiving = bool(self._inbox.nbytes)
-        inbox = pool.take(self._inbox) if self._receiving else self._inbox.own
+            narrow = self.open(pool, accumulating=False).local
+            first = scale if has_less_range(narrow.dtype, wide.dtype) else 1.0
+            scale = 1.0 if first != 1.0 else scale
+
+            def prepare() -> None:
+                narrow.copy_(wide.mul_(first) if first != 1.0 else wide)
+
+        inbox = pool.take(self._inbox) if self._inbox.nbytes else self._inbox.own
         if hook is not None and self._hooked is None:
             self._hooked = torch.empty_like(output.local, dtype=self._plan.recipe.reduce)
         through = (hook, self._hooked) if hook is not None and self._hooked is not None else None
@@ -98,13 +100,14 @@ class GradientStage:
             inbox=inbox,
             sum_only=sum_only,
             through=through,
+            channel=channel,
+            prepare=prepare,
+            after=after,
         )
 
-    def close(self, pool: Pool) -> None:
+    def close(self) -> None:
         """Give the memory back."""
-        if self._receiving:
-            pool.give(self._inbox)
-            self._receiving = False
-        if self.buffer is not None:
-            pool.give(self._memory[self.buffer.local.dtype])
-            self.buffer = None
+        self._inbox.give()
+        for memory in self._memory.values():
+            memory.give()
+        self.buffer = None

@@ -44,6 +44,10 @@ class Agreement:
         if self._check:
             self._log.append((unit, operation, nbytes))
 
+    def forget(self) -> None:
+        """A backward was abandoned."""
+        self._log.clear()
+
     def same_structure(self, units: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
         """Raise CollectiveMismatch where ranks have different units; each string says all of one unit."""
         (high, low), _ = agree(_both_ways(_fingerprint(units)), [], groups, "first pass")

@@ -1,248 +1,251 @@
-"""What the units of one model share: lanes, pool, the order of things, and the end of a backward.
+"""What the units of one model share, from the first pass of their root on: the sharded module that is called from
+outside.
 
-The runtime belongs to the root: the sharded module whose forward is called from outside. It starts each pass
-(`passes`), keeps at most `max_live_reduce_buffers` reductions under way (`reductions`), and at the
-end of a backward completes, checks and publishes.
+    begins a pass          recover from a failed one; ask whether weights are fresh; watch; let go of what is left
+    visit, leave           a driver's way through the units: gather ahead, hold, let go
+    ends a backward        complete what ranks lack, agree, collect the reductions, hand the gradients out, plan memory
+
+Which pass is under way is in `passes`, what comes next in `prefetch`, which gradients travel in `reductions`.
 """
 
 import dataclasses
-import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from weft.comm.collectives import sends_directly
-from weft.comm.groups import twin_group
-from weft.comm.lanes import Lane, Ticket
-from weft.comm.lookout import Lookout, keep_lookout
-from weft.comm.ranges import profiled
-from weft.fsdp.gradients.reductions import Reductions
-from weft.fsdp.group import ParameterGroup
-from weft.fsdp.runtime.agreement import Agreement, CollectiveMismatch
+from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.gradients.group import Where
+from weft.fsdp.runtime.agreement import Agreement
+from weft.fsdp.runtime.freshness import Freshness
+from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import Passes
-from weft.memory.pool import Pool
+from weft.fsdp.runtime.passes import Ending, Pass, Passes, in_backward
+from weft.fsdp.runtime.prefetch import Prefetch
+from weft.fsdp.runtime.reductions import Reductions
+from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
 
-if TYPE_CHECKING:
-    from weft.fsdp.hooks import ForwardCall
-    from weft.fsdp.unit import Unit
+
+class Driver(Protocol):
+    """What runs around the calls of a unit's modules."""
+
+    def abandon(self) -> None:
+        """The unit's forward, if it is in one, is over."""
+
+
+class BackwardCall(Protocol):
+    """A forward of a unit on its way through backward."""
+
+    unit: Unit
+
+    @property
+    def begun(self) -> bool:
+        """Whether its backward is under way."""
+        ...
+
+    def end(self) -> None:
+        """Its backward is over."""
+
+    def abandon(self) -> None:
+        """Its backward failed."""
 
 
 class Runtime:
     """The shared state of the units under one root."""
 
-    def __init__(self, device: torch.device, options: RuntimeOptions) -> None:
+    def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions):
         self.device = device
         self.options = options
-        self.weights = Pool(options.allocator == "trace")
-        self.gradients = Pool(options.allocator == "trace")
-        self.passes = Passes(self.weights)
-        self.gather_lane = Lane("gather", device)
-        self.reduce_lane = Lane("reduce", device)
-        self.outer_lane = Lane("outer", device)
-        self.download_lane = Lane("download", device)
-        self.last_backward = True
-        self.more_to_come = False
-        """Whether a schedule has further microbatches to reduce."""
-        self.in_schedule = False
-        self._depth = 0
-        self._accumulating = False
-        """Whether the passes of one step go on, which all use the weights that the first has gathered."""
-        self._gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self._units: list[weakref.ref[Unit]] = []
-        self._agreement = Agreement(options.check_collectives)
-        myself = weakref.ref(self)
-        self.reductions = Reductions(
-            self.gradients, is_last=lambda: _alive(myself).is_last, note=lambda *what: _alive(myself)._note(*what)
+        self.passes = Passes()
+        self.channels = Channels(
+            device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
-        self._use_options()
-        self._to_refresh: deque[int] = deque()
-        self._watched_by: Lookout | None = None
-        self._joined: list[Ticket] = []
-        self._uploads: list[Ticket] = []
-        self._calls: list[ForwardCall] = []
-        self._callback_queued = False
+        self.prefetch = Prefetch(self.channels.weights, options.prefetch_bytes)
+        self._agreement = Agreement(options.check_collectives)
+        self.reductions = Reductions(
+            self.channels,
+            most_alive=options.max_live_reduce_buffers,
+            checked=options.check_collectives,
+            note=self._agreement.note,
+        )
+        self._freshness = Freshness(self.channels, checked=options.check_collectives)
+        self._joins = Joins(self.channels)
+        self._units = [weakref.ref(unit) for unit in units]
+        self._drivers = [weakref.ref(driver) for driver in drivers]
+        self.prefetch.units = self._units
+        self._world = dist.group.WORLD
+        self._depth = 0
+        self._calls: list[BackwardCall] = []
         self._makes_graph = False
+        self._failure: tuple[BaseException, str] | None = None
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
-        _runtimes.add(self)
+        noted = weakref.WeakMethod(self._note_gather)
+        self.channels.on_gather = lambda unit: (noted() or _ignore)(unit)
+        for number, unit in enumerate(units):
+            unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
 
     # --- units ------------------------------------------------------------------------------------------------------
 
     @property
-    def units(self) -> list["Unit"]:
+    def units(self) -> list[Unit]:
         """The units, root first."""
         return [unit for ref in self._units if (unit := ref()) is not None]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether what is reduced now is the last before the optimizer."""
-        return self.last_backward and not self.more_to_come
-
-    def adopt(self, units: list["Unit"]) -> None:
-        """Make this the runtime of `units`, root first."""
-        self._units = self.passes.units = [weakref.ref(unit) for unit in units]
-        for number, unit in enumerate(units):
-            unit.runtime = self
-            unit.number = number
-        self._watched_by = None
-        self._separate_gathers()
 
     def change(self, **options: Any) -> None:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
-        self._use_options()
-        self._separate_gathers()
-
-    def share_lanes(self, other: "Runtime") -> None:
-        """Queue communication behind that of `other`."""
-        self.gather_lane, self.reduce_lane = other.gather_lane, other.reduce_lane
-        self.outer_lane, self.download_lane = other.outer_lane, other.download_lane
-        self._use_options()
-
-    def _use_options(self) -> None:
-        self.passes.budget = self.options.prefetch_bytes
+        if self.options.separate_all_gather_group:
+            separate_gathers(self._process_groups())
+        self.channels.separate = self.options.separate_all_gather_group
         self.reductions.most_alive = self.options.max_live_reduce_buffers
-        self.reductions.use(self.reduce_lane, self.outer_lane, self.download_lane)
 
-    def _separate_gathers(self) -> None:
-        if not self.options.separate_all_gather_group:
-            return
-        for unit in self.units:
+    def visit(self, unit: Unit, holder: Any, explicit: "list[weakref.ref[Unit]] | None" = None) -> None:
+        """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
+        for each in (unit, *unit.tied):
+            self._freshness.reach(each)
+        self.prefetch.visit(unit, explicit)
+        unit.acquire(holder)
+
+    def leave(self, unit: Unit, holder: Any) -> None:
+        """`holder` lets go of `unit`; the memory goes with the last, unless the unit is about to be needed again."""
+        unit.release(holder)
+        for each in (unit, *unit.tied):
+            if not self.prefetch.foretells(each):
+                each.free()
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather `unit` for its user, from what the main weights are now."""
+        self._begin_entry()
+        if unit.resident and unit.is_stale:
+            if unit.holders:
+                unit.renew()
+            else:
+                unit.free()
+        if not unit.holders:
+            unit.forget()
             for group in unit.groups:
-                shard_group = group.groups[-1]
-                if shard_group not in self._gather_groups:
-                    self._gather_groups[shard_group] = twin_group(shard_group)
+                if group.refreshes and group.is_stale:
+                    group.outdate()
+        unit.prefetch()
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    def hold_for_user(self, unit: Unit) -> None:
+        """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
+        if USER not in unit.holders:
+            unit.acquire(USER)
+        self._finish_uploads(self.units)
 
-    def gather(self, unit: "Unit", group: ParameterGroup) -> Ticket | None:
-        """Start a group's gather."""
-        with profiled(unit.name, "gather"):
-            self._refresh_up_to(unit)
-            ticket = group.gather(self.gather_lane, self.outer_lane, self._gather_group(group), self.weights)
-        if ticket is not None and group.offload is not None:
-            self._uploads.append(ticket)
-        if group.transient is not None and self.passes.current != "evaluation" and not unit.reduces_in_turn:
-            self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
-        return ticket
+    def reshard(self, unit: Unit) -> None:
+        """The user lets go of `unit`, and of what it keeps for a backward."""
+        if self.passes.current is Pass.FAILED:
+            self._recover()
+        unit.forget()
+        _release(unit, USER, UNTIL_BACKWARD, UNTIL_NEXT_PASS)
+        for each in (unit, *unit.tied):
+            each.free()
 
-    def weights_change(self) -> None:
-        """Somebody changes the main weights, on all ranks: the next pass sees them, also between microbatches."""
-        self._accumulating = False
+    def _begin_entry(self) -> None:
+        if self._world is not dist.group.WORLD:
+            raise RuntimeError(
+                "the process group that this model was sharded over is gone: shard a new model after "
+                "init_process_group, and load a checkpoint into it"
+            )
+        if self.passes.current is Pass.FAILED:
+            self._recover()
 
-    def finish_uploads(self) -> None:
-        """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
-        while self._uploads:
-            self._uploads.pop().synchronize()
+    # --- forward ----------------------------------------------------------------------------------------------------
 
-    def _refresh_up_to(self, unit: "Unit | None") -> None:
-        """Refresh the weights of all units before `unit` and its own, or of all that are left: in one order on all
-        ranks, whatever runs where."""
-        while self._to_refresh and (unit is None or unit.number in self._to_refresh):
-            if (each := self._units[self._to_refresh.popleft()]()) is not None:
-                for group in each.groups:
-                    group.refresh(self.gather_lane, self.outer_lane, self.weights)
-
-    def _keep_lookout(self) -> None:
-        """A pass begins: watch its waits. Before the first, the ranks see that they have the same units."""
-        if not self.options.check_collectives or all(group.size() == 1 for group in self._process_groups()):
-            return
-        watch = keep_lookout()
-        watch.begin_pass()
-        if self._watched_by is watch:
-            return
-        self._watched_by = watch
-        units = []
-        for unit in self.units:
-            sizes = ", ".join(str(group.layout.data_numel) for group in unit.groups)
-            units.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
-        self._agreement.same_structure(units, self._process_groups())
-        for unit in self.units:
-            for number, group in enumerate(unit.groups):
-                if group.transient is not None and sends_directly(group.groups[-1], group.device):
-                    key = self.gather_lane.key(self._gather_group(group), group.channel)
-                    watch.can_join(key, functools.partial(_take_part, weakref.ref(self), weakref.ref(unit), number))
-
-    def take_part(self, unit: "Unit", number: int) -> None:
-        """Take part in a gather of group `number` of `unit`, for which other ranks wait; called by the lookout, while
-        this rank waits for something else."""
-        group = unit.groups[number]
-        if (watch := self._watched_by) is not None:
-            watch.subject = unit.name or "the root"
-        self._joined.append(group.take_part(self.gather_lane, self._gather_group(group)))
-
-    def _collect_joined(self) -> None:
-        joined, self._joined = self._joined, []
-        for ticket in joined:
-            ticket.wait()
-
-    def failed(self, what: str, error: BaseException) -> None:
-        """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
-        if self._watched_by is not None:
-            self._watched_by.fail(f"left {what} by {type(error).__name__}: {error}")
-
-    def _gather_group(self, group: ParameterGroup) -> dist.ProcessGroup:
-        """The shard axis' ranks, on the communicator that gathers use."""
-        shard_group = group.groups[-1]
-        return self._gather_groups[shard_group] if self.options.separate_all_gather_group else shard_group
-
-    def enter_forward(self, outermost: "Unit") -> None:
+    def enter_forward(self, outermost: Unit) -> None:
         """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
         behind goes."""
         self._depth += 1
         if self._depth > 1 or in_backward():
             return
-        if self._calls:
-            self.reset()
-            self._depth = 1
-        self._keep_lookout()
+        try:
+            self._begin_pass(outermost, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
+        except BaseException:
+            self._depth = 0
+            raise
+
+    def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
+        self._begin_entry()
+        units, groups = self.units, self._process_groups()
+        if self.options.check_collectives and any(group.size() > 1 for group in groups):
+            self._joins.begin_pass(units, self._agreement, groups)
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
-        for unit in self.units:
-            if unit.kept and unit.reshard_after_backward:
-                unit.drop()
+        for unit in units:
+            _release(unit, UNTIL_BACKWARD, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
+        for unit in units:
             unit.forget()
             unit.free()
             for group in unit.groups:
                 group.await_refresh()
                 group.follow_requires_grad()
-                if not self._accumulating or not torch.is_grad_enabled():
-                    group.outdate()
-        inside = f"{outermost.name}." if outermost.number else ""
-        self._to_refresh.extend(unit.number for unit in self.units if unit is outermost or unit.name.startswith(inside))
-        self.passes.begin("forward" if torch.is_grad_enabled() else "evaluation")
+        within = f"{outermost.name}." if outermost.number else ""
+        inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
+        self._freshness.begin_pass(units, inside, groups)
+        for unit in units:
+            if unit.holders and unit.is_stale:
+                unit.renew()
+        self.passes.begin(kind)
+        if kind is not Pass.SCHEDULE:
+            self.prefetch.begin(kind)
 
-    def leave_forward(self) -> None:
+    def leave_forward(self, error: BaseException | None = None) -> None:
         """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
         longer, and what was gathered ahead for nothing goes."""
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)
         if self._depth or in_backward():
             return
-        for unit in self.units:
-            if (driver := unit.driver()) is not None:
-                driver.let_go()
-        self._refresh_up_to(None)
-        self._collect_joined()
+        if error is not None:
+            if self._failure is not None and self._failure[0] is error:
+                self._joins.failed(self._failure[1], error)
+            self._failure = None
+            self.fail()
+            self._recover()
+            return
+        self._failure = None
+        for ref in self._drivers:
+            if (driver := ref()) is not None:
+                driver.abandon()
         units = self.units
+        self._freshness.finish()
+        self._joins.collect()
         for unit in units:
-            if not self.passes.is_next(unit):
+            if not self.prefetch.foretells(unit):
                 unit.free()
-        self.finish_uploads()
-        if self.passes.current == "evaluation":
+        self._finish_uploads(units)
+        evaluated = self.passes.current is Pass.EVALUATION
+        self.passes.end()
+        if evaluated:
             self._plan(units)
+
+    def note_failure(self, what: str, error: BaseException) -> None:
+        """`what` ended in `error`, which somebody around it may catch: it is told only if the pass ends by it."""
+        if self._failure is None or self._failure[0] is not error:
+            self._failure = (error, what)
+
+    def _finish_uploads(self, units: Iterable[Unit]) -> None:
+        """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
+        for unit in units:
+            unit.finish_uploads()
+
+    # --- schedules --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_schedule(self) -> bool:
+        """Whether a schedule drives the units: hooks stand back."""
+        return self.passes.current is Pass.SCHEDULE
 
     @contextmanager
     def scheduled(
-        self, visits: Sequence["Unit"], depth: int, gathered: Callable[[], Iterable[Iterable["Unit"]]]
+        self, visits: Sequence[Unit], depth: int, gathered: Callable[[], Iterable[Iterable[Unit]]]
     ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
         at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
@@ -250,126 +253,122 @@ class Runtime:
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         try:
-            self._begin_schedule(visits, depth, gathered)
+            self._begin_pass(self.units[0], Pass.SCHEDULE)
+            if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
+                self.channels.weights.foresee(
+                    [group.transient for unit in units for group in unit.groups if group.transient is not None]
+                    for units in gathered()
+                )
+            self.reductions.begin(())
+            self.reductions.in_turn = False  # every rank runs the same schedule
             yield
-            self.more_to_come = False
-            self._refresh_up_to(None)
-            self.end_backward()
-            self._depth = 0
-        except BaseException:
-            self.reset()
+            self.reductions.more_to_come = False
+            self._freshness.finish()
+            self._end_backward()
+        except BaseException as error:
+            if self._failure is not None and self._failure[0] is error:
+                self._joins.failed(self._failure[1], error)
+            self.fail()
+            self._recover()
             raise
         finally:
-            self.more_to_come = self.in_schedule = False
+            self._failure = None
+            self.reductions.more_to_come = False
             self.reductions.in_turn = True
 
-    def _begin_schedule(
-        self, visits: Sequence["Unit"], depth: int, gathered: Callable[[], Iterable[Iterable["Unit"]]]
-    ) -> None:
-        self.enter_forward(self.units[0])
-        if self.passes.begin_schedule([unit.number for unit in visits], depth):
-            transients = [
-                [group.transient for unit in units for group in unit.groups if group.transient is not None]
-                for units in gathered()
-            ]
-            self.weights.foresee(transients)
-        self.in_schedule = True
-        self.reductions.begin(())
-        self.reductions.in_turn = False  # every rank runs the same schedule
+    # --- backward ---------------------------------------------------------------------------------------------------
 
-    # --- gradients --------------------------------------------------------------------------------------------------
-
-    def reduce(self, unit: "Unit") -> None:
-        """Pack the gradients of `unit`, and reduce them if that is due."""
-        if self._makes_graph and unit.awaits_reduction:
-            raise RuntimeError(
-                f"backward(create_graph=True) through {unit.name or 'the root'} ({unit.kind}): gradients of parameters "
-                "are reduced over the ranks and cannot be differentiated; call torch.autograd.grad with respect to "
-                "inputs"
-            )
-        self.reductions.reduce(unit, self.units)
-
-    def _note(self, unit: "Unit", nbytes: int) -> None:
-        self._agreement.note(unit.number, "reduction", nbytes)
-
-    # --- the backward pass ------------------------------------------------------------------------------------------
-
-    def begin_backward(self, call: "ForwardCall") -> None:
+    def begin_backward(self, call: BackwardCall) -> None:
         """`call` is the next whose backward begins."""
+        if self.passes.current is Pass.FAILED:
+            self._recover()
         self._calls.append(call)
-        if not self._callback_queued:
-            self._callback_queued = True
-            self._makes_graph = torch.is_grad_enabled()
-            Variable._execution_engine.queue_callback(self.end_backward)
-            self.passes.begin_backward()
-            if self.options.check_collectives and not self.reductions.has_order:
-                self._find_order()
-            self.reductions.begin(self.units)
+        if self.passes.current is Pass.BACKWARD:
+            return
+        self.passes.begin(Pass.BACKWARD)
+        self._makes_graph = torch.is_grad_enabled()
+        myself = weakref.ref(self)
+        Variable._execution_engine.queue_callback(Ending(lambda: _alive(myself).end_backward(), lambda: _fail(myself)))
+        self.prefetch.begin(Pass.BACKWARD)
+        if self.options.check_collectives and not self.reductions.has_order:
+            self._find_order()
+        self.reductions.begin(self.units)
 
     def _find_order(self) -> None:
         """The first backward: reductions follow the order in which forward came by, on all ranks that of the first."""
-        trainable = {unit.number for unit in self.units if unit.trainable_groups and unit.reduces_in_turn}
-        order = [number for number in reversed(self.passes.latest("forward")) if number in trainable]
+        trainable = {unit.number for unit in self.units if unit.trainable_groups and self.reductions.keeps_order(unit)}
+        order = [number for number in reversed(self.prefetch.latest(Pass.FORWARD)) if number in trainable]
         self.reductions.follow(self._agreement.order(order, self._process_groups()))
 
-    def _process_groups(self) -> list[dist.ProcessGroup]:
-        """Of the mesh axes of all units, which together reach every rank."""
-        return list(dict.fromkeys(each for unit in self.units for group in unit.groups for each in group.groups))
+    def reduce(self, unit: Unit) -> None:
+        """Pack the gradients of `unit`, and reduce them if that is due."""
+        if self._makes_graph and unit.awaits_reduction:
+            raise RuntimeError(
+                f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
+                "cannot be differentiated; call torch.autograd.grad with respect to inputs"
+            )
+        self.reductions.reduce(unit, self.units)
 
     def end_backward(self) -> None:
-        """The backward is over: complete what no hook could, collect the reductions, check, publish."""
-        self._callback_queued = False
-        unended = [call.unit for call in self._calls if call.begun]
-        if self._makes_graph and unended:
-            self.reset()
-            raise RuntimeError(
-                f"create_graph=True: a gradient was taken inside {unended[0].name or 'the root'} ({unended[0].kind}), "
-                "and a backward through it could not know when it needs the weights: take gradients with respect to "
-                "inputs of sharded modules"
-            )
-        for call in reversed(self._calls):
-            call.end()
+        """Autograd's backward is over."""
+        try:
+            unended = [call.unit for call in self._calls if call.begun]
+            if self._makes_graph and unended:
+                raise RuntimeError(
+                    f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through it could not "
+                    "know when it needs the weights: take gradients with respect to inputs of sharded modules"
+                )
+            for call in reversed(self._calls):
+                call.end()
+            self._end_backward()
+        except BaseException:
+            self.fail()
+            self._recover()
+            raise
+
+    def _end_backward(self) -> None:
+        """Complete what no hook could, agree, collect the reductions, hand the gradients out, and go to rest."""
         self._calls.clear()
         units = self.units
         for unit in reversed(units):
             if unit.awaits_reduction or self.reductions.left_over(unit):
-                unit.reduce()
-        due = any(unit.trainable_groups and not unit.defers for unit in units)
+                self.reduce(unit)
+        due = any(unit.trainable_groups and not self.reductions.defers(unit) for unit in units)
         if due:
             self._settle(units)
         self.reductions.drain()
-        self._collect_joined()
-        self.finish_uploads()
-        self.passes.current = "forward"
+        self._joins.collect()
+        self._finish_uploads(units)
+        self.prefetch.end_backward()
         for unit in units:
-            if unit.reshard_after_backward:
-                unit.drop()
+            _release(unit, UNTIL_BACKWARD)
+        for unit in units:
+            if leaked := [holder.name for holder in unit.holders if holder.computes and self._depth == 0]:
+                raise RuntimeError(f"{unit}: its weights are still held by {', '.join(leaked)} when the pass is over")
             unit.forget()
             unit.free()
         self._plan(units)
-        self._accumulating = not (due and self.is_last) and any(unit.trainable_groups for unit in units)
-        if due:
-            for unit in units:
-                for group in unit.trainable_groups:
-                    if group.gradients.main is not None and not group.gradients.accumulates():
-                        group.gradients.publish()
+        if due and self.reductions.is_last:
+            self._freshness.expect_change()
+        self.passes.end()
+        for unit in units:
+            for group in unit.groups:
+                if group.gradients.where is Where.REDUCED:
+                    group.gradients.publish()
 
-    def _settle(self, units: list["Unit"]) -> None:
+    def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete_order(units)
-        self.reductions.drain()  # others may wait for what follows a reduction over the shard axis
+        if not self.options.check_collectives:
+            return
         groups = [group for unit in units for group in unit.trainable_groups]
-        try:
-            agreed = self._agreement.reach(
-                [flag for group in groups for flag in group.gradients.present],
-                self.reductions.arrived,
-                self.reductions.waiting,
-                [unit.name for unit in units],
-                self._process_groups(),
-            )
-        except CollectiveMismatch:
-            self.reset()
-            raise
+        agreed = self._agreement.reach(
+            [flag for group in groups for flag in group.gradients.present],
+            self.reductions.arrived,
+            self.reductions.waiting,
+            [unit.name for unit in units],
+            self._process_groups(),
+        )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
@@ -377,46 +376,60 @@ class Runtime:
         if agreed.same_order and self.reductions.arrived:
             self.reductions.follow(self.reductions.arrived)
 
-    def _plan(self, units: list["Unit"]) -> None:
-        self.weights.end_step(self.passes.foreseen(units) if self.weights.outdated else None)
-        self.gradients.end_step()
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """An exception left the pass under way."""
+        self.passes.fail()
 
     def reset(self) -> None:
-        """Return every unit to rest and forget gradients that were not reduced: after an exception in a pass."""
+        """Return every unit to rest and forget gradients that were not reduced."""
+        self.fail()
+        self._recover()
+
+    def _recover(self) -> None:
+        """Nothing of the failed pass stays: units are at rest but for the user's holds, `.grad` is what it was."""
         self.reductions.drain()
         self.reductions.begin(())
-        self._collect_joined()
-        self._to_refresh.clear()
+        self._joins.collect()
+        self._freshness.forget()
+        for call in self._calls:
+            call.abandon()
         self._calls.clear()
-        self._callback_queued = False
         self._depth = 0
-        self._accumulating = False
-        self._agreement = Agreement(self.options.check_collectives)
-        self.passes.forget()
+        self._agreement.forget()
+        self.prefetch.forget()
+        for ref in self._drivers:
+            if (driver := ref()) is not None:
+                driver.abandon()
         for unit in self.units:
-            for group in unit.trainable_groups:
-                group.gradients.discard(self.gradients)
+            for group in unit.groups:
+                group.gradients.discard()
         for unit in self.units:
-            unit.let_go()
+            unit.rest()
+        self.passes.recover()
+
+    def _plan(self, units: list[Unit]) -> None:
+        weights = self.channels.weights
+        weights.end_step(self.prefetch.foreseen(units) if weights.outdated else None)
+        self.channels.gradients.end_step()
+
+    def _note_gather(self, unit: Unit) -> None:
+        if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
+            for group in unit.groups:
+                if group.transient is not None:
+                    self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
+
+    def _process_groups(self) -> list[dist.ProcessGroup]:
+        """Of the mesh axes of all units, which together reach every rank."""
+        return list(dict.fromkeys(each for unit in self.units for group in unit.groups for each in group.groups))
 
 
-_runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
-
-
-def _after_optimizer(*_: Any) -> None:
-    """An optimizer has stepped, whosever: a gather too many costs less than to find out."""
-    for runtime in _runtimes:
-        runtime.weights_change()
-
-
-register_optimizer_step_post_hook(_after_optimizer)
-
-
-def _take_part(runtime: "weakref.ref[Runtime]", unit: "weakref.ref[Unit]", number: int) -> bool:
-    if (alive := runtime()) is None or (wanted := unit()) is None:
-        return False
-    alive.take_part(wanted, number)
-    return True
+def _release(unit: Unit, *holders: Any) -> None:
+    """Let these go, those of them that hold `unit`."""
+    for holder in holders:
+        if holder in unit.holders:
+            unit.release(holder)
 
 
 def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:
@@ -425,6 +438,10 @@ def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:
     return alive
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward: a forward inside one is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+def _fail(runtime: "weakref.ref[Runtime]") -> None:
+    if (alive := runtime()) is not None:
+        alive.fail()
+
+
+def _ignore(unit: Unit) -> None:
+    """The runtime is gone: nobody notes what its units do."""

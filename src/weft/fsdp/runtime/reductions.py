@@ -15,63 +15,73 @@ all is reduced at the very end, when the ranks know what each of them has.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from weft.comm.lanes import Lane, Ticket
+from weft.comm.collectives import sends_directly
+from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
+from weft.fsdp.channels import Channels
+from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
-from weft.memory.pool import Pool
-
-if TYPE_CHECKING:
-    from weft.fsdp.unit import Unit
+from weft.fsdp.unit import Unit
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction under way; `finishes`: the stages behind it follow in this backward."""
+    """The reductions of a group under way."""
 
-    unit: "Unit"
+    unit: Unit
     group: ParameterGroup
-    stage: int
-    finishes: bool
     ticket: Ticket
 
 
 class Reductions:
     """Packs gradients, starts their reductions in turn, and keeps few of them alive.
 
-    `is_last`: whether what is reduced now is the last before the optimizer. `note`: told of each reduction that did not
-    wait for its turn.
+    `most_alive`: how many units' gradients may be. `checked`: whether to keep to the agreed order. `note`: told of each
+    reduction that did not wait for its turn.
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        is_last: Callable[[], bool],
-        note: Callable[["Unit", int], None],
+        self, channels: Channels, *, most_alive: int, checked: bool, note: Callable[[int, str, int], None]
     ) -> None:
-        self.most_alive = 2
+        self.most_alive = most_alive
+        self.last_backward = True
+        """Whether the backward under way is the last before the optimizer, as the user says."""
+        self.more_to_come = False
+        """Whether a schedule has further microbatches to reduce."""
         self.in_turn = True
-        """Whether to keep to the agreed order."""
+        """Whether to keep to the agreed order: a schedule has its own, the same on every rank."""
         self.arrived: list[int] = []
         """The units, by number, whose gradients were to be reduced in this backward, in their order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
+        self._checked = checked
+        self._channels = channels
+        self._note = note
         self._order: list[int] | None = None
         self._turns: deque[int] = deque()
         """What is left of it in this backward."""
-        self._pool = pool
-        self._is_last = is_last
-        self._note = note
         self._under_way: deque[_Reduction] = deque()
-        self._lanes: tuple[Lane, Lane, Lane] | None = None
 
-    def use(self, lane: Lane, outer_lane: Lane, download_lane: Lane) -> None:
-        """Queue reductions over the shard axis on `lane`, those over the outer axis on `outer_lane`, and what then goes
-        to CPU memory on `download_lane`."""
-        self._lanes = (lane, outer_lane, download_lane)
+    @property
+    def is_last(self) -> bool:
+        """Whether what is reduced now is the last before the optimizer."""
+        return self.last_backward and not self.more_to_come
+
+    def defers(self, unit: Unit) -> bool:
+        """Whether the gradients of `unit` wait for another backward before they are reduced."""
+        return not unit.requires_gradient_sync or not (self.is_last or unit.reduces_each_microbatch)
+
+    def keeps_order(self, unit: Unit) -> bool:
+        """Whether the reductions of `unit` keep to the order that the ranks agree on.
+
+        Not where gathers of different units could be taken for one another: what such ranks compute is wrong anyway.
+        """
+        return self._checked and all(
+            group.transient is None or sends_directly(group.groups[-1], group.device) for group in unit.groups
+        )
 
     @property
     def has_order(self) -> bool:
@@ -82,22 +92,22 @@ class Reductions:
         """`order`, the numbers of units, is agreed from now on."""
         self._order = list(order)
 
-    def begin(self, units: Sequence["Unit"]) -> None:
+    def begin(self, units: Sequence[Unit]) -> None:
         """A backward of these units begins, or was abandoned."""
         self.arrived.clear()
         self.waiting.clear()
-        due = {unit.number for unit in units if unit.trainable_groups and not unit.defers}
+        due = {unit.number for unit in units if unit.trainable_groups and not self.defers(unit)}
         self._turns = deque(number for number in self._order or () if number in due)
 
-    def reduce(self, unit: "Unit", units: Sequence["Unit"]) -> None:
+    def reduce(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""
-        if unit.defers or not unit.trainable_groups:
+        if self.defers(unit) or not unit.trainable_groups:
             self._pack(unit)
             return
-        if not self.in_turn or not unit.reduces_in_turn:
+        if not self.in_turn or not self.keeps_order(unit):
             self._start(unit)
             for group in unit.trainable_groups:
-                self._note(unit, group.layout.numel * group.recipe.reduce.itemsize)
+                self._note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
             return
         self.arrived.append(unit.number)
         if not self._turns or self._turns[0] != unit.number:
@@ -108,72 +118,75 @@ class Reductions:
         while self._turns and self._turns[0] in self.waiting:
             self._start(units[self._turns[0]])
 
-    def left_over(self, unit: "Unit") -> bool:
+    def left_over(self, unit: Unit) -> bool:
         """Whether gradients of earlier backwards wait for a reduction that is due and that no backward starts."""
-        if unit.defers or unit.number in self.waiting:
+        if self.defers(unit) or unit.number in self.waiting:
             return False
-        under_way = [each.group for each in self._under_way]
-        finishing = unit.requires_all_reduce and self._is_last()
-        return any(group.gradients.accumulates(finishing) and group not in under_way for group in unit.trainable_groups)
+        finishing = unit.requires_all_reduce and self.is_last
+        return any(group.gradients.accumulates(finishing) for group in unit.trainable_groups)
 
-    def complete_order(self, units: Sequence["Unit"]) -> None:
+    def complete_order(self, units: Sequence[Unit]) -> None:
         """The backward is over here: take the turns that are left. Where nothing was packed the gradients are zeros."""
         while self._turns:
             self._start(units[self._turns[0]])
 
-    def add(self, numbers: Sequence[int], units: Sequence["Unit"]) -> None:
+    def add(self, numbers: Sequence[int], units: Sequence[Unit]) -> None:
         """Reduce these units, which waited on some rank for a turn that did not come."""
         for number in numbers:
             self._start(units[number])
 
     def drain(self) -> None:
-        """Wait for all reductions, those over the outer axis too."""
+        """Wait for all reductions."""
         while self._under_way:
             self._finish_oldest()
 
-    def make_room(self, unit: "Unit", group: ParameterGroup) -> None:
+    def gradient_to_write(self, unit: Unit, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
+        """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
+        self._make_room(unit, group)
+        return group.gradients.place_of(number, self._channels.gradients, defer=self.defers(unit))
+
+    def offer_main_gradients(self, unit: Unit) -> None:
+        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
+        for group in unit.trainable_groups:
+            if group.gradients.declared:
+                self._make_room(unit, group)
+                group.gradients.offer(self._channels.gradients, defer=self.defers(unit))
+
+    def _make_room(self, unit: Unit, group: ParameterGroup) -> None:
         """Wait until gradients of `group` may be packed: none of its own under way, not too many of other units.
 
         The unit's own gradients are one live buffer, autograd's or the one they are written into; while they are packed
         there are both.
         """
         self._finish_own(group)
-        if not unit.defers:
-            own = 1 if group.gradients.accumulates() or group.gradients.declared else 2
+        if not self.defers(unit):
+            own = 1 if group.gradients.where is Where.PACKED or group.gradients.declared else 2
             self._keep_under_way(self.most_alive - own, apart_from=unit)
 
-    def _keep_under_way(self, most: int, apart_from: "Unit | None" = None) -> None:
+    def _keep_under_way(self, most: int, apart_from: Unit | None = None) -> None:
         """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
-        while len({each.unit for each in self._under_way if not each.stage} - {apart_from}) > max(most, 0):
+        while len({each.unit for each in self._under_way} - {apart_from}) > max(most, 0):
             self._finish_oldest()
 
-    def _start(self, unit: "Unit") -> None:
+    def _start(self, unit: Unit) -> None:
         self.waiting.discard(unit.number)
         if self._turns and self._turns[0] == unit.number:
             self._turns.popleft()
+        finishes = unit.requires_all_reduce and self.is_last
         for group in unit.trainable_groups:
-            self.make_room(unit, group)
+            self._make_room(unit, group)
             with torch.no_grad(), profiled(unit.name, "reduce"):
-                group.gradients.pack(self._pool, defer=False)
-                self._start_stage(unit, group, 0, unit.requires_all_reduce)
+                group.gradients.pack(self._channels.gradients, defer=False)
+                scale = unit.scale_of(group)
+                ticket = group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
+            self._under_way.append(_Reduction(unit, group, ticket))
         self._keep_under_way(self.most_alive - 1)
 
-    def _pack(self, unit: "Unit") -> None:
+    def _pack(self, unit: Unit) -> None:
         for group in unit.trainable_groups:
             self._finish_own(group)
             with torch.no_grad(), profiled(unit.name, "reduce"):
-                group.gradients.pack(self._pool, defer=True)
-
-    def _start_stage(self, unit: "Unit", group: ParameterGroup, stage: int, finishes: bool) -> None:
-        assert self._lanes is not None
-        lane, outer_lane, download_lane = self._lanes
-        finishes = finishes and self._is_last()
-        scale = 1.0 if stage else unit.scale_of(group)
-        with torch.no_grad():
-            ticket = group.gradients.reduce(
-                stage, outer_lane if stage else lane, download_lane, self._pool, scale, defer=not finishes
-            )
-        self._under_way.append(_Reduction(unit, group, stage, finishes, ticket))
+                group.gradients.pack(self._channels.gradients, defer=True)
 
     def _finish_own(self, group: ParameterGroup) -> None:
         while any(each.group is group for each in self._under_way):
@@ -183,7 +196,4 @@ class Reductions:
         done = self._under_way.popleft()
         with torch.no_grad():
             done.ticket.wait()
-        done.group.gradients.reduced(done.stage, self._pool)
-        if done.stage < done.group.gradients.last_stage and done.finishes:
-            with profiled(done.unit.name, "reduce"):
-                self._start_stage(done.unit, done.group, done.stage + 1, True)
+        done.group.gradients.reduced()

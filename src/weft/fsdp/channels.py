@@ -1,0 +1,55 @@
+"""What carries and holds the transient bytes of one model.
+
+    lane       carries                                          pool        holds
+    --------   ----------------------------------------------   ---------   -----------------
+    gather     weights over the shard axis, uploads             weights     gathered weights
+    outer      both over the outer axis of a 2-D mesh           gradients   partial gradients
+    reduce     gradients over the shard axis
+    download   gradients to CPU memory
+
+Messages of different models never meet: each parameter group has a channel of its own on every lane.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.groups import twin_group
+from weft.comm.lanes import Lane
+from weft.memory.pool import Pool
+
+_twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class Channels:
+    """Lanes and pools. `separate`: gathers have communicators of their own, which `separate_gathers` has made."""
+
+    def __init__(self, device: torch.device, *, planned: bool, separate: bool) -> None:
+        self.separate = separate
+        self.weights = Pool(planned)
+        self.gradients = Pool(planned)
+        self.gather = Lane("gather", device)
+        self.outer = Lane("outer", device)
+        self.reduce = Lane("reduce", device)
+        self.download = Lane("download", device)
+        self.on_gather: Callable[[Any], None] = lambda unit: None
+        """Told of each unit whose gather starts."""
+
+    def share_lanes(self, other: "Channels") -> None:
+        """Queue communication behind that of `other`."""
+        self.gather, self.outer, self.reduce, self.download = other.gather, other.outer, other.reduce, other.download
+
+    def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The ranks of `group`, on the communicator that gathers use."""
+        return _twins[group] if self.separate else group
+
+
+def separate_gathers(groups: list[dist.ProcessGroup]) -> None:
+    """Make a second communicator for each of `groups`, once. Every rank of the world calls this alike."""
+    for group in [each for each in _twins if each not in dist.distributed_c10d._world.pg_map]:
+        del _twins[group]
+    for group in groups:
+        if group not in _twins:
+            _twins[group] = twin_group(group)

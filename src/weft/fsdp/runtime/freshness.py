@@ -1,0 +1,81 @@
+"""Model weights that stay beside the main weights, and when they follow them.
+
+    what happened since they were made                       they are made anew, on all ranks
+    -------------------------------------------------------  ---------------------------------------------------------
+    nothing yet, or the last backward of a step              at the next pass: an optimizer is expected
+    somebody wrote to main weights, on any rank              at the next pass: version counters tell, the ranks agree
+    nothing                                                  no: the passes of a step use what the first has made
+
+Weights that are gathered for each use need none of this: they are gathered from what the main weights are then.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from weft.comm.control import agree
+from weft.fsdp.channels import Channels
+from weft.fsdp.unit import Unit
+
+
+class Freshness:
+    """What is still to be made anew in the pass under way, in one order on all ranks."""
+
+    def __init__(self, channels: Channels, *, checked: bool) -> None:
+        self._channels = channels
+        self._checked = checked
+        self._certain = True
+        """Whether all ranks know without asking that the weights change."""
+        self._ahead: dict[Unit, None] = {}
+        self._made: list[Unit] = []
+
+    def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
+        """A pass over the units `inside` of `units` begins: ask whether main weights have changed."""
+        following = [group for unit in units for group in unit.groups if group.refreshes]
+        if not following:
+            return
+        changed = self._certain or any(group.is_stale for group in following)
+        if self._checked and not self._certain:
+            (highest,), _ = agree([int(changed)], [], groups, "beginning of a pass")
+            changed = bool(highest)
+        self._certain = False
+        if changed:
+            for group in following:
+                group.outdate()
+        self._ahead.update(dict.fromkeys(inside))
+
+    def expect_change(self) -> None:
+        """A step is over: an optimizer follows."""
+        self._certain = True
+
+    def reach(self, unit: Unit) -> None:
+        """Make the weights of all units before `unit` anew, its own, and those of the next, whose transfer so runs
+        beside the computation with its own."""
+        if unit in self._ahead:
+            while self._next() is not unit:
+                pass
+            if self._ahead:
+                self._next()
+
+    def finish(self) -> None:
+        """The pass is over: make anew what is left, whether its unit ran here or not, and see that all has come."""
+        while self._ahead:
+            self._next()
+        made, self._made = self._made, []
+        for unit in made:
+            for group in unit.groups:
+                group.await_refresh()
+
+    def forget(self) -> None:
+        """A pass was abandoned: nobody knows what was made anew where."""
+        self._ahead.clear()
+        self._made.clear()
+        self._certain = True
+
+    def _next(self) -> Unit:
+        unit = next(iter(self._ahead))
+        del self._ahead[unit]
+        for group in unit.groups:
+            group.refresh(self._channels)
+        self._made.append(unit)
+        return unit

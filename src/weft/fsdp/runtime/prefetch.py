@@ -1,0 +1,145 @@
+"""What is gathered ahead, by the records of earlier passes.
+
+    pass          predicted by
+    ----------    ------------------------------------------------------------
+    forward       the forward before
+    evaluation    the evaluation before
+    backward      the backward before; the first by the forward, turned round
+    schedule      its own program
+
+A schedule gathers further ahead than hooks do; a byte budget counts for all of them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from weft.fsdp.runtime.itinerary import Itinerary
+from weft.fsdp.runtime.passes import Pass
+from weft.fsdp.unit import Unit
+from weft.memory.pool import Pool, Transient
+
+_RECORDED = (Pass.FORWARD, Pass.EVALUATION, Pass.BACKWARD, Pass.SCHEDULE)
+
+
+class Prefetch:
+    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit."""
+
+    def __init__(self, weights: Pool, budget: int | None) -> None:
+        self.units: Sequence[weakref.ref[Unit]] = ()
+        self.budget = budget
+        self._weights = weights
+        self._kind = Pass.FORWARD
+        self._records = {kind: Itinerary() for kind in _RECORDED}
+        self._finished: list[int] = []
+        """The units that a backward follows, in the order of their forwards."""
+        self._foretold: set[int] = set()
+        """The units that were gathered ahead and have not been visited."""
+
+    def begin(self, kind: Pass) -> None:
+        """A pass of this kind begins."""
+        self._kind = kind
+        self._foretold.clear()
+        self._records[kind].begin()
+        if kind is not Pass.BACKWARD:
+            self._finished = []
+        elif not self._records[kind].expected:
+            self._records[kind].expected = self._finished[::-1]
+
+    def begin_schedule(self, order: Sequence[int], depth: int) -> bool:
+        """A schedule begins, which visits units in this order and gathers `depth` of them ahead; whether it is new."""
+        record = self._records[Pass.SCHEDULE]
+        new = list(order) != record.expected
+        if new:
+            record = self._records[Pass.SCHEDULE] = Itinerary(order, depth=depth)
+        record.visited = []  # what the last one visited, up to an error perhaps, predicts nothing
+        self.begin(Pass.SCHEDULE)
+        return new
+
+    def end_backward(self) -> None:
+        """A backward is over: what the forward has gathered ahead for it is not foretold any more."""
+        self._kind = Pass.FORWARD
+
+    def visit(self, unit: Unit, explicit: "list[weakref.ref[Unit]] | None") -> None:
+        """`unit` comes next: gather it, and ahead the `explicit` units, else those that the record foretells.
+
+        All gathers start before the host waits for the one that it needs: no lane shall run dry.
+        """
+        record = self._records[self._kind]
+        record.visit(unit.number)
+        self._foretold.discard(unit.number)
+        if self._foretold and not record.on_track:
+            self._free_foretold()
+        unit.prefetch()
+        if explicit is not None:
+            for ref in explicit:
+                if (ahead := ref()) is not None:
+                    ahead.prefetch()
+            return
+        for following in self._look_ahead(record.ahead(), record.depth):
+            if not following.resident:
+                if not following.fits(self._weights):
+                    break
+                following.prefetch()
+                self._foretold.add(following.number)
+
+    def finish(self, unit: Unit) -> None:
+        """`unit` ended its forward in a pass that a backward follows."""
+        self._finished.append(unit.number)
+
+    def foretells(self, unit: Unit) -> bool:
+        """Whether the record says that `unit`, just released, is among what the pass needs next."""
+        record = self._records[self._kind]
+        upcoming = list(islice(record.ahead(), record.depth))
+        if not upcoming and self._kind is Pass.FORWARD and record.on_track:
+            backward = self._records[Pass.BACKWARD]
+            free = (number for number in backward.latest if (other := self.units[number]()) and not other.holders)
+            upcoming = list(islice(free, 1))
+        return unit.number in upcoming
+
+    def latest(self, kind: Pass) -> list[int]:
+        """The units of the last pass of this kind."""
+        return self._records[kind].latest
+
+    def foreseen(self, units: Sequence[Unit]) -> Callable[[Transient, Transient], bool]:
+        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
+        unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
+        ahead = {
+            (visited, following.number)
+            for record in self._records.values()
+            for position, visited in enumerate(record.latest, start=1)
+            for following in self._look_ahead(record.latest[position:], record.depth)
+        }
+
+        def together(one: Transient, other: Transient) -> bool:
+            units = (unit_of[one], unit_of[other])
+            short, long = sorted((unit.name for unit in units), key=len)
+            nested = not short or long == short or long.startswith(f"{short}.")
+            pair = (units[0].number, units[1].number)
+            return nested or pair in ahead or pair[::-1] in ahead
+
+        return together
+
+    def forget(self) -> None:
+        """Drop all records: a pass was not what a pass should be."""
+        self._kind = Pass.FORWARD
+        for record in self._records.values():
+            record.forget()
+
+    def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
+        """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
+        spent = 0
+        for number in upcoming if self.budget is not None else islice(upcoming, depth):
+            following = self.units[number]()
+            assert following is not None
+            spent += following.gathered_bytes
+            if self.budget is not None and spent > self.budget:
+                return
+            yield following
+
+    def _free_foretold(self) -> None:
+        """The pass left the record: what it foretold may never be used."""
+        for number in sorted(self._foretold):
+            if (unit := self.units[number]()) is not None:
+                unit.free()
+        self._foretold.clear()
