@@ -13,6 +13,8 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
+from weft.fsdp.module import runtime_of
+from weft.fsdp.unit import Hold
 
 WIDTH = 13
 
@@ -163,23 +165,23 @@ def test_weight_gradients_may_come_after_backward_before_the_reduction():
     plain, sharded = Late(by_helper), Late(later)
     sharded.load_state_dict(plain.state_dict())
     weft.fully_shard(sharded)
-    unit = sharded._weft_unit
+    unit, runtime = sharded._weft_unit, runtime_of(sharded)
+    hold = Hold("this test")
     x = torch.randn(2, 6, WIDTH)
     for _ in range(2):
         plain.zero_grad()
         sharded.zero_grad()
         (plain(x[0]) / 2).backward()
         (plain(x[1]) / 2).backward()
-        unit.acquire()
-        loss = nn.Module.__call__(sharded, x[dist.get_rank()])  # no hooks
-        loss.backward()
-        unit.release()
-        with torch.no_grad():
-            for dy, inputs in queue:
-                by_helper(sharded.weight, dy, inputs)
-        queue.clear()
-        unit.reduce()
-        unit.runtime.end_backward()
+        with runtime.scheduled([unit], 1, lambda: [[unit]]):  # hooks stand back
+            runtime.visit(unit, hold)
+            sharded(x[dist.get_rank()]).backward()
+            runtime.leave(unit, hold)
+            with torch.no_grad():
+                for dy, inputs in queue:
+                    by_helper(sharded.weight, dy, inputs)
+            queue.clear()
+            runtime.reduce(unit)
         torch.testing.assert_close(gradients(sharded), {name: p.grad for name, p in plain.named_parameters()})
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.fsdp.module import runtime_of
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def test_switches_are_bools():
                 getattr(sharded, method)(wrong)
     sharded.set_requires_gradient_sync(0)
     sharded.set_is_last_backward(torch.tensor(False))
-    assert sharded._weft_unit.requires_gradient_sync is False and sharded._weft_unit.runtime.last_backward is False
+    assert sharded._weft_unit.requires_gradient_sync is False and runtime_of(sharded).reductions.last_backward is False
 
 
 @distributed(2)

@@ -13,6 +13,7 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
+from weft.fsdp.module import runtime_of
 
 
 class Either(nn.Module):
@@ -82,7 +83,7 @@ def test_a_communicator_for_gathers_reaches_the_ranks_of_the_shard_axis_on_two_a
         net = nets.shard(nets.make(), mesh=mesh, runtime=weft.RuntimeOptions(separate_all_gather_group=separate))
         results.append(nets.train_here(net, batches))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-    runtime, shard_group = net._weft_unit.runtime, mesh.get_group("shard")
-    twin = runtime._gather_group(net._weft_unit.groups[0])
+    shard_group = mesh.get_group("shard")
+    twin = runtime_of(net).channels.of_gathers(net._weft_unit.groups[0].groups[-1])
     assert twin is not shard_group
     assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(shard_group)

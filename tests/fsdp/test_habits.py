@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.fsdp.module import runtime_of
 
 
 @distributed(2)
@@ -249,9 +250,8 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
     plain, model = make(), make()
     for part in (*model, model):
         weft.fully_shard(part)
-    runtime, visits = model._weft_unit.runtime, []
-    passes = runtime.passes
-    visit, passes.visit = passes.visit, lambda unit, ahead: (visits.append(unit.name), visit(unit, ahead))
+    prefetch, visits = runtime_of(model).prefetch, []
+    visit, prefetch.visit = prefetch.visit, lambda unit, ahead: (visits.append(unit.name), visit(unit, ahead))
     plain(tokens).square().mean().backward()
     for needed in (True, False):
         model[0].set_unshard_in_backward(needed)

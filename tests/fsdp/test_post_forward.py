@@ -58,7 +58,7 @@ def test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone():
             halves = sum(unit.gathered_bytes for unit in units if unit not in last) // 2
             assert gathered_bytes(net) == halves + sum(unit.gathered_bytes for unit in last)
             assert len(last) == 1 and set(gathers) == {(4, 0.25)}
-            assert all(type(p) is weft.fsdp.UnevenDTensor for p in net.parameters() if not last[0].held)
+            assert all(type(p) is weft.fsdp.UnevenDTensor for p in net.parameters() if not last[0].holders)
             gathers.clear()
             loss.backward()
             assert len(gathers) == 3 and {size for size, _ in gathers} == {2}

@@ -24,7 +24,7 @@ from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.agreement import CollectiveMismatch
-from weft.fsdp.runtime.passes import Passes
+from weft.fsdp.runtime.prefetch import Prefetch
 from weft.models import HybridConfig, HybridModel
 from weft.models.blocks import Attention
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
@@ -187,18 +187,18 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
     stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
     for switches in SWITCHES:
         trace, events, most = [], [], 0
-        reduce, visit = GroupGradients.reduce, Passes.visit
+        reduce, visit = GroupGradients.reduce, Prefetch.visit
 
         def counted(gradients, *args, trace=trace, events=events, reduce=reduce, **kwargs):
             events.append((len(trace), gradients))
             return reduce(gradients, *args, **kwargs)
 
-        def watched(passes, unit, explicit, visit=visit):
+        def watched(prefetch, unit, explicit, visit=visit):
             nonlocal most
-            visit(passes, unit, explicit)
-            most = max(most, sum(each.resident for each in unit.runtime.units))
+            visit(prefetch, unit, explicit)
+            most = max(most, sum(each.resident for each in units_under(model)))
 
-        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Passes, "visit", watched):
+        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Prefetch, "visit", watched):
             forward_backward(model, data(3), trace=trace, **switches)
         steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
         assert trace == steps
@@ -243,7 +243,7 @@ def test_an_exception_leaves_a_model_that_runs_again():
     layer = model.decoder.layers[1]
     with mock.patch.object(type(layer), "attend", side_effect=ArithmeticError), pytest.raises(ArithmeticError):
         forward_backward(model, microbatches)
-    assert not any(unit.held for unit in units_under(model))
+    assert not any(unit.holders for unit in units_under(model))
     same((forward_backward(model, microbatches), gradients(model)), expected)
 
 

@@ -300,7 +300,9 @@ class ParameterGroup:
                 self._upload = uploaded = lane.run(collectives.upload, own, self.main_weight.local, staging)
             elif own.data_ptr() != self.main_weight.local.data_ptr():
                 own.copy_(self.main_weight.local)
-            gathered = self.model_weight.gather_in_place(self.placements.optimizer, lane, channels.of_gathers)
+            gathered = self.model_weight.gather_in_place(
+                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel
+            )
             self._refreshing = gathered or uploaded
         self._gathered_from = self.version
 

@@ -118,7 +118,9 @@ class FlatBuffer:
             start, stop = cuts.borders[index : index + 2]
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
-    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane, through: Through) -> Ticket | None:
+    def gather_in_place(
+        self, inner: tuple[Placement, ...], lane: Lane, through: Through, *, channel: int
+    ) -> Ticket | None:
         """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first.
 
         `through`: the communicator for the ranks of a mesh axis.
@@ -129,7 +131,7 @@ class FlatBuffer:
             outer = tuple(Replicate() if axis == axes[-1] else inner[axis] for axis in range(len(inner)))
             whole, part = self.part(outer).local, self.part(inner).local
             group = through(group_of(self.mesh, axes[-1]))
-            ticket = lane.run(collectives.all_gather, whole, part, group, after=ticket)
+            ticket = lane.run(collectives.all_gather, whole, part, group, channel=channel, after=ticket)
             inner, axes = outer, axes[:-1]
         return ticket
 

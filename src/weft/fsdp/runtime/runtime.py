@@ -84,8 +84,8 @@ class Runtime:
         self._failure: tuple[BaseException, str] | None = None
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
-        noted = weakref.WeakMethod(self._note_gather)
-        self.channels.on_gather = lambda unit: (noted() or _ignore)(unit)
+        before = weakref.WeakMethod(self._before_gather)
+        self.channels.on_gather = lambda unit: (before() or _ignore)(unit)
         for number, unit in enumerate(units):
             unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
 
@@ -106,8 +106,6 @@ class Runtime:
 
     def visit(self, unit: Unit, holder: Any, explicit: "list[weakref.ref[Unit]] | None" = None) -> None:
         """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
-        for each in (unit, *unit.tied):
-            self._freshness.reach(each)
         self.prefetch.visit(unit, explicit)
         unit.acquire(holder)
 
@@ -414,7 +412,8 @@ class Runtime:
         weights.end_step(self.prefetch.foreseen(units) if weights.outdated else None)
         self.channels.gradients.end_step()
 
-    def _note_gather(self, unit: Unit) -> None:
+    def _before_gather(self, unit: Unit) -> None:
+        self._freshness.reach(unit)
         if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
             for group in unit.groups:
                 if group.transient is not None:
@@ -444,4 +443,4 @@ def _fail(runtime: "weakref.ref[Runtime]") -> None:
 
 
 def _ignore(unit: Unit) -> None:
-    """The runtime is gone: nobody notes what its units do."""
+    """The runtime is gone: nobody asks what its units do."""
