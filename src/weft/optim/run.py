@@ -112,8 +112,13 @@ class FlatRun:
             self._here = main.within(self._start, self._stop)
 
     def end_step(self) -> None:
-        """The gradient is one over all ranks again."""
+        """The gradient is one over all ranks again; what the step wrote, the version counters know.
+
+        Fused kernels do not count, and the wrappers of the sharded parameters cannot: they only share the memory.
+        """
         self._in_step = False
+        if self._has_gradient:
+            torch.autograd.graph.increment_version([self.flat, *self.parameters])
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
         """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""
