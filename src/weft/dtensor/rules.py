@@ -208,13 +208,20 @@ def _local_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check_fits(func: Any, values: Sequence[Any], first: Sequence[Any]) -> None:
-    """Raise TypeError for tensors that are cut in another way than those beside them in `first`."""
+    """Raise TypeError for tensors that are cut in another way than those beside them in `first`.
+
+    Equal cuts become the same object, so that the next look is short.
+    """
     for value, like in zip(values, first):
         if not isinstance(like, UnevenDTensor) or not isinstance(value, torch.Tensor):
             continue
-        if isinstance(value, UnevenDTensor) and value._cuts is like._cuts:
-            continue  # made like it
-        if not _fits(value, like):
+        if not isinstance(value, UnevenDTensor):
+            fits = _fits(value, like)
+        elif value._cuts is like._cuts:
+            continue
+        elif fits := _fits(value, like):
+            value._cuts = like._cuts
+        if not fits:
             raise TypeError(
                 f"{func}: operands of shape {tuple(like.shape)} are cut differently "
                 f"({getattr(value, '_cuts', None)} and {like._cuts}); use tensors of one sharded parameter"
