@@ -3,7 +3,15 @@
 from weft.dtensor.state_dict import install
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
-from weft.fsdp.diagnostics import ParameterNorms, check_views, describe, memory_report, parameter_norms
+from weft.fsdp.diagnostics import (
+    Nonfinite,
+    ParameterNorms,
+    check_views,
+    describe,
+    find_nonfinite,
+    memory_report,
+    parameter_norms,
+)
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.mesh_dims import DataParallelMeshDims
@@ -22,6 +30,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Nonfinite",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
@@ -31,6 +40,7 @@ __all__ = [
     "check_views",
     "UnshardHandle",
     "describe",
+    "find_nonfinite",
     "fully_shard",
     "memory_report",
     "padding_of",
