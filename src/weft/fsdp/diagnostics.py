@@ -142,9 +142,12 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         parameter = group.sharded_parameters[number]
         known |= {id(parameter), id(group.full_parameters[number])}
         tensors += [(name, units[id(group)], what, each) for what, each in _both(parameter)]
+    order = {}
     for name, parameter in model.named_parameters():
+        order[name] = len(order)
         if id(parameter) not in known:
             tensors += [(name, None, what, each) for what, each in _both(parameter)]
+    tensors.sort(key=lambda each: order.get(each[0], len(order)))
     parts: dict[torch.device, dict[int, torch.Tensor]] = {}
     for number, (*_, tensor) in enumerate(tensors):
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
