@@ -237,13 +237,6 @@ def test_operators_without_a_rule_run_on_the_whole_tensor():
 
 
 @distributed(2)
-def test_an_in_place_operator_without_a_rule_says_what_to_do():
-    sharded = weft.fully_shard(Bag([(6, 10)]))
-    with torch.no_grad(), pytest.raises(TypeError, match=r"changes a sharded parameter.*to_local"):
-        sharded.p0.tril_()
-
-
-@distributed(2)
 def test_a_child_called_outside_its_unit_says_what_to_call():
     net = nets.shard(nets.make())
     with pytest.raises(RuntimeError, match="Call the module that was passed to fully_shard"):

@@ -214,6 +214,11 @@ def tells_the_truth(**options: Any) -> None:
             assert torch.equal(one, original)
             parameter.copy_(torch.full_like(original, 3.0)).mul_(tensor)
             exactly(parameter, 3 * tensor.full_tensor())
+            for weights in (parameter, original.copy_(nets.full(parameter))):
+                weights[:, 1:].mul_(2)
+                weights.mT[-1].zero_()
+                weights.tril_()
+            exactly(parameter, original)
     (sharded.p0.full_tensor() ** 2).sum().backward()
     exactly(sharded.p0.grad, 2 * sharded.p0.full_tensor())
 

@@ -188,3 +188,52 @@ def test_a_profile_shows_when_each_unit_is_gathered_computes_and_is_reduced():
         pass
     trained_here(net)
     assert not [event for event in profile.events() if event.name.startswith("weft/")]
+
+
+@distributed(2)
+def test_values_that_are_not_finite_are_named_by_parameter_unit_and_rank(monkeypatch):
+    two_axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
+    for options in ({"strategy": "optim_grads_params"}, {"strategy": "optim"}, {"mesh": two_axes}):
+        net = trained_here(nets.shard(with_spare(nets.make()), **options))
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", None)
+            assert weft.find_nonfinite(net) == []  # without an exchange
+
+        expected = []
+        for name, what, values in (
+            ("blocks.1.up.weight", "gradient", [math.nan, math.inf, -math.inf]),
+            ("blocks.0.up.weight", "weight", [math.nan]),  # frozen
+            ("spare", "weight", [math.inf]),
+        ):
+            parameter = net.get_parameter(name)
+            tensor = parameter if what == "weight" else parameter.grad
+            part = tensor.to_local().detach().view(-1)
+            here = part.numel() >= len(values)
+            if here:
+                part[: len(values)] = torch.tensor(values)
+            for rank, holds in enumerate(gathered(here)):
+                if holds:
+                    nan = sum(map(math.isnan, values))
+                    unit = name.rpartition(".up")[0]
+                    expected.append((name, unit, what, rank, nan, len(values) - nan))
+        found = weft.find_nonfinite(net)
+        assert sorted(found) == sorted(expected) and len(found) >= 3
+        assert gathered(found) == [found, found]
+        assert [record.rank for record in found] == sorted(record.rank for record in found)
+
+
+def gathered(value):
+    """`value` of every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@distributed(2)
+def test_values_that_are_not_finite_are_found_outside_of_units_too():
+    net = nets.make()
+    outside = nn.Parameter(torch.tensor([1.0, math.nan]))
+    net.outside = outside
+    nets.shard(net, ignored_params={outside})
+    assert weft.find_nonfinite(net) == [("outside", None, "weight", rank, 1, 0) for rank in (0, 1)]
+    assert str(weft.find_nonfinite(net)[0]) == "weight of outside on rank 0: 1 NaN"

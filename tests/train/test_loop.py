@@ -199,6 +199,54 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(pool, tmp_path
         assert int(step.name.removeprefix("step-")) <= len(lines)
 
 
+def diverging(path):
+    """A rank of a run in whose first backward one parameter's gradient is no number; returns what it raises."""
+    config = load_config(path)
+    trainer = Trainer(config, Run(config.run.path, None), say=lambda line: None)
+    name, parameter = list(trainer.model.named_parameters())[-1]
+    passing = trainer._forward_backward
+
+    def poisoned(microbatches):
+        losses = passing(microbatches)
+        trainer.model.get_parameter(name).grad.mul_(math.nan)
+        return losses
+
+    trainer._forward_backward = poisoned
+    try:
+        trainer.run()
+    except RuntimeError as error:
+        return name, str(error)
+    return name, None
+
+
+def test_the_error_of_a_run_that_diverges_names_the_parameters(pool, tmp_path):
+    path = write_config(tmp_path)
+    for name, message in pool.run(2, diverging, path):
+        assert "the gradient norm after step 0 is nan" in message
+        assert f"gradient of {name} on rank" in message and "NaN" in message
+        assert message.count(" on rank ") <= 2, "other gradients were touched"
+        assert "\n" not in message
+
+
+def train_to_the_end(path):
+    train(load_config(path))
+
+
+def test_norms_of_every_parameter_are_written_as_often_as_asked(pool, tmp_path):
+    path = write_config(tmp_path, train__parameter_norms_every=4, train__steps=9, train__gradient_clip=0.01)
+    pool.run(2, train_to_the_end, path)
+    lines = metrics(tmp_path / "runs" / "tiny", "norms")
+    assert [line["step"] for line in lines] == [4, 8]
+    model = HybridModel(load_config(path).model)
+    steps = {line["step"]: line for line in metrics(tmp_path / "runs" / "tiny")}
+    for line in lines:
+        names = {name for name, _ in model.named_parameters()}
+        assert line["weight"].keys() == names == line["gradient"].keys()
+        assert all(norm > 0 for norm in line["weight"].values())
+        whole = math.hypot(*line["gradient"].values())
+        assert math.isclose(whole, steps[line["step"]]["gradient_norm"], rel_tol=1e-4), "those before clipping"
+
+
 def save_in(run):
     (run.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
 

@@ -6,12 +6,19 @@ element-wise, foreach, fused optimizer steps    | on the local parts, where all 
 norms and full reductions                       | on the local parts, then one small all-reduce
 copy_ from a full tensor or from other cuts     | on the slice that lies here
 anything on tensors that one rank holds whole   | on that rank: matrix optimizers step without communication
+views                                           | later: see `views.py`
 everything else, if it changes no argument      | on a replicated DTensor of the same values (communicates)
+everything else in place, or on a view in place | on the gathered tensor, then each rank keeps its part (communicates)
+what would change shape, strides or memory      | not at all: TypeError
+
+Whatever writes to local parts says so to their version counters: autograd's own code, which does that elsewhere, lies
+above these rules.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,11 +29,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
-from weft.dtensor.uneven import UnevenDTensor
+from weft.dtensor.uneven import RuledDTensor, UnevenDTensor
+from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
 
 _LOCAL_BY_NAME = {
-    "aten::detach",
-    "aten::alias",
     "aten::clone",
     "aten::_to_copy",
     "aten::zeros_like",
@@ -39,10 +45,25 @@ _LOCAL_BY_NAME = {
 }
 
 
+def run(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+    """The operator `func` on arguments among which are ruled tensors; `types`: the classes of its tensors."""
+    if ShardedView in types:
+        return _on_views(func, args, kwargs)
+    return rule_of(func)(func, args, kwargs)
+
+
 @cache
 def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
     """The function that runs operator `func`, given it and its arguments."""
     name = func._schema.name
+    if name == "aten::detach_":
+        return lambda func, args, kwargs: args[0]  # autograd has done it
+    if torch.Tag.inplace_view in func.tags:
+        return _refuse
+    if name in ("aten::detach", "aten::alias"):
+        return lambda func, args, kwargs: args[0].like(args[0]._local_tensor)  # and so has its version counter
+    if name == "aten::new_empty":
+        return _new_empty
     if name in ("aten::copy_",):
         return _copy
     if name in ("aten::_foreach_copy_",):
@@ -65,11 +86,29 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
         return _fill_randomly
     if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
         return _local
-    return _on_owner
+    return _view if is_view(func) else _on_owner
 
 
 def _uneven(values: Any) -> list[UnevenDTensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, UnevenDTensor)]
+
+
+def _changed(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that operator `func` writes to."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args), *((each, kwargs.get(each.name)) for each in arguments[len(args) :])]
+    return [
+        leaf
+        for argument, value in given
+        if argument.is_write
+        for leaf in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _wrote(tensors: Iterable[DTensor]) -> None:
+    """Say that the local parts of `tensors` have changed."""
+    torch.autograd.graph.increment_version([tensor._local_tensor for tensor in tensors])
 
 
 def _local(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -78,26 +117,37 @@ def _local(func: Any, args: tuple, kwargs: dict) -> Any:
     like = _uneven((args, kwargs))[0] if changed is None else changed
     if not isinstance(like, UnevenDTensor):
         return _on_owner(func, args, kwargs)
+    if kwargs.get("memory_format") is torch.contiguous_format and not like.is_contiguous():
+        return _on_owner(func, args, kwargs)  # the strides change
 
     def fitted(leaf: Any) -> Any:
-        if isinstance(leaf, DTensor) and leaf.shape == like.shape and not _fits(leaf, like):
-            return like.like(like.slice_of(leaf.full_tensor()))
-        return leaf
+        if not isinstance(leaf, torch.Tensor) or leaf.shape != like.shape or _fits(leaf, like):
+            return leaf
+        if isinstance(leaf, DTensor) or changed is not None:
+            return like.like(like.slice_of(_whole(leaf)))
+        return leaf  # a plain tensor: what a module computes that runs outside of its unit
 
     mine, options = tree_map(fitted, (args, kwargs))
     if any(isinstance(leaf, torch.Tensor) and not _fits(leaf, like) for leaf in tree_flatten((mine, options))[0]):
         return _on_owner(func, args, kwargs)
     result = _on_parts(func, mine, options)
-    return like.like(result) if changed is None else changed
+    if changed is None:
+        return like.like(result)
+    _wrote([changed])
+    return changed
 
 
 def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*_localized(args), **_localized(kwargs))
     except RuntimeError as error:
-        dtypes = {leaf.dtype for leaf in _uneven((args, kwargs))}
-        if len(dtypes) == 1:
-            raise
+        _explain_dtypes(func, {leaf.dtype for leaf in _uneven((args, kwargs))}, error)
+        raise
+
+
+def _explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
+    """Raise TypeError where several dtypes are the likely reason of `error`."""
+    if len(dtypes) > 1:
         raise TypeError(
             f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
             "optimizers need gradients in the weights' dtype; leave out main_grads_dtype, or set main_params_dtype to "
@@ -122,20 +172,79 @@ def _localized(values: Any) -> Any:
 
 
 def _local_lists(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A foreach or fused operator on the parts: lists run side by side, tensor by tensor."""
+    """A foreach or fused operator on the parts: lists run side by side, tensor by tensor.
+
+    Empty parts stay out of it, since kernels over many tensors have been seen to write to their neighbours; where there
+    are results, theirs are made by themselves.
+    """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     first = next(values for values in lists if any(isinstance(value, UnevenDTensor) for value in values))
     for values in lists:
-        for value, like in zip(values, first):
-            if isinstance(value, torch.Tensor) and isinstance(like, UnevenDTensor) and not _fits(value, like):
-                raise TypeError(
-                    f"{func}: operands of shape {tuple(like.shape)} are cut differently "
-                    f"({getattr(value, '_cuts', None)} and {like._cuts}); use tensors of one sharded parameter"
-                )
-    result = _on_parts(func, args, kwargs)
+        if values is not first:
+            _check_fits(func, values, first)
+    empty = [isinstance(like, UnevenDTensor) and not like._local_tensor.numel() for like in first]
+    some = any(empty)
+    names = [argument.name for argument in func._schema.arguments]
+
+    def on_parts(without: bool) -> Any:
+        """The operator on what is filled, or `without` it on what is empty."""
+        keep = [each is without for each in empty] if some else None
+        mine = [_part_of(value, name, keep) for value, name in zip(args, names)]
+        options = {name: _part_of(value, name, keep) for name, value in kwargs.items()}
+        try:
+            return func(*mine, **options)
+        except RuntimeError as error:
+            _explain_dtypes(func, {leaf.dtype for leaf in _uneven(lists)}, error)
+            raise
+
+    filled = on_parts(False) if not all(empty) else []
     if func._schema.is_mutable:
+        _wrote(each for each in _changed(func, args, kwargs) if isinstance(each, DTensor))
         return None
-    return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, result)]
+    if some:
+        rest = {False: iter(filled), True: iter(on_parts(True))}
+        filled = [next(rest[each]) for each in empty]
+    return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, filled)]
+
+
+def _check_fits(func: Any, values: Sequence[Any], first: Sequence[Any]) -> None:
+    """Raise TypeError for tensors that are cut in another way than those beside them in `first`.
+
+    Equal cuts become the same object, so that the next look is short.
+    """
+    for value, like in zip(values, first):
+        if not isinstance(like, UnevenDTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if not isinstance(value, UnevenDTensor):
+            fits = _fits(value, like)
+        elif value._cuts is like._cuts:
+            continue
+        elif fits := _fits(value, like):
+            value._cuts = like._cuts
+        if not fits:
+            raise TypeError(
+                f"{func}: operands of shape {tuple(like.shape)} are cut differently "
+                f"({getattr(value, '_cuts', None)} and {like._cuts}); use tensors of one sharded parameter"
+            )
+
+
+def _part_of(value: Any, name: str, keep: Sequence[bool] | None) -> Any:
+    """What an argument is on this rank, of lists the elements to `keep`; None: all."""
+    if isinstance(value, (list, tuple)):
+        if keep is not None:
+            value = compress(value, keep)
+        return [each._local_tensor if isinstance(each, DTensor) else each for each in value]
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if name == "scalars" and keep is not None and isinstance(local, torch.Tensor):
+        return local[torch.tensor(keep, device=local.device)]  # one per tensor, in a tensor
+    return local
+
+
+def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """A plain tensor: what `nn.init` fills with the same values on all ranks, to copy them."""
+    tensor = args[0]
+    kwargs = {"dtype": tensor.dtype, "device": tensor.device} | {k: v for k, v in kwargs.items() if v is not None}
+    return torch.empty(args[1], **kwargs)
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -143,6 +252,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`copy_` where target, source or both are ruled: from a full tensor each rank takes its part."""
     target, source = args[:2]
     if not isinstance(target, UnevenDTensor):
         if isinstance(target, DTensor):
@@ -151,22 +261,34 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
             source = _whole(source)
         return func(target, source, *args[2:], **kwargs)
     if isinstance(source, torch.Tensor) and not _fits(source, target):
-        if source.shape != target.shape:
-            raise ValueError(f"copy_ of shape {tuple(source.shape)} into a parameter of shape {tuple(target.shape)}")
-        source = target.slice_of(_whole(source))
+        try:
+            whole = _whole(source).expand(target.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"copy_ of shape {tuple(source.shape)} into a parameter of shape {tuple(target.shape)}"
+            ) from error
+        source = target.slice_of(whole)
     func(target._local_tensor, _localized(source), *args[2:], **kwargs)
+    _wrote([target])
     return target
 
 
 def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
-    for target, source in zip(args[0], args[1]):
+    targets, sources = args[:2]
+    if all(isinstance(each, UnevenDTensor) and _fits(source, each) for each, source in zip(targets, sources)):
+        _local_lists(func, args, kwargs)
+        return
+    for target, source in zip(targets, sources):
         target.copy_(source, *args[2:], **kwargs)
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
     gradients, found, *rest = args
-    func(_localized(gradients), found, *rest, **kwargs)
+    locals_ = _localized(gradients)
+    if filled := [local for local in locals_ if local.numel()]:
+        func(filled, found, *rest, **kwargs)
+    torch.autograd.graph.increment_version(locals_)
     tensors = _uneven(gradients)
     meshes = {tensor.device_mesh for tensor in tensors}
     if len(meshes) > 1:  # what is replicated here may lie beside what is not, such as experts
@@ -181,8 +303,11 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
     """Random values as one process would draw them: every rank draws all and keeps its part."""
     target = args[0]
+    if not isinstance(target, UnevenDTensor):  # out=
+        return _write_through(func, args, kwargs)
     drawn = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
     target._local_tensor.copy_(target.slice_of(func(drawn, *args[1:], **kwargs)))
+    _wrote([target])
     return target
 
 
@@ -316,9 +441,11 @@ def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
     if func._schema.is_mutable:
         if here:
             func(*_localized(args), **_localized(kwargs))
+            _wrote(leaf for leaf in _changed(func, args, kwargs) if isinstance(leaf, DTensor))
         return kwargs.get("out", args[0])
     shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-    values = func(*_localized(args), **_localized(kwargs)) if here else shapes
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # views share versions
+        values = func(*_localized(args), **_localized(kwargs)) if here else shapes
 
     def owned(value: Any, shape: Any) -> Any:
         return like.owned_alike(value if here else None, shape) if isinstance(shape, torch.Tensor) else shape
@@ -333,12 +460,10 @@ def _as_meta(leaf: Any) -> Any:
 
 
 def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operator on replicated DTensors of the same values; torch's own rules place the result."""
+    """The operator on replicated DTensors of the same values; torch's own rules place the result. Where it writes to
+    its operands: `_write_through`."""
     if func._schema.is_mutable:
-        raise TypeError(
-            f"{func} changes a sharded parameter in a way that its cuts do not allow; "
-            "change `.to_local()`, or `.full_tensor()` followed by `.copy_()`"
-        )
+        return _write_through(func, args, kwargs)
     for leaf in tree_flatten((args, kwargs))[0]:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():
             raise RuntimeError(
@@ -353,3 +478,78 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _as_replicated(leaf: Any) -> Any:
     return _replicated(leaf._gathered(), leaf.device_mesh) if isinstance(leaf, UnevenDTensor) else leaf
+
+
+def _view(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A view: of a tensor that one rank holds the same there, of others what `views.py` says."""
+    return view_of(func, args, kwargs) if args[0].owner is None else _on_owner(func, args, kwargs)
+
+
+def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator with views of sharded tensors among its operands."""
+    if torch.Tag.inplace_view in func.tags:
+        return _refuse(func, args, kwargs)
+    if is_view(func):
+        return view_of(func, args, kwargs)
+    if rule_of(func) is _new_empty:
+        return _new_empty(func, args, kwargs)
+    changed = _changed(func, args, kwargs)
+    if any(isinstance(tensor, ShardedView) for tensor in changed):
+        return _write_through(func, args, kwargs)
+
+    def read(leaf: Any) -> Any:
+        return leaf.replicated() if isinstance(leaf, ShardedView) else leaf
+
+    args, kwargs = tree_map(read, (args, kwargs))
+    if changed and rule_of(func) is _copy:
+        return _copy(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
+    if func._schema.name == "aten::resize_" and tuple(args[1]) == args[0].shape:  # what out= begins with
+        return args[0]
+    raise TypeError(
+        f"{func} would change the shape, the strides or the memory of a sharded tensor of shape "
+        f"{tuple(_ruled((args, kwargs))[0].shape)}, which are those of its unit's flat buffer: use the operator "
+        "without the underscore, and copy_() to write values"
+    )
+
+
+def _ruled(values: Any) -> list[Any]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, RuledDTensor)]
+
+
+def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that writes to a sharded tensor, or to views of it, in a way that its cuts do not allow.
+
+    Every rank does it to the gathered tensor and keeps its own part. Operands that are the tensor, or views of it,
+    share its memory, as they would in one process.
+    """
+    changed = _changed(func, args, kwargs)
+    parents = parents_of(changed)
+    if len(parents) != 1 or not all(isinstance(tensor, RuledDTensor) for tensor in changed):
+        raise TypeError(
+            f"{func} changes {len(changed)} tensors, of {len(parents)} sharded ones, in a way that their cuts do not "
+            "allow: it can change one sharded tensor at a time; for a plain tensor read .full_tensor()"
+        )
+    (parent,) = parents
+    whole = parent._gathered()
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedView):
+            return leaf.of(whole if leaf._parent is parent else leaf._parent._gathered())
+        return whole if leaf is parent else _whole(leaf)
+
+    written = {id(tensor): plain(tensor) for tensor in changed}
+    mine, options = tree_map(lambda leaf: written[id(leaf)] if id(leaf) in written else plain(leaf), (args, kwargs))
+    func(*mine, **options)
+    for tensor in changed:
+        if written[id(tensor)].shape != tensor.shape:  # out= of another size
+            raise ValueError(
+                f"{func} has a result of shape {tuple(written[id(tensor)].shape)}: out= is of shape "
+                f"{tuple(tensor.shape)}, and cannot be resized"
+            )
+    parent._local_tensor.copy_(parent.slice_of(whole))
+    _wrote([parent])
+    return None if not func._schema.returns else changed[0] if len(changed) == 1 else tuple(changed)

@@ -2,7 +2,7 @@
 
 torch's `Shard(0)` means even chunks of rows. A flat buffer cuts where padding is least: between rows of unequal number,
 or inside a row. `UnevenDTensor` is a DTensor that carries its cuts and answers for them: to
-`full_tensor`, to checkpoints, and to operators by the rules of `dtensor_rules`.
+`full_tensor`, to checkpoints, and to operators by the rules of `rules.py`.
 
 A part is a range of the flattened tensor. It has whole rows' shape where its cuts allow, else it is 1-D; on a rank that
 holds none of the tensor it has zero elements.
@@ -38,7 +38,32 @@ from weft.comm.groups import group_of
 from weft.layout.cuts import Cuts
 
 
-class UnevenDTensor(DTensor):
+class RuledDTensor(DTensor):
+    """A DTensor whose operators run by weft's rules."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The tensor without its history: it shares memory, so what is written to it arrives."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise RuntimeError(
+            f"assignment to .data of a sharded tensor of shape {tuple(self.shape)}: it lies in the flat buffer of its "
+            "unit, which cannot be exchanged. Write values with copy_() under torch.no_grad(); to swap values and swap "
+            "them back, keep tensor.detach().clone() and copy_() that"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        from weft.dtensor.rules import run  # the rules are about these classes and import them
+
+        return run(func, types, args, kwargs or {})
+
+
+class UnevenDTensor(RuledDTensor):
     """A DTensor whose parts are those of `cuts`."""
 
     _cuts: Cuts
@@ -61,7 +86,8 @@ class UnevenDTensor(DTensor):
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool = False) -> "UnevenDTensor":
-        made = cls(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+        # Without DTensor's __init__, which does nothing and takes its time.
+        made: Any = cls.__new__(cls, local, spec, requires_grad=requires_grad)
         made._cuts = cuts
         return made
 
@@ -234,24 +260,14 @@ class UnevenDTensor(DTensor):
             for offsets, sizes, start in self._cuts.boxes(self.part):
                 yield tuple(map(operator.add, begin, offsets)), sizes, start
 
-    # --- operators --------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        from weft.dtensor.rules import rule_of  # the rules are about this class and import it
-
-        return rule_of(func)(func, args, kwargs or {})
-
 
 class _ByRules(TorchDispatchMode):
-    """Operators with uneven tensors go by their rules."""
+    """Operators with ruled tensors go by their rules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C._EnableTorchFunction():
-            if any(issubclass(each, UnevenDTensor) for each in types):
-                return UnevenDTensor.__torch_dispatch__(func, types, args, kwargs)
+            if any(issubclass(each, RuledDTensor) for each in types):
+                return RuledDTensor.__torch_dispatch__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
 
 
@@ -260,7 +276,7 @@ _ATTRIBUTES = {"device", "dtype", "grad", "grad_dtype", "grad_fn", "is_leaf", "n
 
 
 def _ask_the_rules_first(
-    cls: type[UnevenDTensor], func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    cls: type[RuledDTensor], func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
 ) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if getattr(getattr(func, "__self__", None), "__name__", None) in _ATTRIBUTES:
@@ -273,7 +289,7 @@ _BYPASSED = torch.__version__ < "2.13"
 """Operators of a DTensor's subclass do not reach its own dispatch, nor do those that autograd itself calls."""
 
 if _BYPASSED:
-    UnevenDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
+    RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
 
 
 def _gradient_like(tensor: UnevenDTensor, local: torch.Tensor) -> UnevenDTensor:

@@ -4,7 +4,15 @@ from weft.dtensor import state_dict
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp import gone
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
-from weft.fsdp.diagnostics import ParameterNorms, check_views, describe, memory_report, parameter_norms
+from weft.fsdp.diagnostics import (
+    Nonfinite,
+    ParameterNorms,
+    check_views,
+    describe,
+    find_nonfinite,
+    memory_report,
+    parameter_norms,
+)
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.mesh_dims import DataParallelMeshDims
@@ -24,6 +32,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Nonfinite",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
@@ -33,6 +42,7 @@ __all__ = [
     "check_views",
     "UnshardHandle",
     "describe",
+    "find_nonfinite",
     "fully_shard",
     "memory_report",
     "padding_of",

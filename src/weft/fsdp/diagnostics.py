@@ -1,14 +1,17 @@
-"""What a person can ask a sharded model: its units and layout, where its memory goes, how large its numbers are."""
+"""What a person can ask a sharded model: its units and layout, where its memory goes, what its numbers are like."""
 
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.control import agree, host_group
+from weft.comm.groups import group_of
 from weft.fsdp.gradients.norms import squared_norms
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_under
@@ -96,6 +99,89 @@ def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
         name: ParameterNorms(weight or 0.0, gradient)
         for name, weight, gradient in zip(names, roots, roots[len(names) :])
     }
+
+
+class Nonfinite(NamedTuple):
+    """What one rank holds of a parameter that is no finite number; `unit`: "" for the root, None for no unit."""
+
+    name: str
+    unit: str | None
+    what: Literal["weight", "gradient"]
+    rank: int
+    nan: int
+    inf: int
+
+    def __str__(self) -> str:
+        counts = [f"{count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "infinite")) if count]
+        return f"{self.what} of {self.name} on rank {self.rank}: {', '.join(counts)}"
+
+
+def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
+    """Where NaN and infinity are in the weights and gradients of a model, the same on every rank: by rank, then in the
+    model's order.
+
+    Collective. Nothing is gathered: the hosts agree on one bit, and exchange what they found if there is anything.
+    Raises TypeError for a model without sharded modules.
+    """
+    found = _nonfinite_here(model)
+    groups = _groups_to_all_ranks(model)
+    if not any(agree([bool(found)], [], groups, "search for values that are not finite")[0]):
+        return []
+    for group in groups:
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, found, group=host_group(group))
+        found = [record for part in parts for record in part]
+    return sorted(dict.fromkeys(found), key=lambda record: record.rank)
+
+
+def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
+    units = {id(group): unit.name for unit in _units(model) for group in unit.groups}
+    tensors: list[tuple[str, str | None, Any, torch.Tensor]] = []
+    known: set[int] = set()
+    for name, group, number in _named_slots(model):
+        parameter = group.sharded_parameters[number]
+        known |= {id(parameter), id(group.full_parameters[number])}
+        tensors += [(name, units[id(group)], what, each) for what, each in _both(parameter)]
+    order = {}
+    for name, parameter in model.named_parameters():
+        order[name] = len(order)
+        if id(parameter) not in known:
+            tensors += [(name, None, what, each) for what, each in _both(parameter)]
+    tensors.sort(key=lambda each: order.get(each[0], len(order)))
+    parts: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for number, (*_, tensor) in enumerate(tensors):
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            parts.setdefault(tensor.device, {})[number] = real
+    suspects = []
+    for numbers in parts.values():
+        largest = torch._foreach_norm(list(numbers.values()), math.inf, dtype=torch.float32)
+        finite = torch.stack(largest).isfinite().tolist()
+        suspects += [number for number, good in zip(numbers, finite) if not good]
+    found = []
+    for number in sorted(suspects):
+        name, unit, what, tensor = tensors[number]
+        nan, inf = (int(count(tensor).sum()) for count in (torch.isnan, torch.isinf))
+        if nan or inf:  # or too large for the norm's dtype
+            found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf))
+    return found
+
+
+def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    """What lies here of a parameter and of its gradient."""
+    yield "weight", _local(parameter)
+    if parameter.grad is not None:
+        yield "gradient", _local(parameter.grad)
+
+
+def _groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups that reach all ranks of the model, one after the other."""
+    groups = [group for unit in _units(model) for group in unit.groups]
+    mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
+    reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
+    everyone = set(mesh.mesh.flatten().tolist())
+    slices = dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None)
+    return [*reached, *(own for own in slices if not everyone.issuperset(dist.get_process_group_ranks(own)))]
 
 
 def check_views(model: nn.Module) -> None:

@@ -106,7 +106,12 @@ class FlatRun:
         self._here = self._window() if any(self.present) else None
 
     def end_step(self) -> None:
-        """The gradient is one over all ranks again."""
+        """The gradient is one over all ranks again; what the step wrote, the version counters know.
+
+        Fused kernels do not count, and the wrappers of the sharded parameters cannot: they only share the memory.
+        """
+        if self._here is not None:
+            torch.autograd.graph.increment_version([self.flat, *self.parameters])
         self._in_step, self._here = False, None
 
     def _window(self) -> torch.Tensor:

@@ -103,6 +103,8 @@ class LoopConfig:
     """Largest norm of the whole gradient; 0: no clipping."""
     log_every: int = 10
     """Steps between two lines of output when the output is no terminal."""
+    parameter_norms_every: int = 0
+    """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     overlap: bool = False
@@ -117,7 +119,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
-        for name in ("seed", "validate_every", "gradient_clip"):
+        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
         _require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
         for name in ("delay_wgrad", "early_release"):

@@ -136,7 +136,7 @@ class Trainer:
             if metrics.note:
                 self.progress.note(metrics.note)
             while position.step < config.train.steps and not stopping:
-                values, stopping = self._step()
+                values, stopping = self._step(metrics)
                 metrics.log(position.step, "train", **values)
                 if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
                     metrics.log_experts(position.step, loads)
@@ -152,13 +152,17 @@ class Trainer:
             self._report()
         return complete
 
-    def _step(self) -> tuple[dict[str, float], bool]:
+    def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
         started = time.perf_counter()
         learning_rate = self.schedule.advance()
         microbatches = [(t.to(self.device), labels.to(self.device)) for t, labels in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
+        if _due(self.config.train.parameter_norms_every, self.position.step + 1):
+            norms = weft.parameter_norms(self.model)
+            gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
+            metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
         norm = clip_gradients(self.model, self.config.train.gradient_clip)
         if not math.isfinite(norm):  # the same on all ranks; the weights are still good
             raise self._diverged("gradient norm", float(norm))
@@ -218,9 +222,12 @@ class Trainer:
         return self.rank == 0 and self.position.step + 1 == self.config.train.steps
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
+        """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
+        found = weft.find_nonfinite(self.model)
+        where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
-            f"the {what} after step {self.position.step} is {value}; nothing was saved since step {self.saved_step}: "
-            "lower optimizer.lr or train.gradient_clip and go on from there"
+            f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
+            f"since step {self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
         )
 
     @torch.no_grad()
@@ -333,8 +340,19 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before."""
-    return weft.optim.clip_grad_norm_(model, largest) if largest else weft.optim.grad_norm(model)
+    """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before.
+
+    Where that is not finite, the gradients stay as they are, and show where it comes from.
+    """
+    if not largest:
+        return weft.optim.grad_norm(model)
+    try:
+        return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)
+    except RuntimeError:
+        norm = weft.optim.grad_norm(model)
+        if math.isfinite(norm):
+            raise
+        return norm
 
 
 def _recompute_layers(model: HybridModel) -> None:

@@ -3,11 +3,13 @@
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
 {"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}}
+{"step": 100, "kind": "norms", "weight": {"lm_head.weight": 31.2, ...}, "gradient": {"lm_head.weight": 0.1, ...}}
 """
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,9 +48,7 @@ class Metrics:
         """One line for `step`. Numbers that are not finite become null, which every JSON reader accepts."""
         if self._file is None:
             return
-        record: dict[str, Any] = {"step": step, "kind": kind}
-        record.update((k, v if math.isfinite(v) else None) for k, v in values.items())
-        self._write(record)
+        self._write({"step": step, "kind": kind, **_readable(values)})
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
@@ -73,6 +73,16 @@ class Metrics:
                     global_step=step,
                 )
 
+    def log_norms(self, step: int, weights: Mapping[str, float], gradients: Mapping[str, float]) -> None:
+        """One line for `step` with the norms of weights and gradients by parameter; on TensorBoard a curve of each."""
+        if self._file is None:
+            return
+        self._write({"step": step, "kind": "norms", "weight": _readable(weights), "gradient": _readable(gradients)})
+        if self._board is not None:
+            for what, norms in (("weight", weights), ("gradient", gradients)):
+                for name, norm in norms.items():
+                    self._board.add_scalar(f"{what}_norm/{name}", norm, step)
+
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -90,6 +100,10 @@ class Metrics:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
