@@ -315,16 +315,55 @@ def test_wrong_calls_are_refused_with_the_fix():
         (model.decoder, "decoder"),
         (model.decoder.layers[0], "decoder.layers.0"),
         (model.decoder.layers[0].mlp, "decoder.layers.0.mlp"),
+        (model.decoder.layers[1].mlp, "decoder.layers.1.mlp"),
     ):
         hook = module.register_forward_hook(lambda *args: None)
         with pytest.raises(ValueError, match=rf"^{re.escape(what)} \(.*\) has hooks"):
             forward_backward(model, [batch], overlap=False)
         hook.remove()
-    model.decoder.layers[0].compile()
-    with pytest.raises(ValueError, match=r"layers\.0 \(Layer\) is compiled.*the modules inside"):
-        forward_backward(model, [batch], overlap=False)
+    for layer in model.decoder.layers:
+        mlp = layer.mlp
+        layer.mlp = torch.compile(mlp)
+        with pytest.raises(ValueError, match=r"layers\.\d\.mlp \(OptimizedModule\) is compiled.*the modules inside"):
+            forward_backward(model, [batch], overlap=False)
+        layer.mlp = mlp
+        for module in (mlp, layer):
+            module.compile()
+            with pytest.raises(ValueError, match=r"layers\.\d.* is compiled.*the modules inside"):
+                forward_backward(model, [batch], overlap=False)
+            module._compiled_call_impl = None
     model.decoder.layers[0] = checkpoint_wrapper(model.decoder.layers[0])
     with pytest.raises(ValueError, match=r"layer 0 is inside a full-layer activation checkpoint.*recompute"):
+        forward_backward(model, [batch], overlap=False)
+
+
+def test_hooks_run_on_what_stages_call():
+    model, called = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]")), []
+    experts, dense = (layer.mlp for layer in model.decoder.layers)
+    modules = [model.embedding, experts.norm, experts.router, experts.experts, dense.norm, dense.down_proj]
+    for module in modules:
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    forward_backward(model, [torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()], overlap=False)
+    assert called == modules
+
+
+class Adapter:
+    """The protocol, around a model of somebody else's."""
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+def test_models_and_layers_that_are_no_modules_are_refused_with_the_fix():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    with pytest.raises(TypeError, match=r"Adapter is a .*StagedModel, but no torch.nn.Module.*: derive it from"):
+        forward_backward(Adapter(model), [batch], overlap=False)
+    layers = mock.patch.object(HybridModel, "staged_layers", [Adapter(model.decoder.layers[0])])
+    with layers, pytest.raises(TypeError, match=r"layer 0, a Adapter, .*but no torch.nn.Module.*: derive it from"):
         forward_backward(model, [batch], overlap=False)
 
 

@@ -140,7 +140,8 @@ def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Ten
     asked = {name for name, value in given.items() if value is not None}  # torch spells out options nobody asked for
     if not asked <= set(kind.arguments[:3]):
         return None
-    x, weight, beside = (given.get(name) for name in kind.arguments[:3])
+    operands: list[Any] = [given.get(name) for name in kind.arguments[:3]]
+    x, weight, beside = operands
     if not (_is_plain(x) and _is_plain(weight) and (beside is None or _is_plain(beside))):
         return None
     parameter = parameter_of(weight)
