@@ -41,7 +41,7 @@ class Crossing:
 
 @runtime_checkable
 class StagedLayer(Protocol):
-    """A layer that a schedule can run in stages.
+    """A layer that a schedule can run in stages, a `torch.nn.Module`.
 
     With the stages ("attend",) `attend` is the whole layer, and its rows are the output. A stage does not change its
     inputs in place.
@@ -76,7 +76,7 @@ class StagedLayer(Protocol):
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that a schedule can run: `embed`, its layers one after another, `loss`."""
+    """A model that a schedule can run, a `torch.nn.Module`: `embed`, its layers one after another, `loss`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:

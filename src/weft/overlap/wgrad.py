@@ -7,7 +7,7 @@ computes again there must be what was computed first.
 
     product              delayed                                         left to autograd
     -------------------  ----------------------------------------------  --------------------------------------------
-    F.linear             [..., in] by a parameter [out, in]              a vector by a matrix, or by a vector
+    F.linear             [..., in] by a parameter [out, in]              vectors; biases of more than one dimension
     F.grouped_mm         [rows, in] by a parameter [groups, in, out],    products of other dimensions; with a bias or
                          groups of rows ending at `offs`                 another dtype for the output
     both                                                                 weights that are frozen, computed or hooked;
