@@ -192,3 +192,20 @@ def test_an_axis_that_the_model_cannot_use_is_refused(axis):
     meshes = Meshes(dense=None, expert=None, **{axis: TwoRanks()})
     with pytest.raises(ValueError, match=rf"{axis}=2.*use {axis}=1"):
         HybridModel(small(), meshes=meshes)
+
+
+def test_hooks_on_what_a_layer_does_not_call_are_refused_in_a_plain_run_too():
+    model = seeded(small("[*-][*E]", num_experts=4, moe_intermediate_size=8))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    for layer in model.decoder.layers:
+        handle = layer.mlp.register_forward_hook(lambda *_: None)
+        with pytest.raises(ValueError, match=r"^mlp \(.*\) has hooks, .*: put hooks on the layer or the modules"):
+            model(tokens)
+        handle.remove()
+        layer.mlp.compile()
+        with pytest.raises(ValueError, match=r"^mlp \(.*\) is compiled, .*: compile the layer or the modules"):
+            model(tokens)
+        layer.mlp._compiled_call_impl = None
+    expected = model(tokens)
+    model.decoder.layers[0].compile(backend="eager", fullgraph=True)
+    assert_close(model(tokens), expected)

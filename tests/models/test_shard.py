@@ -45,6 +45,30 @@ def test_options_reach_every_unit_and_runtime_the_root_only():
     assert ["runtime" in options for _, options in calls] == [False] * (len(calls) - 1) + [True]
 
 
+@distributed(2)
+def test_the_output_dtype_is_that_of_what_the_model_returns():
+    """Between layers, and from the experts of other ranks, rows stay in what the model computes in."""
+    meshes = init_meshes("cpu", ep=2)
+    tokens, labels = torch.randint(CFG.vocab_size, (2, 2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    kinds = weft.MixedPrecisionPolicy, torch.distributed.fsdp.MixedPrecisionPolicy
+    found = []
+    for kind, output in itertools.product(kinds, (None, torch.float32)):
+        model = with_experts(EXPERTS, meshes)
+        shard(model, meshes, mp_policy=kind(torch.bfloat16, torch.float32, output))
+        seen: list[torch.dtype] = []
+        for layer in model.decoder.layers:
+            hook = layer.register_forward_hook(lambda layer, args, outputs, seen=seen: seen.append(outputs[0].dtype))
+            layer.mlp.norm.register_forward_hook(lambda norm, args, output, seen=seen: seen.append(output.dtype))
+            assert model(tokens).dtype == (output or torch.bfloat16)
+            hook.remove()
+        assert set(seen) == {torch.bfloat16}
+        losses = model(tokens, labels=labels), *weft.overlap.forward_backward(model, [(tokens, labels)] * 2)
+        assert {loss.dtype for loss in losses} == {torch.float32}
+        found.append([*losses, *(weight.grad.to_local() for weight in model.parameters())])
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=0, atol=0)
+
+
 @distributed(2, 4)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_model_trains_like_one_process(tied):

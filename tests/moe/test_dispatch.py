@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.pool import distributed
 from weft.comm.groups import exchange_objects
+from weft.comm.lookout import CollectiveMismatch
 from weft.moe import AllToAll, LocalDispatcher, MoE, exchange
 
 LOCAL = 3
@@ -158,6 +159,45 @@ def test_one_dispatcher_serves_copies_of_a_model_and_wrong_numbers_of_experts_ar
     with pytest.raises(ValueError, match=r"num_experts=5 cannot be spread evenly over ep=2 ranks; choose a multiple"):
         AllToAll(dist.group.WORLD, 5)
     assert exchange_objects(list(dispatcher.experts), dist.group.WORLD) == [[0, 1], [2, 3]]
+
+
+def layer_of_its_own():
+    """On a communicator that does not survive, after a forward and a backward."""
+    layer = MoE(8, 8, 4, 2, dispatcher=AllToAll(dist.new_group([0, 1]), 4))
+    hidden = torch.randn(2, 3, 8, requires_grad=True)
+    layer(hidden)[0].sum().backward()
+    return layer, hidden
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_rank_that_calls_fewer_layers_is_named_with_the_place_where_it_waits():
+    layer, hidden = layer_of_its_own()
+    if dist.get_rank() == 0:
+        said = r"rank 0: counts.*, which rank 1 never began; rank 1: barrier at .*test_dispatch\.py"
+        with pytest.raises(CollectiveMismatch, match=said):
+            layer(hidden)
+    dist.barrier()
+
+
+@distributed(2)
+def test_ranks_that_wait_for_different_exchanges_are_told():
+    layer, hidden = layer_of_its_own()
+    output = layer(hidden)[0].sum()
+    said = r"rank 0: counts.*, which rank 1 never began; rank 1: exchange.*, which rank 0 never began"
+    with pytest.raises(CollectiveMismatch, match=said):
+        layer(hidden) if dist.get_rank() == 0 else output.backward()
+
+
+@distributed(2)
+def test_rows_that_were_not_planned_are_refused():
+    dispatcher = AllToAll(dist.group.WORLD, 2)
+    handle = dispatcher.plan(torch.tensor([2, 1]))
+    handle.ready()
+    with pytest.raises(ValueError, match=r"4 rows to send, but the counts of this handle's plan say 3"):
+        dispatcher.dispatch(torch.ones(4, 8), handle)
+    with pytest.raises(ValueError, match=rf"5 rows to send, but .* say {handle.received}, .*pass plan"):
+        dispatcher.combine(torch.ones(5, 8), handle)
 
 
 def test_one_rank_moves_nothing_and_keeps_its_handle_on_the_device():

@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 import itertools
+import math
 import re
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from unittest import mock
@@ -27,6 +29,7 @@ from weft.fsdp.runtime.agreement import CollectiveMismatch
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.models import HybridConfig, HybridModel
 from weft.models.blocks import Attention
+from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer, forward_backward_order
 from weft.overlap.units import ModelUnits
@@ -163,6 +166,37 @@ def test_a_scaled_loss_scales_gradients_and_validation_may_come_between():
     same(gradients(model), {name: gradient / 4 for name, gradient in whole.items()})
     plain(model, microbatches)
     same(gradients(model), whole)
+
+
+@distributed(2)
+def test_a_factor_for_each_microbatch_gives_the_mean_over_all_tokens():
+    """The loss of one process on all microbatches of all ranks as one batch, whichever labels are ignored."""
+    cfg = dataclasses.replace(CFG, aux_loss_coef=0.0)
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(
+        cfg.vocab_size, (2, 6, 2, 7), generator=generator
+    )  # [microbatches of all ranks, ...]
+    labels[torch.rand(labels.shape, generator=generator) < torch.arange(1, 7)[:, None, None] / 8] = -100
+    labels[4] = -100  # a microbatch without any
+    whole = build(cfg, None)
+    expected = whole(tokens.flatten(0, 1), labels.flatten(0, 1))
+    expected.backward()
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = [(tokens[number], labels[number]) for number in range(rank, 6, ranks)]
+    counts = [int((each != -100).sum()) for _, each in mine]
+    total = torch.tensor(sum(counts))
+    dist.all_reduce(total)
+    factors = [count * ranks / int(total) for count in counts]
+    model = build(cfg, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    for switches in ({"overlap": False}, {}, {"delay_wgrad": True}):
+        losses = forward_backward(model, mine, loss_scale=factors, **switches)
+        loss = sum(loss * count for loss, count in zip(losses, counts) if count)
+        dist.all_reduce(loss)
+        torch.testing.assert_close(loss / total, expected.detach())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad, msg=name)
+        model.zero_grad()
 
 
 @pytest.mark.slow
@@ -304,6 +338,19 @@ def test_wrong_calls_are_refused_with_the_fix():
         forward_backward(model, [batch], overlap=False, early_release=True)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="no gradients; call it outside"):
         forward_backward(model, [batch], overlap=False)
+    for scale, error, said in (
+        (
+            [0.5, 0.25, 0.25],
+            ValueError,
+            r"loss_scale has 3 factors for 2 microbatches: pass one for each, or one number",
+        ),
+        ([0.5, math.nan], ValueError, r"loss_scale\[1\]=nan: .*finite"),
+        (math.inf, ValueError, r"loss_scale=inf: .*finite"),
+        ([0.5, None], TypeError, r"loss_scale\[1\] is a NoneType: pass a number"),
+        (torch.ones(2), TypeError, r"loss_scale is a Tensor: pass .*tolist\(\)"),
+    ):
+        with pytest.raises(error, match=said):
+            forward_backward(model, [batch, batch], overlap=False, loss_scale=scale)
     with pytest.raises(TypeError, match=r"Plain is no .*it lacks staged_layers"):
         forward_backward(Plain(), [batch], overlap=False)
     unstaged = Plain()
@@ -315,16 +362,55 @@ def test_wrong_calls_are_refused_with_the_fix():
         (model.decoder, "decoder"),
         (model.decoder.layers[0], "decoder.layers.0"),
         (model.decoder.layers[0].mlp, "decoder.layers.0.mlp"),
+        (model.decoder.layers[1].mlp, "decoder.layers.1.mlp"),
     ):
         hook = module.register_forward_hook(lambda *args: None)
         with pytest.raises(ValueError, match=rf"^{re.escape(what)} \(.*\) has hooks"):
             forward_backward(model, [batch], overlap=False)
         hook.remove()
-    model.decoder.layers[0].compile()
-    with pytest.raises(ValueError, match=r"layers\.0 \(Layer\) is compiled.*the modules inside"):
-        forward_backward(model, [batch], overlap=False)
+    for layer in model.decoder.layers:
+        mlp = layer.mlp
+        layer.mlp = torch.compile(mlp)
+        with pytest.raises(ValueError, match=r"layers\.\d\.mlp \(OptimizedModule\) is compiled.*the modules inside"):
+            forward_backward(model, [batch], overlap=False)
+        layer.mlp = mlp
+        for module in (mlp, layer):
+            module.compile()
+            with pytest.raises(ValueError, match=r"layers\.\d.* is compiled.*the modules inside"):
+                forward_backward(model, [batch], overlap=False)
+            module._compiled_call_impl = None
     model.decoder.layers[0] = checkpoint_wrapper(model.decoder.layers[0])
     with pytest.raises(ValueError, match=r"layer 0 is inside a full-layer activation checkpoint.*recompute"):
+        forward_backward(model, [batch], overlap=False)
+
+
+def test_hooks_run_on_what_stages_call():
+    model, called = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]")), []
+    experts, dense = (layer.mlp for layer in model.decoder.layers)
+    modules = [model.embedding, experts.norm, experts.router, experts.experts, dense.norm, dense.down_proj]
+    for module in modules:
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    forward_backward(model, [torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()], overlap=False)
+    assert called == modules
+
+
+class Adapter:
+    """The protocol, around a model of somebody else's."""
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+def test_models_and_layers_that_are_no_modules_are_refused_with_the_fix():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    with pytest.raises(TypeError, match=r"Adapter is a .*StagedModel, but no torch.nn.Module.*: derive it from"):
+        forward_backward(Adapter(model), [batch], overlap=False)
+    layers = mock.patch.object(HybridModel, "staged_layers", [Adapter(model.decoder.layers[0])])
+    with layers, pytest.raises(TypeError, match=r"layer 0, a Adapter, .*but no torch.nn.Module.*: derive it from"):
         forward_backward(model, [batch], overlap=False)
 
 
@@ -363,6 +449,68 @@ def test_layers_without_a_sharded_root_are_refused():
 
 def tensors():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+class Census(list):
+    """A trace that counts at each step what is alive: handles, and when a microbatch ends, tensors that are no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.handles, self.alive, self.tensors = [], [], []
+
+    def append(self, step):
+        super().append(step)
+        self.alive.append(sum(handle() is not None for handle in self.handles))
+        if step.ends_microbatch:
+            self.tensors.append(
+                sum(issubclass(type(each), torch.Tensor) and each.dim() > 0 for each in gc.get_objects())
+            )
+
+    def plan(self, plan):
+        """A dispatcher's `plan`, whose handles are counted."""
+
+        def counted(dispatcher, counts):
+            handle = plan(dispatcher, counts)
+            self.handles.append(weakref.ref(handle))
+            return handle
+
+        return counted
+
+
+def count_what_lives(dispatcher, model, microbatches, **switches):
+    census = Census()
+    with mock.patch.object(dispatcher, "plan", census.plan(dispatcher.plan)):
+        gc.collect()
+        gc.disable()
+        try:
+            forward_backward(model, microbatches, trace=census, **switches)
+        finally:
+            gc.enable()
+    return census
+
+
+def test_what_a_microbatch_holds_goes_with_its_backward_layer_by_layer():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*E]" * 3))
+    microbatches = [torch.randint(CFG.vocab_size, (2, 2, 6)).unbind() for _ in range(5)]
+    for delay_wgrad in (False, True):
+        census = count_what_lives(LocalDispatcher, model, microbatches, overlap=False, delay_wgrad=delay_wgrad)
+        assert len(census.handles) == 5 * 3 and max(census.alive) == 3
+        ends = [alive for step, alive in zip(census, census.alive) if step.ends_microbatch]
+        assert ends == [0] * 5
+        assert len(set(census.tensors[1:])) == 1, census.tensors  # the first one made the gradients
+
+
+@distributed(2)
+def test_the_memory_of_a_schedule_does_not_grow_with_its_microbatches():
+    model = build(dataclasses.replace(CFG, pattern="[*E]" * 3), weft.init_meshes("cpu", ep=2), strategy="optim")
+    microbatches = data(2) * 4
+    for switches in SWITCHES:
+        forward_backward(model, microbatches[:2], **switches)
+        census = count_what_lives(AllToAll, model, microbatches, **switches)
+        assert len(census.handles) == 8 * 3
+        # All layers of one microbatch; one more layer where a pair is at work.
+        assert max(census.alive) == 3 + 1
+        assert len(set(census.tensors[1:-1])) == 1, census.tensors
 
 
 @pytest.mark.slow

@@ -165,6 +165,10 @@ class MLP(Block):
         """[B, S, D] -> [B, S, D]."""
         return self.mix(rows)
 
+    def expert_modules(self) -> list[nn.Module]:
+        """What only `run_experts` calls."""
+        return [self.gate_proj, self.up_proj, self.down_proj]
+
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         return kept["residual"] + rows
@@ -201,6 +205,10 @@ class Experts(MoE):
         if shared is not None:
             kept["shared"] = shared
         return Crossing(rows, kept, handle, loss)
+
+    def expert_modules(self) -> list[nn.Module]:
+        """What only `run_experts` calls."""
+        return [self.experts]
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""

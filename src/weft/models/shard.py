@@ -1,8 +1,10 @@
 """Sharding a hybrid model."""
 
+from dataclasses import replace
 from typing import Any
 
 from weft import fsdp
+from weft.fsdp.precision import precision_of
 from weft.mesh import Meshes
 from weft.models.model import HybridModel, require_usable
 
@@ -14,17 +16,21 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     over ranks become units of their own over `meshes.expert`, whose gradients are averaged over all data-parallel
     ranks like the others and whose parameters are DTensors of all experts, over `meshes.ep` too. The root unit, last,
     takes the embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
-    root's only.
+    root's only. So does the `output_dtype` of `mp_policy`: it is what the model returns; between its layers and on the
+    wire to experts everything stays in `param_dtype`.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
+    if (given := options.get("mp_policy")) is not None:
+        root["mp_policy"] = policy = precision_of(given)
+        options["mp_policy"] = replace(policy, output_dtype=None)
     for layer in model.decoder.layers:
         if layer.dispatcher is not None:
             for experts in layer.expert_modules():
                 experts.spread(meshes.ep)
                 fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
         fsdp.fully_shard(layer, mesh=meshes.dense, **options)
-    fsdp.fully_shard(model, mesh=meshes.dense, **options, **root)
+    fsdp.fully_shard(model, mesh=meshes.dense, **{**options, **root})
     return model
 
 

@@ -13,6 +13,7 @@ from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
 from weft.moe import Dispatcher
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing, run_stages
+from weft.overlap.layer import beside_forward
 
 
 class Layer(nn.Module):
@@ -73,6 +74,11 @@ class Layer(nn.Module):
     def attend(self, x_BSD: Tensor) -> Crossing:
         """All blocks before the terminal one, and what that has to compute before its experts."""
         terminal = self._terminal
+        if terminal is not None and (what := beside_forward(terminal)):
+            raise ValueError(
+                f"{LAYER_KEYS[self.symbols[-1]]} ({type(terminal).__name__}) {what}, and its layer calls its parts, "
+                f"not it: {'compile' if 'compiled' in what else 'put hooks on'} the layer or the modules inside"
+            )
         for block in self.children():
             if block is not terminal:
                 x_BSD = self._recomputed("attend", block, x_BSD)
@@ -87,8 +93,8 @@ class Layer(nn.Module):
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """The modules that only `experts` reads."""
-        return [self._terminal.experts] if isinstance(self._terminal, Experts) else []
+        """The modules that only `experts` calls."""
+        return [] if self._terminal is None else self._terminal.expert_modules()
 
     def _recomputed(self, stage: str, function: Any, *args: Any) -> Any:
         if stage not in self.recompute:

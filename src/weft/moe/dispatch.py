@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.collectives import all_to_all, all_to_all_counts
 from weft.comm.groups import group_of, twin_group
 from weft.comm.lanes import Lane, Ticket
+from weft.comm.lookout import keep_lookout
 from weft.moe.permutation import Permutation
 from weft.moe.require import require_size
 
@@ -129,7 +130,8 @@ class AllToAll:
 
     Collective: every rank of the world builds it, in the same order. Rows travel on an exchange lane; the
     counts have a lane and, where communicators run one thing after another, a communicator of their own, so
-    that they never wait behind rows.
+    that they never wait behind rows. A rank that waits for an exchange which another never begins, because they run
+    different numbers of expert layers, gets a CollectiveMismatch within seconds (on CPU, over gloo).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int) -> None:
@@ -149,6 +151,7 @@ class AllToAll:
         self.group = group
         self._counts_group = group if dist.get_backend(group) == "gloo" else twin_group(group)
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
+        keep_lookout()
 
     def __deepcopy__(self, memo: dict) -> "AllToAll":
         return self  # copies of a model talk over the same group
@@ -172,6 +175,11 @@ class AllToAll:
         return self._move(rows, sent_to, received_from)
 
     def _move(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Arrival:
+        if rows.shape[0] != sum(leaving):
+            raise ValueError(
+                f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
+                "what the other ranks wait for: pass plan() the counts of these rows"
+            )
         # Both ends live on the compute stream, and the arrival keeps them until that has waited for the lane.
         rows = rows.detach().contiguous()
         output = rows.new_empty(sum(arriving), *rows.shape[1:])

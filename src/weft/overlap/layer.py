@@ -41,7 +41,7 @@ class Crossing:
 
 @runtime_checkable
 class StagedLayer(Protocol):
-    """A layer that a schedule can run in stages.
+    """A layer that a schedule can run in stages, a `torch.nn.Module`.
 
     With the stages ("attend",) `attend` is the whole layer, and its rows are the output. A stage does not change its
     inputs in place.
@@ -70,13 +70,13 @@ class StagedLayer(Protocol):
         ...
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """The modules whose parameters only `experts` reads: sharded units among them are gathered for it alone."""
+        """The modules that only `experts` calls: sharded units among them are gathered for it alone."""
         ...
 
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that a schedule can run: `embed`, its layers one after another, `loss`."""
+    """A model that a schedule can run, a `torch.nn.Module`: `embed`, its layers one after another, `loss`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
@@ -90,6 +90,17 @@ class StagedModel(Protocol):
     def loss(self, hidden: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
         """The last layer's output and what the layers add to the loss, first to last -> the loss, a scalar."""
         ...
+
+
+def beside_forward(module: nn.Module) -> str:
+    """What a call of `module` does beside its forward, such as "has hooks"; empty where that is nothing.
+
+    Nobody does it where stages call the parts of `module` alone.
+    """
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        return "is compiled"
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return "has hooks" if any(getattr(module, kind) for kind in kinds) else ""
 
 
 def run_stages(layer: StagedLayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

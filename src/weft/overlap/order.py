@@ -34,6 +34,16 @@ class Step(NamedTuple):
     slot: str
     lane: str
 
+    @property
+    def begins_microbatch(self) -> bool:
+        """Whether it is the first step of its microbatch."""
+        return (self.direction, self.layer, self.slot) == (FORWARD, None, "embed")
+
+    @property
+    def ends_microbatch(self) -> bool:
+        """Whether it is the last step of its microbatch."""
+        return (self.direction, self.layer, self.slot) == (BACKWARD, None, "embed")
+
     def __str__(self) -> str:
         where = self.slot if self.layer is None else f"layer {self.layer}.{self.slot}"
         return f"the {self.direction} of microbatch {self.microbatch}, {where}"

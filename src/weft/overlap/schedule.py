@@ -1,21 +1,22 @@
 """The combined schedule: the forward of one microbatch runs beside the backward of the one before, layer by layer."""
 
+import math
 import weakref
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm.ranges import profiled
-from weft.overlap.layer import STAGES, StagedLayer, StagedModel
+from weft.overlap.layer import STAGES, StagedLayer, StagedModel, beside_forward
 from weft.overlap.layer_pass import LayerPass
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD, Layer, Step, forward_backward_order
 from weft.overlap.units import ModelUnits
 
 _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert_modules")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 CHECKED_MICROBATCHES = 4
 _checked: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 """How many microbatches of each model have been searched for undeclared tensors."""
@@ -28,34 +29,38 @@ def forward_backward(
     overlap: bool = True,
     delay_wgrad: bool = False,
     early_release: bool = False,
-    loss_scale: float = 1.0,
+    loss_scale: float | Sequence[float] = 1.0,
     trace: list[Step] | None = None,
 ) -> list[Tensor]:
-    """Run forward and backward of all microbatches; returns each one's loss, a detached scalar.
+    """Run forward and backward of all microbatches; returns each one's loss, a detached scalar that is not scaled.
 
     What `loss_scale * model(tokens, labels)` and its `backward()` per microbatch would leave in the gradients is there
     when this returns: accumulated, and reduced if the model is sharded. The token exchange of one microbatch runs under
     the computation of its neighbour (see `weft.overlap.order` for the order).
 
     Args:
-        model: a `StagedModel`, sharded as a whole or not at all, such as `weft.models.HybridModel`.
+        model: a `StagedModel`, a module that is sharded as a whole or not at all, such as `weft.models.HybridModel`.
         microbatches: pairs of tokens and labels as `model` takes them, [batch, seq] int64 each; sizes may differ, their
             number may not differ from rank to rank.
         overlap: False runs the same nodes microbatch by microbatch, one after another: the reference.
         delay_wgrad: compute the weight gradients of linear and expert layers apart, under an exchange.
         early_release: let a layer's activations go before the experts of its partner run: less memory, less overlap.
-        loss_scale: what gradients are scaled with, such as 1 / len(microbatches).
+        loss_scale: what gradients are scaled with, such as 1 / len(microbatches), or a factor for each microbatch, such
+            as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane);
             layer None are the embedding and the head.
 
     Raises:
-        TypeError: `model` or one of its layers does not follow the protocol, or a microbatch is no pair of tensors.
+        TypeError: `model` or one of its layers is no module or does not follow the protocol, a microbatch is no pair of
+            tensors, or a factor of `loss_scale` is no number.
         ValueError: no microbatches, layers inside an activation checkpoint, hooks on modules whose `forward` a schedule
-            does not call, `overlap` without anything to hide, or `early_release` without `overlap`.
+            does not call, `overlap` without anything to hide, `early_release` without `overlap`, factors that are not
+            finite, or not as many as microbatches.
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
     """
     layers = _layers_of(model)
     microbatches = _checked_microbatches(microbatches)
+    scales = _checked_scales(loss_scale, len(microbatches))
     if early_release and not overlap:
         raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
     if torch.is_inference_mode_enabled():
@@ -76,38 +81,41 @@ def forward_backward(
         )
     )
     unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
-    passes = [
-        _MicrobatchPass(
-            model,
-            layers,
-            units,
-            number,
-            *microbatch,
-            delay_wgrad=delay_wgrad,
-            loss_scale=loss_scale,
-            check=number < unchecked,
-        )
-        for number, microbatch in enumerate(microbatches)
-    ]
+    passes: dict[int, _MicrobatchPass] = {}  # those under way: what they hold goes with their backward
+    losses: list[Tensor] = []
     with units.scheduled(program):
         for around in program:
-            step, current = around.step, passes[around.step.microbatch]
+            step, number = around.step, around.step.microbatch
+            if step.begins_microbatch:
+                passes[number] = _MicrobatchPass(
+                    model,
+                    layers,
+                    units,
+                    number,
+                    *microbatches[number],
+                    delay_wgrad=delay_wgrad,
+                    loss_scale=scales[number],
+                    check=number < unchecked,
+                )
+            current = passes[number]
             try:
-                units.before(around, current, last=current is passes[-1])
+                units.before(around, current, last=number + 1 == len(microbatches))
                 if trace is not None:
                     trace.append(step)
-                with profiled(f"microbatch {step.microbatch}/layer {step.layer}", f"{step.direction}.{step.slot}"):
+                with profiled(f"microbatch {number}/layer {step.layer}", f"{step.direction}.{step.slot}"):
                     current.run(step)
                 units.after(around, current)
             except BaseException as error:
                 units.failed(step, error)
                 raise
-    _checked[model] = CHECKED_MICROBATCHES - unchecked + len(passes)
-    return [each.loss for each in passes]
+            if step.ends_microbatch:
+                losses.append(passes.pop(number).loss)
+    _checked[model] = CHECKED_MICROBATCHES - unchecked + len(losses)
+    return losses
 
 
 class _MicrobatchPass:
-    """One microbatch on its way through the model and back."""
+    """One microbatch on its way through the model and back. What a layer holds goes with its last backward step."""
 
     loss: Tensor
 
@@ -143,13 +151,17 @@ class _MicrobatchPass:
         if step.layer is None:
             getattr(self, f"_{step.slot}_{step.direction}")()
             return
-        if step.direction == FORWARD and step.slot == "attend":
+        starts = step.direction == FORWARD and step.slot == "attend"
+        if starts:
             self._passes[step.layer] = self._begin(step.layer)
         current = self._passes[step.layer]
         current.run(step.direction, step.slot)
-        self._hidden = current.output
-        if step.direction == FORWARD and step.slot == "attend" and current.loss is not None:
-            self._losses.append(current.loss)
+        if step.direction == FORWARD:
+            self._hidden = current.output
+            if starts and current.loss is not None:
+                self._losses.append(current.loss)
+        elif step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
+            del self._passes[step.layer]
 
     def _begin(self, layer: int) -> LayerPass:
         return LayerPass(
@@ -191,6 +203,11 @@ def _layers_of(model: Any) -> Sequence[StagedLayer]:
             f"{type(model).__name__} is no weft.overlap.StagedModel, it lacks {', '.join(missing)}: give it these "
             "members, or use weft.models.HybridModel"
         )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is a weft.overlap.StagedModel, but no torch.nn.Module, and its parameters cannot "
+            "be found: derive it from torch.nn.Module, with what it wraps as its submodules"
+        )
     for number, layer in enumerate(model.staged_layers):
         if hasattr(layer, "_checkpoint_wrapped_module"):
             raise ValueError(
@@ -203,13 +220,17 @@ def _layers_of(model: Any) -> Sequence[StagedLayer]:
                 f"layer {number}, a {type(layer).__name__}, is no weft.overlap.StagedLayer, it lacks "
                 f"{', '.join(missing)}: give it these members"
             )
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"layer {number}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but no torch.nn.Module, and "
+                "its parameters cannot be found: derive it from torch.nn.Module"
+            )
         if layer.stages not in STAGES or (layer.dispatcher is None) == ("dispatch" in layer.stages):
             raise ValueError(
                 f"layer {number} has the stages {layer.stages} and {'no' if layer.dispatcher is None else 'a'} "
                 f"dispatcher: choose from {', '.join(map(str, STAGES))}; a dispatcher belongs to the last"
             )
-    if isinstance(model, nn.Module):
-        _refuse_hooks(model, model.staged_layers)
+    _refuse_hooks(model, model.staged_layers)
     return list(model.staged_layers)
 
 
@@ -218,13 +239,11 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
     experts = {module for layer in layers for module in layer.expert_modules()}
     inside = {*layers, *experts}
     for name, module in model.named_modules():
-        own = [kind for kind in _HOOKS if getattr(module, kind)]
-        compiled = module._compiled_call_impl is not None
-        if (own or compiled) and module not in experts and not inside.isdisjoint(module.modules()):
+        what = beside_forward(module)
+        if what and module not in experts and not inside.isdisjoint(module.modules()):
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) {'is compiled' if compiled else 'has hooks'}, and a "
-                "schedule runs its stages without its forward: "
-                f"{'compile' if compiled else 'put hooks on'} the modules inside the stages instead"
+                f"{name or 'the model'} ({type(module).__name__}) {what}, and a schedule runs its stages without its "
+                f"forward: {'compile' if 'compiled' in what else 'put hooks on'} the modules inside the stages instead"
             )
 
 
@@ -243,3 +262,23 @@ def _checked_microbatches(microbatches: Any) -> list[tuple[Tensor, Tensor]]:
                 f"microbatch {number} is a {type(pair).__name__}, not a pair of tensors: pass (tokens, labels) for each"
             )
     return [(tokens, labels) for tokens, labels in pairs]
+
+
+def _checked_scales(loss_scale: Any, count: int) -> list[float]:
+    """A finite factor for each of `count` microbatches."""
+    several = isinstance(loss_scale, Sequence)
+    factors = list(loss_scale) if several else [loss_scale] * count
+    if len(factors) != count:
+        raise ValueError(
+            f"loss_scale has {len(factors)} factors for {count} microbatches: pass one for each, or one number for all"
+        )
+    for number, factor in enumerate(factors):
+        name = f"loss_scale[{number}]" if several else "loss_scale"
+        if isinstance(factor, bool) or not isinstance(factor, Real):
+            raise TypeError(
+                f"{name} is a {type(factor).__name__}: pass a number, or a list with one for each microbatch (a "
+                "tensor's tolist())"
+            )
+        if not math.isfinite(factor):
+            raise ValueError(f"{name}={factor}: gradients would be lost; pass a finite number")
+    return [float(factor) for factor in factors]

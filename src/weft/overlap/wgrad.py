@@ -1,9 +1,18 @@
 """Delayed weight gradients: backward computes what the layer below waits for, the weights' share comes later.
 
-A linear or grouped product with a parameter needs two products in backward, one for its input's gradient and one for
-the weight's. If the forward ran under `DelayedWeights`, the second is queued, for `run` to compute in the shade of an
-exchange. It sees the products themselves, so any layer can take part. The backward runs under it too, since what an
-activation checkpoint computes again there must be what was computed first.
+A product with a parameter needs two products in backward, one for its input's gradient and one for the weight's. If the
+forward ran under `DelayedWeights`, the second is queued, for `run` to compute in the shade of an exchange. It sees the
+products themselves, so any layer can take part. The backward runs under it too, since what an activation checkpoint
+computes again there must be what was computed first.
+
+    product              delayed                                         left to autograd
+    -------------------  ----------------------------------------------  --------------------------------------------
+    F.linear             [..., in] by a parameter [out, in]              vectors; biases of more than one dimension
+    F.grouped_mm         [rows, in] by a parameter [groups, in, out],    products of other dimensions; with a bias or
+                         groups of rows ending at `offs`                 another dtype for the output
+    both                                                                 weights that are frozen, computed or hooked;
+                                                                         DTensors and other subclasses; autocast; what
+                                                                         torch.compile or torch.func traces
 """
 
 from typing import Any
@@ -12,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.timeline import span
@@ -26,11 +36,18 @@ class DelayedWeights(TorchFunctionMode):
         super().__init__()
         self._queue: list[tuple[nn.Parameter, Any, Tensor, Tensor, Tensor | None]] = []
 
+    @property
+    def queued(self) -> int:
+        """How many products wait for `run`."""
+        return len(self._queue)
+
     def run(self) -> None:
         """Compute the queued gradients, straight into the buffers that are reduced."""
         with span(COMPUTE), torch.no_grad():
             for parameter, kind, gradient, x, beside in self._queue:
                 buffer, accumulate = weight_gradient(parameter)
+                if isinstance(buffer, DTensor):  # `.grad` of a weight that is spread over ranks but not sharded
+                    buffer = buffer.to_local()
                 if not accumulate and kind is _Linear and buffer.dtype == x.dtype:
                     torch.mm(gradient.flatten(0, -2).t(), x.flatten(0, -2), out=buffer)
                 else:  # the sum of two rounded terms, as autograd adds them
@@ -38,20 +55,23 @@ class DelayedWeights(TorchFunctionMode):
         self._queue.clear()  # autograd's nodes hold this very list: what it held would hold them
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind, kwargs = _KINDS.get(function), kwargs or {}
-        if kind is not None:
-            given = dict(zip(kind.names, args)) | kwargs
-            if len(given) == len(args) + len(kwargs) and given.keys() <= set(kind.names):
-                operands = [given.get(name) for name in kind.names]
-                if _can_wait(kind, *operands):
-                    return _Product.apply(self._queue, kind, *operands)
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # what is traced has a backward of its own
+            return function(*args, **kwargs)
+        kind = _KINDS.get(function)
+        if kind is not None and (operands := _operands(kind, args, kwargs)) is not None:
+            return _Product.apply(self._queue, kind, *operands)
         return function(*args, **kwargs)
 
 
 class _Linear:
     """`x @ weight.T + bias` on the last dimension."""
 
-    names = ("input", "weight", "bias")
+    arguments = ("input", "weight", "bias")
+
+    @staticmethod
+    def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        return x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.dim() == 1)
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +89,11 @@ class _Linear:
 class _Grouped:
     """`x[group] @ weight[group]`, the groups of rows ending at `offs`."""
 
-    names = ("self", "mat2", "offs")
+    arguments = ("self", "mat2", "offs", "bias", "out_dtype")
+
+    @staticmethod
+    def fits(x: Tensor, weight: Tensor, offs: Tensor | None) -> bool:
+        return x.dim() == 2 and weight.dim() == 3 and offs is not None
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -107,16 +131,32 @@ class _Product(torch.autograd.Function):
         return None, None, input_gradient, None, bias_gradient
 
 
-def _can_wait(kind: Any, x: Any, weight: Any, beside: Any) -> bool:
-    """Whether this product's weight gradient can be queued; one that cannot is computed in backward as usual."""
-    return (
-        isinstance(x, Tensor)
-        and x.dim() > 1
-        and isinstance(weight, Tensor)
-        and (parameter := parameter_of(weight)) is not None
+def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """What is multiplied, if the weight's gradient can be queued; None: it is computed in backward as usual."""
+    given = dict(zip(kind.arguments, args))
+    if len(args) > len(kind.arguments) or given.keys() & kwargs.keys():
+        return None
+    given |= kwargs
+    asked = {name for name, value in given.items() if value is not None}  # torch spells out options nobody asked for
+    if not asked <= set(kind.arguments[:3]):
+        return None
+    operands: list[Any] = [given.get(name) for name in kind.arguments[:3]]
+    x, weight, beside = operands
+    if not (_is_plain(x) and _is_plain(weight) and (beside is None or _is_plain(beside))):
+        return None
+    parameter = parameter_of(weight)
+    can_wait = (
+        parameter is not None
         and parameter.requires_grad
+        and kind.fits(x, weight, beside)
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(weight.device.type)
         and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-        and (kind is _Linear or isinstance(beside, Tensor))
+        and not torch._C._are_functorch_transforms_active()
     )
+    return (x, weight, beside) if can_wait else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor without a meaning of its own for products, as a DTensor has one."""
+    return type(value) is Tensor or issubclass(type(value), nn.Parameter)

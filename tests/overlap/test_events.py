@@ -1,0 +1,195 @@
+"""What happens in which step of a schedule: exchanges under way while others compute, weight gradients in their slot.
+
+Equal results show none of it, and no clock is asked: the order of events is the same on every machine.
+"""
+
+import dataclasses
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.pool import distributed
+from weft.comm.lanes import Lane, Ticket
+from weft.models import HybridConfig, HybridModel
+from weft.overlap import forward_backward
+from weft.overlap.order import BACKWARD, FORWARD, Step
+from weft.overlap.wgrad import DelayedWeights
+
+CFG = HybridConfig(
+    pattern="[*E]*[*E]",
+    vocab_size=37,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    num_experts=4,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=8,
+)
+ATTENTION, SHARED, ROUTER, MLP, EXPERTS = 4, 3, 1, 3, 3
+"""Products with weights in each part."""
+
+
+class Events(list):
+    """A trace that also knows in which step something was issued, awaited or computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.issued, self.awaited = {}, {}  # ticket -> number of the step
+        self.lanes = {}  # ticket -> lane
+        self.products = {}  # step -> how many weight gradients were computed in it
+
+    def recording(self):
+        """While entered, events are noted."""
+        run, wait, weights = Lane.run, Ticket.wait, DelayedWeights.run
+
+        def issue(lane, *args, **kwargs):
+            ticket = run(lane, *args, **kwargs)
+            self.issued[ticket], self.lanes[ticket] = len(self) - 1, lane.name
+            return ticket
+
+        def await_(ticket):
+            self.awaited.setdefault(ticket, len(self) - 1)
+            wait(ticket)
+
+        def compute(delayed):
+            step = self[-1]
+            self.products[step] = self.products.get(step, 0) + delayed.queued
+            weights(delayed)
+            assert not delayed.queued
+
+        stack = ExitStack()
+        for kind, name, function in ((Lane, "run", issue), (Ticket, "wait", await_), (DelayedWeights, "run", compute)):
+            stack.enter_context(mock.patch.object(kind, name, function))
+        return stack
+
+    def exchanges(self):
+        """Each transfer of rows: the step that issued it and the step that waited for it, by number."""
+        return [(self.issued[t], self.awaited[t]) for t, lane in self.lanes.items() if lane == "exchange"]
+
+
+def build(cfg, meshes, **options):
+    torch.manual_seed(0)
+    model = HybridModel(cfg, meshes=meshes)
+    return weft.models.shard(model, meshes, **options) if options else model
+
+
+def data(count):
+    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return [torch.randint(CFG.vocab_size, (2, 2, 6), generator=generator).unbind() for _ in range(count)]
+
+
+def recorded(model, microbatches, **switches):
+    events = Events()
+    with events.recording():
+        forward_backward(model, microbatches, trace=events, **switches)
+    return events
+
+
+# What waits for an exchange, and the computation of the other microbatch that it runs under.
+CONSUMERS = {
+    (FORWARD, "dispatch"): ("experts", "experts"),
+    (FORWARD, "combine"): ("finish", "attend"),
+    (BACKWARD, "combine"): ("experts", "attend"),
+    (BACKWARD, "dispatch"): ("attend", "experts"),
+}
+
+
+@distributed(2)
+def test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it():
+    meshes = weft.init_meshes("cpu", ep=2)
+    for options in ({}, {"strategy": "optim_grads_params"}):
+        for delay_wgrad in (False, True):
+            events = recorded(build(CFG, meshes, **options), data(3), delay_wgrad=delay_wgrad)
+            exchanges = events.exchanges()
+            assert len(exchanges) == 3 * 2 * 4  # microbatches, layers, both ways in both directions
+            hidden = 0
+            for issued, awaited in exchanges:
+                step, consumer = events[issued], events[awaited]
+                by, under = CONSUMERS[step.direction, step.slot]
+                assert step.lane == "exchange"
+                assert consumer == Step(step.direction, step.microbatch, step.layer, by, "compute")
+                computed = events[issued + 1 : awaited]
+                others = [
+                    each.slot for each in computed if each.microbatch != step.microbatch and each.lane == "compute"
+                ]
+                if others:  # the first forward and the last backward stand alone
+                    hidden += 1
+                    weights = [f"{under}.weights"] if delay_wgrad and step.direction == FORWARD else []
+                    assert others == [under, *weights]
+                if delay_wgrad and (step.direction, step.slot) == (BACKWARD, "dispatch"):
+                    assert Step(BACKWARD, step.microbatch, step.layer, "experts.weights", "compute") in computed
+            assert hidden == 2 * 2 * 4  # of three microbatches there are two pairs
+
+
+@distributed(2)
+def test_without_overlap_nothing_of_another_microbatch_runs_beside_an_exchange():
+    events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2), overlap=False)
+    assert [awaited - issued for issued, awaited in events.exchanges()] == [1] * 2 * 2 * 4
+
+
+@distributed(2)
+def test_the_sizes_of_an_exchange_are_awaited_in_the_step_that_asks_for_them_after_the_shared_expert():
+    events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2))
+    counts = [ticket for ticket, lane in events.lanes.items() if lane == "counts"]
+    assert len(counts) == 2 * 2
+    for ticket in counts:
+        step = events[events.issued[ticket]]
+        assert (step.direction, step.slot) == (FORWARD, "attend")
+        assert events.awaited[ticket] == events.issued[ticket]
+
+
+def due(cfg, model, microbatches):
+    """The weight gradients of each slot: of a layer's `*`, `-` and `E`."""
+    found = {}
+    for number, layer in enumerate(model.staged_layers):
+        attend = ATTENTION * ("*" in layer.symbols)
+        if layer.symbols[-1] == "E":
+            attend += SHARED + ROUTER
+            found[number, "experts"] = EXPERTS
+        elif layer.symbols[-1] == "-":
+            found[number, "experts"] = MLP
+        found[number, "attend"] = attend
+    return {
+        Step(BACKWARD, microbatch, number, f"{slot}.weights", "compute"): count
+        for microbatch in range(microbatches)
+        for (number, slot), count in found.items()
+    }
+
+
+@pytest.mark.parametrize("recompute", [(), ("attend", "experts")])
+def test_each_delayed_product_runs_in_its_slot(recompute):
+    cfg = dataclasses.replace(CFG, pattern="[*E]*[*-]-E", recompute=recompute)
+    model = build(cfg, None)
+    events = recorded(model, data(3), overlap=False, delay_wgrad=True)
+    assert events.products == due(cfg, model, 3)
+    assert sum(events.products.values()) == 3 * (3 * ATTENTION + 2 * (SHARED + ROUTER + EXPERTS) + 2 * MLP)
+    assert not recorded(model, data(3), overlap=False).products
+
+
+@distributed(2)
+def test_each_delayed_product_of_a_sharded_model_runs_in_its_slot():
+    meshes = weft.init_meshes("cpu", ep=2)
+    for strategy in ("no_shard", "optim_grads_params"):
+        model = build(CFG, meshes, strategy=strategy)
+        assert recorded(model, data(2), delay_wgrad=True).products == due(CFG, model, 2)
+
+
+@distributed(2)
+def test_experts_that_are_spread_but_not_sharded_are_delayed_in_a_schedule():
+    meshes = weft.init_meshes("cpu", ep=2)
+    found = []
+    for delay_wgrad in (False, True):
+        model = build(CFG, meshes)
+        for layer in model.staged_layers:
+            if layer.dispatcher is not None:
+                layer.mlp.experts.spread(meshes.ep)
+        events = recorded(model, data(2), delay_wgrad=delay_wgrad)
+        assert events.products == (due(CFG, model, 2) if delay_wgrad else {})
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert type(gradient) is type(found[1][name]) and torch.equal(gradient, found[1][name]), name
