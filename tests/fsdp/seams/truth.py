@@ -15,7 +15,7 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def backward(plain: nn.Module, sharded: nn.Module, loss: Callable[..., torch.Tensor], batch: torch.Tensor) -> None:
-    """One backward of both: `loss(net, rows, rank)` of this rank's rows, and the mean of all ranks' in the plain one."""
+    """One backward of both: `loss(net, rows, rank)` of this rank's rows, the mean of all in the plain one."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parts = batch.chunk(ranks)
     (sum(loss(plain, part, each) for each, part in enumerate(parts)) / ranks).backward()
