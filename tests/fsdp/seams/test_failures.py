@@ -110,8 +110,6 @@ FAILURES = [
     in_the_loss,
 ]
 
-Both = tuple[nets.Net, nets.Net]
-
 
 def trains(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
     step(optimizers)

@@ -165,7 +165,7 @@ class FusedHead(nn.Module):
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2)
 def test_a_root_that_returns_its_heads_weight_for_a_fused_loss(strategy, microbatches, tie):
     def make() -> FusedHead:
@@ -262,7 +262,7 @@ def test_a_parent_is_not_sharded_while_a_child_is_unsharded(strategy):
     for block in sharded.blocks:
         weft.fully_shard(block, strategy=strategy)
     sharded.blocks[1].unshard()
-    with pytest.raises((RuntimeError, ValueError), match=r"blocks\.1.*reshard"):
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)(blocks\.1|Block).*reshard"):
         weft.fully_shard(sharded, strategy=strategy)
     sharded.blocks[1].reshard()
     weft.fully_shard(sharded, strategy=strategy)
@@ -275,7 +275,7 @@ def test_a_parent_is_not_sharded_while_a_child_is_unsharded(strategy):
 @distributed(2)
 def test_a_parent_is_not_sharded_while_a_child_has_a_backward_to_come_or_reduces(when):
     def shard_root() -> None:
-        with pytest.raises((RuntimeError, ValueError), match=r"(?is)\b0\b.*(backward|reduc|gradient|forward)"):
+        with pytest.raises((RuntimeError, ValueError), match=r"(?s)(\b0\b|Block).*(backward|reduc|gradient|forward)"):
             weft.fully_shard(sharded)
 
     torch.manual_seed(0)
