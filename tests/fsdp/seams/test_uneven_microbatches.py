@@ -50,8 +50,17 @@ READS: dict[str, Callable[[nets.Net], None]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+CASES = [
+    ("optim", "full_tensor"),
+    ("optim", "a full state dict"),
+    ("optim_grads_params", "full_tensor"),
+    ("optim_grads_params", "a full state dict"),
+    ("optim_grads", "clip_grad_norm_"),
+    ("optim_grads", "parameter_norms"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "read"), CASES)
 @distributed(2, timeout=WORST_S + 10)
 def test_one_rank_runs_another_microbatch_while_the_others_read_whole_tensors(strategy, read):
     net = shard(strategy=strategy)
