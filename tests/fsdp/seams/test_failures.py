@@ -1,0 +1,276 @@
+"""An exception leaves one state behind, and everything that a user can do next begins from it."""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.fsdp import nets
+from tests.fsdp.seams.truth import assert_gradients, assert_weights, backward, naming, sgd, step, tokens_loss
+from tests.pool import distributed
+
+
+class Oops(Exception):
+    pass
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Oops
+
+
+def throw(*_: Any) -> None:
+    raise Oops
+
+
+def mine(batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def in_backward(net: nets.Net, batch: torch.Tensor) -> None:
+    handle = net.blocks[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    with pytest.raises(Oops):
+        nets.loss_of(net, batch).backward()
+    handle.remove()
+
+
+def inside_a_block_in_backward(net: nets.Net, batch: torch.Tensor) -> None:
+    """The block's own backward has begun, and its weights are held."""
+    handle = net.blocks[1].up.register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    with pytest.raises(Oops):
+        nets.loss_of(net, batch).backward()
+    handle.remove()
+
+
+def in_forward(net: nets.Net, batch: torch.Tensor) -> None:
+    handle = net.blocks[1].down.register_forward_pre_hook(throw)
+    with pytest.raises(Oops):
+        nets.loss_of(net, batch).backward()
+    handle.remove()
+
+
+def in_the_forward_of_a_second_microbatch(net: nets.Net, batch: torch.Tensor) -> None:
+    if isinstance(net, weft.FSDPModule):
+        net.set_is_last_backward(False)
+    nets.loss_of(net, batch).backward()
+    in_forward(net, batch)
+    if isinstance(net, weft.FSDPModule):
+        net.set_is_last_backward(True)
+        net.reset_iter_state()  # what the first microbatch gave is not wanted: there is no other way to say so
+
+
+def in_a_hook_of_the_forward(net: nets.Net, batch: torch.Tensor) -> None:
+    handle = net.blocks[1].register_forward_hook(throw)
+    with pytest.raises(Oops):
+        nets.loss_of(net, batch).backward()
+    handle.remove()
+
+
+def in_a_hook_before_the_forward(net: nets.Net, batch: torch.Tensor) -> None:
+    handle = net.blocks[2].register_forward_pre_hook(throw)
+    with pytest.raises(Oops):
+        nets.loss_of(net, batch).backward()
+    handle.remove()
+
+
+def in_a_hook_of_a_gradient(net: nets.Net, batch: torch.Tensor) -> None:
+    output = net(batch[:, :-1])
+    output.register_hook(throw)
+    with pytest.raises(Oops):
+        output.sum().backward()
+
+
+def in_the_loss(net: nets.Net, batch: torch.Tensor) -> None:
+    """Between forward and backward."""
+    output = net(batch[:, :-1])
+    with pytest.raises(Oops):
+        throw(output)
+
+
+FAILURES = [
+    in_backward,
+    inside_a_block_in_backward,
+    in_forward,
+    in_the_forward_of_a_second_microbatch,
+    in_a_hook_of_the_forward,
+    in_a_hook_before_the_forward,
+    in_a_hook_of_a_gradient,
+    in_the_loss,
+]
+
+
+def trains(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
+    step(optimizers)
+
+
+def evaluates(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
+    rows = nets.data(1, 4, seed=5)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(rows), plain(rows))
+
+
+def unshards(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
+    units = [*sharded.blocks, sharded]
+    for unit in units:
+        unit.unshard()
+    now = dict(sharded.named_parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in now.values())
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close({name: parameter.detach() for name, parameter in now.items()}, expected)
+    for unit in units:
+        unit.reshard()
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+
+
+def loads(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
+    for net in (plain, sharded):
+        net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()})
+    reads(plain, sharded, optimizers)
+
+
+def reads(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
+    state = sharded.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    torch.testing.assert_close({name: nets.full(value) for name, value in state.items()}, dict(plain.state_dict()))
+
+
+def steps_alone(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
+    """On gradients that the user sets, without any pass."""
+    for optimizer in optimizers:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, 0.5).detach()
+    step(optimizers)
+    reads(plain, sharded, optimizers)
+
+
+THEN: list[Callable[[nets.Net, nets.Net, list], None]] = [trains, evaluates, unshards, loads, reads, steps_alone]
+
+
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("fails", FAILURES)
+@distributed(2, timeout=40)
+def test_going_on_after_an_exception(fails, then):
+    for strategy in ("optim_grads_params", "optim_grads", "optim"):
+        for known in (0, 2):
+            with naming(strategy, "steps before", known):
+                plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
+                optimizers = sgd(plain, sharded)
+                batches = nets.data(known + 3, 4)
+                for batch in batches[:known]:
+                    backward(plain, sharded, tokens_loss, batch)
+                    step(optimizers)
+                fails(plain, batches[known])
+                fails(sharded, mine(batches[known]))
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                if then is not trains:
+                    then(plain, sharded, optimizers)
+                for batch in batches[known + 1 :]:
+                    backward(plain, sharded, tokens_loss, batch)
+                    assert_gradients(sharded, plain)
+                    step(optimizers)
+                assert_weights(sharded, plain)
+
+
+class Tries(nn.Module):
+    """Goes on without its child if that cannot do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.child, self.last = nn.Linear(13, 13), nets.Block(13, 29), nets.Block(13, 29)
+        self.unable = False
+        self.late = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        try:
+            x = self.child(x)
+        except Oops:
+            time.sleep(self.late)
+        return self.last(x)
+
+
+def tries(fails: bool) -> Tries:
+    torch.manual_seed(0)
+    net = Tries()
+    if fails:
+        net.child.down.register_forward_pre_hook(throw)
+    return net
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@distributed(2, timeout=60)
+def test_a_parent_that_catches_its_childs_exception_while_another_rank_is_slow(strategy):
+    plain, sharded = tries(True), tries(True)
+    for unit in (sharded.child, sharded.last, sharded):
+        weft.fully_shard(unit, strategy=strategy)
+    optimizers = sgd(plain, sharded)
+    data = torch.randn(3, 4, 13, generator=torch.Generator().manual_seed(3))
+    for number, batch in enumerate(data):
+        with naming("step", number):
+            sharded.late = 4.0 if dist.get_rank() == 1 and number == 1 else 0.0
+            backward(plain, sharded, lambda net, rows, rank: net(rows).square().mean(), batch)
+            assert_gradients(sharded, plain)
+            step(optimizers)
+    assert_weights(sharded, plain)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@distributed(2, timeout=60)
+def test_a_parent_that_catches_the_exception_of_its_child_on_one_rank(strategy):
+    """The others ran the child: it has their gradients alone."""
+    models, sharded = [tries(False), tries(True)], tries(dist.get_rank() == 1)
+    for unit in (sharded.child, sharded.last, sharded):
+        weft.fully_shard(unit, strategy=strategy)
+    optimizers = sgd(*models, sharded)
+    data = torch.randn(3, 4, 13, generator=torch.Generator().manual_seed(3))
+    for number, batch in enumerate(data):
+        with naming("step", number):
+            sharded.late = 3.0 if dist.get_rank() == 1 and number == 1 else 0.0
+            for plain, rows in zip(models, batch.chunk(2)):
+                (plain(rows).square().mean() / 2).backward()
+            sharded(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+            for one, other in zip(models[0].parameters(), models[1].parameters()):
+                found = [each.grad for each in (one, other) if each.grad is not None]
+                one.grad, other.grad = (sum(found).clone() for _ in range(2))
+            assert_gradients(sharded, models[0])
+            step(optimizers)
+    assert_weights(sharded, models[0])
+
+
+@distributed(2, timeout=60)
+def test_an_old_model_after_the_process_group_was_made_anew(tmp_path):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    net, batch = nets.shard(nets.make()), nets.data(1, 4)[0]
+    nets.loss_of(net, batch).backward()
+    store = tmp_path / "another"
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    said = r"(?i)process group.*(destroy|gone|anew|another|new)"
+    with pytest.raises(RuntimeError, match=said):
+        nets.loss_of(net, batch)
+    with pytest.raises(RuntimeError, match=said):
+        net.unshard()
+    with pytest.raises(RuntimeError, match=said):
+        net.blocks[0].unshard()
+    with pytest.raises(RuntimeError, match=said):
+        next(iter(net.parameters())).full_tensor()
+    del net
+    gc.collect()
+    fresh = nets.shard(nets.make())
+    plain = nets.make()
+    backward(plain, fresh, tokens_loss, batch)
+    assert_gradients(fresh, plain)

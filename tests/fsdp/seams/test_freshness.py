@@ -1,0 +1,305 @@
+"""What is gathered is what the main weights say now, whoever wrote them, whenever, on whichever rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.fsdp import nets
+from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, backward, naming, sgd, tokens_loss
+from tests.pool import distributed
+
+HALF = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+RESIDENT = ["optim", "optim_grads"]
+CLOSE = {"rtol": 1e-2, "atol": 1e-3}
+"""Of gradients that bf16 weights give: what is stale differs by half of its value."""
+
+
+def half(**options) -> nets.Net:
+    """A net of bf16 weights over fp32 ones, with fp32 outputs."""
+    net = nets.make()
+    for block in net.blocks:
+        weft.fully_shard(block, mp_policy=HALF, **options)
+    return weft.fully_shard(net, mp_policy=replace(HALF, output_dtype=torch.float32), **options)
+
+
+class Oops(Exception):
+    pass
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Oops
+
+
+def fail_in_backward(net: nets.Net, batch: torch.Tensor) -> None:
+    handle = net.blocks[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    with pytest.raises(Oops):
+        nets.loss_of(net, batch).backward()
+    handle.remove()
+
+
+def full_now(net: nets.Net) -> dict[str, torch.Tensor]:
+    """The registered full parameters, as a module of this unit would read them."""
+    for name, parameter in net.named_parameters():
+        assert not isinstance(parameter, torch.distributed.tensor.DTensor), f"{name} is not unsharded"
+    return {name: parameter.detach().float() for name, parameter in net.named_parameters()}
+
+
+def in_compute_dtype(plain: nets.Net, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: p.detach().to(dtype).float() for name, p in plain.named_parameters()}
+
+
+def by_step(net: nets.Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def by_copy(net: nets.Net, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.copy_(parameter * 2)
+
+
+def by_foreach(net: nets.Net, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(optimizer.param_groups[0]["params"], 2.0)
+
+
+def by_load(net: nets.Net, optimizer: torch.optim.Optimizer) -> None:
+    net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()})
+
+
+WRITES: list[Callable[[nets.Net, torch.optim.Optimizer], None]] = [by_step, by_copy, by_foreach, by_load]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("write", WRITES)
+@distributed(2)
+def test_unshard_after_a_write_that_followed_a_forward_without_backward(write, strategy):
+    for policy, dtype in ((weft.MixedPrecisionPolicy(), torch.float32), (HALF, torch.bfloat16)):
+        for steps in (1, 3):
+            with naming(dtype, "steps before", steps):
+                plain = nets.make()
+                sharded = half(strategy=strategy) if policy is HALF else nets.shard(nets.make(), strategy=strategy)
+                optimizers = sgd(plain, sharded)
+                for batch in nets.data(steps, 4):
+                    backward(plain, sharded, tokens_loss, batch)
+                for net, optimizer in zip((plain, sharded), optimizers):
+                    output = net(nets.data(1, 4, seed=7)[0])  # whose backward does not come
+                    write(net, optimizer)
+                    del output
+                plain.load_state_dict({name: nets.full(value) for name, value in sharded.state_dict().items()})
+                units = [*sharded.blocks, sharded]
+                for unit in units:
+                    unit.unshard()
+                torch.testing.assert_close(full_now(sharded), in_compute_dtype(plain, dtype), rtol=0, atol=0)
+                for unit in units:
+                    unit.reshard()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_step_that_followed_a_forward_without_backward_is_a_step_of_the_weights(strategy):
+    plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
+    optimizers = sgd(plain, sharded)
+    for batch in nets.data(3, 4):
+        backward(plain, sharded, tokens_loss, batch)
+        outputs = [net(batch) for net in (plain, sharded)]
+        for net, optimizer in zip((plain, sharded), optimizers):
+            by_step(net, optimizer)
+            optimizer.zero_grad()
+        del outputs
+        now = {name: nets.full(value) for name, value in sharded.state_dict().items()}
+        torch.testing.assert_close(now, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_load_state_dict_after_an_exception_in_backward(strategy):
+    batches = nets.data(3, 4)
+    plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
+    backward(plain, sharded, tokens_loss, batches[0])
+    wanted = {name: 2 * value.detach().clone() for name, value in plain.state_dict().items()}
+    kept = {name: 2 * value.detach().clone() for name, value in sharded.state_dict().items()}
+    for net in (plain, sharded):
+        fail_in_backward(net, batches[1])
+    plain.load_state_dict(wanted)
+    sharded.load_state_dict(kept)
+    actual = {name: nets.full(value) for name, value in sharded.state_dict().items()}
+    torch.testing.assert_close(actual, wanted)
+    for net in (plain, sharded):
+        for parameter in net.parameters():
+            parameter.grad = None
+    backward(plain, sharded, tokens_loss, batches[2])
+    assert_gradients(sharded, plain)
+    assert_weights(sharded, plain)
+
+
+def microbatch(plain: nets.Net, sharded: nets.Net, batch: torch.Tensor) -> None:
+    """One backward of both, where the plain one casts as `HALF` does."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    expected = nets.loss_as_cast(plain, batch, ranks=ranks)
+    expected.backward()
+    loss = nets.loss_of(sharded, batch.chunk(ranks)[rank])
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean / ranks, expected.detach())
+    loss.backward()
+
+
+def write_everywhere(plain: nets.Net, sharded: nets.Net, write: Callable[[torch.Tensor], None]) -> None:
+    with torch.no_grad():
+        for net in (plain, sharded):
+            for parameter in net.parameters():
+                write(parameter)
+
+
+BETWEEN = {
+    "copy_": lambda net: [p.copy_(p * 1.5) for p in net.parameters()],
+    "foreach": lambda net: torch._foreach_mul_(list(net.parameters()), 1.5),
+    "of the local part": lambda net: [
+        (p.to_local() if isinstance(p, torch.distributed.tensor.DTensor) else p).mul_(1.5) for p in net.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("way", BETWEEN)
+@pytest.mark.parametrize(("strategy", "flagged"), [("optim", True), ("optim_grads", True), ("optim_grads", False)])
+@distributed(2)
+def test_weights_that_are_written_between_microbatches(strategy, flagged, way):
+    plain, sharded = nets.make(), half(strategy=strategy)
+    for number, batch in enumerate(nets.data(3, 4)):
+        with naming("microbatch", number):
+            if flagged:
+                sharded.set_is_last_backward(number == 2)
+            else:
+                sharded.set_requires_gradient_sync(number == 2)
+            microbatch(plain, sharded, batch)
+            for net in (plain, sharded):
+                with torch.no_grad():
+                    BETWEEN[way](net)
+    assert_gradients(sharded, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+@distributed(2)
+def test_an_optimizer_that_steps_between_microbatches(strategy):
+    """On gradients that the user keeps aside, as methods with an inner step do."""
+    plain, sharded = nets.make(), half(strategy=strategy)
+    optimizers = sgd(plain, sharded, lr=0.5)
+    batches = nets.data(4, 4)
+    microbatch(plain, sharded, batches[0])
+    asides = [[p.grad.detach().clone() for p in net.parameters()] for net in (plain, sharded)]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for number, batch in enumerate(batches[1:]):
+        with naming("microbatch", number):
+            sharded.set_requires_gradient_sync(number == 2)
+            microbatch(plain, sharded, batch)
+            if number < 2:
+                for net, optimizer, aside in zip((plain, sharded), optimizers, asides):
+                    now = [p.grad for p in net.parameters()]
+                    for parameter, gradient in zip(net.parameters(), aside):
+                        parameter.grad = gradient.clone()
+                    optimizer.step()
+                    for parameter, gradient in zip(net.parameters(), now):
+                        parameter.grad = gradient
+    assert_gradients(sharded, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["copy_", "foreach", "load_state_dict"])
+@pytest.mark.parametrize("strategy", RESIDENT)
+@distributed(2)
+def test_averaged_weights_that_are_swapped_in_for_an_evaluation_between_microbatches(strategy, way):
+    def put(net: nets.Net, values: list[torch.Tensor]) -> None:
+        parameters = list(net.parameters())
+        if way == "foreach":
+            torch._foreach_copy_(parameters, values)
+        elif way == "copy_":
+            for parameter, value in zip(parameters, values):
+                parameter.copy_(value)
+        else:
+            names = [name for name, _ in net.named_parameters()]
+            net.load_state_dict(dict(zip(names, values)) | {"head.weight": values[names.index("embedding.weight")]})
+
+    def evaluated(net: nets.Net, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            averages = [p.detach() * 0.5 for p in net.parameters()]
+            own = [p.detach().clone() for p in net.parameters()]
+            put(net, averages)
+            ranks = dist.get_world_size()
+            if net is plain:
+                loss = nets.loss_as_cast(net, rows, ranks=ranks)
+            else:
+                loss = torch.stack([nets.loss_of(net, part) for part in rows.chunk(ranks)]).mean()
+            put(net, own)
+        return loss
+
+    plain, sharded = nets.make(), half(strategy=strategy)
+    held_out = nets.data(1, 4, seed=5)[0]
+    for number, batch in enumerate(nets.data(3, 4)):
+        with naming("microbatch", number):
+            sharded.set_is_last_backward(number == 2)
+            microbatch(plain, sharded, batch)
+            torch.testing.assert_close(evaluated(sharded, held_out), evaluated(plain, held_out))
+    assert_gradients(sharded, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@distributed(4)
+def test_weights_that_are_written_between_microbatches_on_two_axes(outer):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    plain = nets.make()
+    sharded = half(outer_strategy=outer, mesh=mesh)
+    for number, batch in enumerate(nets.data(3, 8)):
+        with naming("microbatch", number):
+            sharded.set_is_last_backward(number == 2)
+            microbatch(plain, sharded, batch)
+            write_everywhere(plain, sharded, lambda parameter: parameter.mul_(1.5))
+    assert_gradients(sharded, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+@distributed(2, timeout=40)
+def test_an_optimizer_of_something_else_that_steps_on_one_rank_during_accumulation(strategy):
+    plain, sharded = nets.make(), half(strategy=strategy)
+    own = nn.Parameter(torch.ones(3))
+    local = torch.optim.SGD([own], lr=0.1)
+    for number, batch in enumerate(nets.data(3, 4)):
+        sharded.set_is_last_backward(number == 2)
+        microbatch(plain, sharded, batch)
+        if dist.get_rank() == 0:
+            local.zero_grad()
+            own.square().sum().backward()
+            local.step()
+    assert_gradients(sharded, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+@distributed(2, timeout=40)
+def test_a_write_on_one_rank_is_a_write_on_all(strategy):
+    """To the part that lies there: the others gather what it has become."""
+    plain, sharded = nets.make(), half(strategy=strategy)
+    for number, batch in enumerate(nets.data(3, 4)):
+        with naming("microbatch", number):
+            sharded.set_is_last_backward(number == 2)
+            microbatch(plain, sharded, batch)
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    for parameter in sharded.parameters():
+                        parameter.to_local().mul_(1.5)
+            with torch.no_grad():
+                wholes = [nets.full(parameter) for parameter in sharded.parameters()]
+                for parameter, whole in zip(plain.parameters(), wholes):
+                    parameter.copy_(whole)
+    assert_gradients(sharded, plain, **CLOSE)

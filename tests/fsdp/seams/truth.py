@@ -1,0 +1,70 @@
+"""A sharded model beside the plain one: each rank goes its own way, and the plain one goes all of them."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.fsdp import nets
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def backward(plain: nn.Module, sharded: nn.Module, loss: Callable[..., torch.Tensor], batch: torch.Tensor) -> None:
+    """One backward of both: `loss(net, rows, rank)` of this rank's rows, the mean of all in the plain one."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = batch.chunk(ranks)
+    (sum(loss(plain, part, each) for each, part in enumerate(parts)) / ranks).backward()
+    loss(sharded, parts[rank], rank).backward()
+
+
+def assert_gradients(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Every parameter has the plain one's gradient, or none where that has none."""
+    actual = {name: p.grad if p.grad is None else nets.full(p.grad) for name, p in sharded.named_parameters()}
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def assert_weights(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Every parameter has the plain one's value."""
+    actual = {name: nets.full(p) for name, p in sharded.named_parameters()}
+    torch.testing.assert_close(actual, {name: p.detach() for name, p in plain.named_parameters()}, **tolerance)
+
+
+def sgd(*models: nn.Module, lr: float = 0.1) -> list[torch.optim.Optimizer]:
+    """An optimizer for each, before any pass."""
+    return [torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9) for net in models]
+
+
+def step(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Step, and forget the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tokens_loss(net: nn.Module, rows: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    """`nets.loss_of`, as `backward` calls it."""
+    return nets.loss_of(net, rows)
+
+
+def right_or_refused(program: Callable[[], Any], unit: str) -> None:
+    """Run `program`, which raises AssertionError where numbers are wrong; or it is told that `unit` is the trouble."""
+    try:
+        program()
+    except RuntimeError as error:
+        assert re.search(unit, str(error)), f"refused without naming {unit!r}: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def naming(*case: object) -> Iterator[None]:
+    """Add the case to the report of a failure."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {case}")
+        raise
