@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm import lookout
-from weft.comm.lookout import CollectiveMismatch
+from weft.comm.watch import lookout, rules
+from weft.comm.watch.mismatch import CollectiveMismatch
 
 
 def shard(**options) -> nets.Net:
@@ -27,12 +27,12 @@ def step(net: nets.Net) -> None:
 @contextmanager
 def patience(**seconds: float) -> Iterator[None]:
     """Other times to wait than the lookout's own, which the workers of later tests have again."""
-    own = {name: getattr(lookout, name) for name in seconds}
-    vars(lookout).update(seconds)
+    own = {name: getattr(rules, name) for name in seconds}
+    vars(rules).update(seconds)
     try:
         yield
     finally:
-        vars(lookout).update(own)
+        vars(rules).update(own)
 
 
 class Oops(Exception):

@@ -23,7 +23,7 @@ import weft
 from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
-from weft.fsdp.runtime.agreement import CollectiveMismatch
+from weft.comm.watch.agreement import CollectiveMismatch
 from weft.fsdp.runtime.passes import Passes
 from weft.models import HybridConfig, HybridModel
 from weft.models.blocks import Attention

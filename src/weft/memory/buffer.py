@@ -13,6 +13,7 @@ On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts 
     outer axis     | piece 0   | piece 1   | piece 0   | piece 1   |
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,27 +117,36 @@ class FlatBuffer:
             start, stop = cuts.borders[index : index + 2]
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
-    def gather_into(self, target: "FlatBuffer", lane: Lane, group: dist.ProcessGroup, *, channel: int = 0) -> Ticket:
+    def gather_into(
+        self,
+        target: "FlatBuffer",
+        lane: Lane,
+        group: dist.ProcessGroup,
+        *,
+        channel: int = 0,
+        after: Ticket | None = None,
+    ) -> Ticket:
         """Start filling `target`, which is cut over one axis less, from the pieces of that axis' `group`.
 
-        The values are cast to its dtype on the way.
+        The values are cast to its dtype on the way. `after`: what brings this buffer's contents, where that is under
+        way.
         """
-        source = self.local
+        source, prepare = self.local, None
         if source.dtype != target.local.dtype:
             own = target.part(self.placements).local
-            own.copy_(source)
-            source = own
-        return lane.run(collectives.all_gather, target.local, source, group, channel=channel)
+            source, prepare = own, functools.partial(own.copy_, source)
+        return lane.run(
+            collectives.all_gather, target.local, source, group, channel=channel, after=after, prepare=prepare
+        )
 
-    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane) -> Ticket | None:
+    def gather_in_place(self, inner: tuple[Placement, ...], lane: Lane, *, channel: int = 0) -> Ticket | None:
         """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:
-            if ticket is not None:
-                ticket.wait()
             outer = tuple(Replicate() if axis == axes[-1] else inner[axis] for axis in range(len(inner)))
-            ticket = self.part(inner).gather_into(self.part(outer), lane, group_of(self.mesh, axes[-1]))
+            piece, target, group = self.part(inner), self.part(outer), group_of(self.mesh, axes[-1])
+            ticket = piece.gather_into(target, lane, group, channel=channel, after=ticket)
             inner, axes = outer, axes[:-1]
         return ticket
 
@@ -150,6 +160,7 @@ class FlatBuffer:
         accumulate: bool,
         inbox: torch.Tensor,
         sum_only: bool = False,
+        channel: int = 0,
         through: tuple[Callable[[torch.Tensor], None], torch.Tensor] | None = None,
     ) -> Ticket:
         """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks.
@@ -158,11 +169,11 @@ class FlatBuffer:
         `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on.
         """
         group = group_of(self.mesh, axis)
-        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate}
+        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, "inbox": inbox, "channel": channel}
         reduction: Callable[..., Any] = collectives.all_reduce
         if output.placements[axis].is_shard():
             reduction = collectives.reduce_scatter
-            options |= {"inbox": inbox, "sum_only": sum_only}
+            options["sum_only"] = sum_only
         if through is None:
             return lane.run(reduction, output.local, self.local, group, **options)
         return lane.run(collectives.reduce_through, *through, reduction, output.local, self.local, group, **options)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Placement
 
-from weft.comm.collectives import inbox_numel
+from weft.comm.collectives import all_reduce_inbox_numel, inbox_numel
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
@@ -36,7 +36,8 @@ class GradientStage:
         pieces = math.prod(plan.mesh.size(sharded) for sharded in sharded_axes(placements))
         self._numel = plan.layout.numel // pieces
         self._memory: dict[torch.dtype, Transient] = {}
-        inbox = inbox_numel(self._numel, group_of(plan.mesh, axis), plan.device) if goal[axis].is_shard() else 0
+        needed = inbox_numel if goal[axis].is_shard() else all_reduce_inbox_numel
+        inbox = needed(self._numel, group_of(plan.mesh, axis), plan.device)
         self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
         self._inbox.settle()
         self._receiving = False
@@ -70,6 +71,7 @@ class GradientStage:
         scale: float,
         accumulate: bool,
         sum_only: bool = False,
+        channel: int = 0,
         hook: Callable[[torch.Tensor], None] | None = None,
     ) -> Ticket:
         """Start the reduction over the stage's axis; `close` when it is done.
@@ -97,6 +99,7 @@ class GradientStage:
             accumulate=accumulate,
             inbox=inbox,
             sum_only=sum_only,
+            channel=channel,
             through=through,
         )
 

@@ -21,11 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from weft.comm.collectives import sends_directly
 from weft.comm.groups import twin_group
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.lookout import Lookout, keep_lookout
 from weft.comm.ranges import profiled
+from weft.comm.watch.agreement import Agreement, CollectiveMismatch
+from weft.comm.watch.lookout import Lookout, keep_lookout
 from weft.fsdp.gradients.reductions import Reductions
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.runtime.agreement import Agreement, CollectiveMismatch
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Passes
 from weft.memory.pool import Pool
