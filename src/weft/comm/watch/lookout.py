@@ -238,9 +238,9 @@ class Lookout:
 
     def _place(self) -> tuple[str, str]:
         """Where a thread that waits in weft, or the main one, waits in a collective outside of it."""
-        frames = sys._current_frames()
         for thread in dict.fromkeys((self._waiter, threading.main_thread().ident)):
-            frame = frames.get(thread or 0)
+            # All frames in a local variable would be a circle, which keeps everybody's local variables.
+            frame = sys._current_frames().get(thread or 0)
             if place := _place_outside(frame):
                 return place, f"{id(frame)}/{frame.f_lasti if frame is not None else 0}/{self._token}"
         return "", ""
