@@ -80,13 +80,13 @@ class Ticket:
 
     def _collect(self) -> None:
         """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
-        after, self._after = self._after, None
-        if after is not None:
-            after._collect()
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
+        if self._after is not None:
+            self._after._collect()
+            self._after = None
+        if self._transfer is not None:
             with watched(self._call):
-                transfer.complete()
+                self._transfer.complete()
+            self._transfer = None
 
 
 def _await(event: Any, call: Call | None) -> None:
