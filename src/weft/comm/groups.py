@@ -43,6 +43,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return ""
 
 
+def is_pretended(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks do not exist, but count as being all like this one."""
+    return backend_of(group, torch.device("cpu")) == "fake"
+
+
 def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise RuntimeError if torch has destroyed one of `groups`."""
     alive = dist.distributed_c10d._world.pg_map
@@ -68,7 +73,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
     channel = _channels[group] = _channels.get(group, 0) + 1
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group, and no tags are left: use another group")
-    if group.size() > 1 and backend_of(group, torch.device("cpu")) != "fake":
+    if group.size() > 1 and not is_pretended(group):
         keep_lookout()
     return channel
 
@@ -168,7 +173,9 @@ def exchange_objects(value: Any, group: dist.ProcessGroup, what: str = "what the
 
     `what`: what a person calls it.
     """
-    everyone: list[Any] = [None] * group.size()
+    everyone: list[Any] = [value] * group.size()
+    if is_pretended(group):
+        return everyone
     host = host_group(group)
     with watching("objects", what, host):
         dist.all_gather_object(everyone, value, group=host)

@@ -161,15 +161,18 @@ class FlatBuffer:
         inbox: torch.Tensor,
         sum_only: bool = False,
         channel: int = 0,
+        after: Ticket | None = None,
         through: tuple[Callable[[torch.Tensor], None], torch.Tensor] | None = None,
     ) -> Ticket:
         """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks.
 
-        `sum_only`: without averages by the backend. `through`: a function that may change what is reduced before
-        `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on.
+        `sum_only`: without averages by the backend. `after`: what brings this buffer's contents. `through`: a function
+        that may change what is reduced before `output` takes it, and memory like `output`'s in this buffer's dtype for
+        it to work on.
         """
         group = group_of(self.mesh, axis)
-        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, "inbox": inbox, "channel": channel}
+        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, "inbox": inbox}
+        options |= {"channel": channel, "after": after}
         reduction: Callable[..., Any] = collectives.all_reduce
         if output.placements[axis].is_shard():
             reduction = collectives.reduce_scatter

@@ -72,15 +72,20 @@ class GradientStage:
         accumulate: bool,
         sum_only: bool = False,
         channel: int = 0,
+        after: Ticket | None = None,
         hook: Callable[[torch.Tensor], None] | None = None,
     ) -> Ticket:
         """Start the reduction over the stage's axis; `close` when it is done.
 
+        `after`: the reduction that brings what is in the buffer, where that is under way.
         `hook`: gets what is reduced, in the reduce dtype, and may change it before `output` takes it.
         """
         assert self.buffer is not None, "open first"
         wide = self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:
+            if after is not None:  # the memory of what is cast goes back to the pool now
+                after.wait()
+                after = None
             if has_less_range(self._plan.recipe.reduce, wide.dtype):
                 wide.mul_(scale)
                 scale = 1.0
@@ -100,6 +105,7 @@ class GradientStage:
             inbox=inbox,
             sum_only=sum_only,
             channel=channel,
+            after=after,
             through=through,
         )
 
