@@ -93,15 +93,10 @@ def test_all_reduce_equals_torch_s_scaled_and_accumulated():
             dist.all_reduce(expected)
             for scale in (1.0, 0.25):
                 for accumulate in (False, True):
-                    output = torch.full((numel,), 2.0)
-                    ticket = lane("reduce").run(
-                        collectives.all_reduce,
-                        output,
-                        values(numel, dtype),
-                        group,
-                        scale=scale,
-                        accumulate=accumulate,
-                    )
+                    output, partial = torch.full((numel,), 2.0), values(numel, dtype)
+                    inbox = partial.new_empty(collectives.all_reduce_inbox_numel(numel, group, partial.device))
+                    options = {"scale": scale, "accumulate": accumulate, "inbox": inbox}
+                    ticket = lane("reduce").run(collectives.all_reduce, output, partial, group, **options)
                     ticket.wait()
                     torch.testing.assert_close(output, scale * expected + 2.0 * accumulate, **tolerance)
 

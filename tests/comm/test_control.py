@@ -6,7 +6,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pool import distributed
 from weft.comm.collectives import sends_directly
-from weft.comm.control import agree, backend_of, host_group
+from weft.comm.groups import backend_of, host_group
+from weft.comm.watch.control import agree
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():

@@ -1,17 +1,27 @@
 """Ranks that wait for each other for ever find out: an error that names units and ranks, in place of a hang."""
 
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm import lookout
-from weft.comm.lookout import CollectiveMismatch
+from weft.comm import collectives
+from weft.comm.groups import exchange_objects
+from weft.comm.lanes import Lane
+from weft.comm.watch import lookout, rules
+from weft.comm.watch.control import agree
+from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.moe.dispatch import AllToAll
 
 
 def shard(**options) -> nets.Net:
@@ -27,12 +37,12 @@ def step(net: nets.Net) -> None:
 @contextmanager
 def patience(**seconds: float) -> Iterator[None]:
     """Other times to wait than the lookout's own, which the workers of later tests have again."""
-    own = {name: getattr(lookout, name) for name in seconds}
-    vars(lookout).update(seconds)
+    own = {name: getattr(rules, name) for name in seconds}
+    vars(rules).update(seconds)
     try:
         yield
     finally:
-        vars(lookout).update(own)
+        vars(rules).update(own)
 
 
 class Oops(Exception):
@@ -85,3 +95,164 @@ def test_a_slow_rank_is_waited_for():
             step(net)
         dist.barrier()
     assert not lookout.lookout().verdict and not lookout.lookout().joins
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_rank_that_caught_an_exception_and_computes_is_waited_for():
+    """As a parent does that goes another way when its child fails."""
+    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2):
+        watch, lane, rank = lookout.keep_lookout(), Lane("gather", torch.device("cpu")), dist.get_rank()
+        if rank == 1:
+            watch.fail("left the forward of blocks.1 by Oops: no such token")
+            time.sleep(2)
+        full = torch.full((2,), float(rank))
+        lane.run(collectives.all_gather, full, full[rank : rank + 1], dist.group.WORLD).wait()
+        assert full.tolist() == [0, 1] and not watch.verdict
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
+    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2, ABANDONED_S=1.0):
+        group, watch = dist.new_group([0, 1]), lookout.keep_lookout()
+        if dist.get_rank() == 1:
+            watch.fail("left the forward of blocks.1 by Oops: no such token")
+            store = dist.distributed_c10d._get_default_store()
+            store.wait(["told"])
+        else:
+            said = r"rank 0: the full tensor, which rank 1 never began; rank 1: left the forward of blocks.1 by Oops"
+            with pytest.raises(CollectiveMismatch, match=said):
+                collectives.all_gather_uneven([torch.ones(3), torch.ones(4)], 0, group, "the full tensor")
+            dist.distributed_c10d._get_default_store().set("told", "")
+
+
+WAITS = {
+    "the full tensor of a few": lambda group: collectives.all_gather_uneven(
+        [torch.ones(3), torch.ones(4)], group.rank(), group, "the full tensor of a few"
+    ),
+    "the full tensor of more": lambda group: collectives.all_gather_uneven(
+        [torch.ones(5), torch.ones(6)], group.rank(), group, "the full tensor of more"
+    ),
+    "a norm": lambda group: collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, group, "a norm"),
+    "first weights": lambda group: collectives.broadcast(torch.ones(3), group, "first weights"),
+    "everybody's name": lambda group: exchange_objects("Ada", group, "everybody's name"),
+    "the end of a backward": lambda group: agree([1], [1], [group], "end of a backward"),
+    "the first pass": lambda group: agree([1, 2, 3], [1], [group], "first pass"),
+    "counts": lambda group: (
+        Lane("counts", torch.device("cpu"))
+        .run(collectives.all_to_all_counts, torch.ones(2).long(), torch.ones(2).long(), torch.ones(2, 2).long(), group)
+        .synchronize()
+    ),
+}
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that():
+    names = [*WAITS]
+    with patience(CERTAIN_S=0.2):
+        for mine in range(len(names)):
+            other = (mine + 1) % len(names)
+            group = dist.new_group([0, 1])
+            lookout.keep_lookout()
+            said = f"rank 0: {names[mine]}, which rank 1 never began; rank 1: {names[other]}, which rank 0 never began"
+            with pytest.raises(CollectiveMismatch, match=said):
+                WAITS[names[mine] if dist.get_rank() == 0 else names[other]](group)
+            restart()
+
+
+def restart() -> None:
+    """Another lookout, as if nobody had been told of anything."""
+    dist.barrier()
+    lookout._current.leave()
+    lookout._current = None
+    dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["full_tensor", "state dict"])
+@distributed(2)
+def test_ranks_with_unequal_numbers_of_microbatches_that_then_want_full_weights_are_told_so(what):
+    net = shard(strategy="optim_grads_params")
+    begin = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: the full tensor of .*; rank 1: (gather|reduce) of "):
+        for _ in range(1 + dist.get_rank()):
+            step(net)
+        if what == "full_tensor":
+            next(net.parameters()).full_tensor()
+        else:
+            get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_experts_of_a_model_that_nobody_sharded_are_watched_too():
+    group = dist.new_group([0, 1])
+    dispatcher = AllToAll(group, num_experts=4)
+    with patience(ELSEWHERE_S=1.0):
+        if dist.get_rank() == 0:
+            dispatcher.plan(torch.ones(4, dtype=torch.int64)).ready()
+            with pytest.raises(
+                CollectiveMismatch, match=r"rank 0: counts, which rank 1 never began; rank 1: barrier at"
+            ):
+                dispatcher.plan(torch.ones(4, dtype=torch.int64)).ready()
+        else:
+            dispatcher.plan(torch.ones(4, dtype=torch.int64)).ready()
+        dist.barrier()
+
+
+RAISES = """
+import datetime, sys, torch, torch.distributed as dist
+from weft.comm import collectives
+from weft.comm.watch.lookout import keep_lookout
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+watch = keep_lookout()
+collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD)
+if rank == 1:
+    {end}
+collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD, "a norm")
+"""
+ENDS = {
+    "raise ValueError('no such token')": "its program ended by ValueError: no such token",
+    "watch.fail('left the forward of blocks.1 by Oops'); sys.exit(3)": "left the forward of blocks.1 by Oops",
+    "sys.exit(0)": "its program ended",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_whose_program_ends_ends_the_others_with_its_reason(tmp_path, end):
+    begin = time.monotonic()
+    command = [sys.executable, "-c", RAISES.format(end=end), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    said = rf"CollectiveMismatch: ranks wait for different things \(rank 0: a norm.*; rank 1: {re.escape(ENDS[end])}"
+    assert re.search(said, errors[0]), errors[0]
+    assert ranks[0].returncode == 1 and time.monotonic() - begin < 100
+
+
+LEAVES = """
+import time, torch.distributed as dist
+from weft.comm.watch import lookout
+lookout.DELAY_S = lookout.SLOWEST_S = 1e-5
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+watch = lookout.keep_lookout()
+wait = watch.waiting(watch.issue("key", "a wait", dist.group.WORLD))
+wait.__enter__()
+time.sleep(0.05)
+{end}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_a_program_ends_well_while_the_thread_asks_the_store(end):
+    for _ in range(2):
+        command = [sys.executable, "-c", LEAVES.format(end=end)]
+        some = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        for each in some:
+            errors = each.communicate(timeout=100)[1]
+            assert each.returncode == 0, errors

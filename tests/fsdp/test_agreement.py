@@ -7,7 +7,7 @@ import torch.distributed as dist
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.fsdp.runtime.agreement import Agreed, Agreement, CollectiveMismatch
+from weft.comm.watch.agreement import Agreed, Agreement, CollectiveMismatch
 
 NAMES = ("", "blocks.0", "blocks.1")
 

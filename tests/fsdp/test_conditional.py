@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.lookout import lookout
+from weft.comm.watch.lookout import lookout
 
 RESIDENT = ["no_shard", "optim", "optim_grads"]
 

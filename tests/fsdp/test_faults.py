@@ -1,5 +1,6 @@
 """Faults that other sharding engines have shipped and that no other page of tests looks for; see docs/faults.md."""
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,8 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
+from weft.comm.watch import rules
+from weft.comm.watch.lookout import lookout
 from weft.fsdp.module import runtime_of
 
 
@@ -87,3 +90,50 @@ def test_a_communicator_for_gathers_reaches_the_ranks_of_the_shard_axis_on_two_a
     twin = runtime_of(net).channels.of_gathers(net._weft_unit.groups[0].groups[-1])
     assert twin is not shard_group
     assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(shard_group)
+
+
+class Careful(nn.Module):
+    """A parent that goes around its child where that fails, after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.child, self.rest = nets.Block(13, 29).double(), nets.Block(13, 29).double()
+        self.fails, self.pause = False, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            y = self.child(x)
+            if self.fails:
+                raise ValueError("no such token")
+        except ValueError:
+            time.sleep(self.pause)
+            y = x
+        return self.rest(y).square().mean()
+
+
+def fail(module: nn.Module, args: tuple) -> None:
+    raise ValueError("no such token")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@distributed(2)
+def test_a_parent_that_catches_its_child_s_exception_on_one_rank_goes_on_while_others_wait(strategy):
+    inputs = torch.randn(2, 3, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, net = Careful(), Careful()
+    for rank in range(2):
+        plain.fails = rank == 1
+        (plain(inputs[rank]) / 2).backward()
+    for unit in (net.child, net.rest, net):
+        weft.fully_shard(unit, strategy=strategy)
+    net(inputs[0]).backward()
+    net.zero_grad()
+    if dist.get_rank() == 1:
+        net.child.register_forward_pre_hook(fail)
+        net.pause = 3 * rules.CERTAIN_S
+    net(inputs[dist.get_rank()]).backward()
+    assert not lookout().verdict
+    torch.testing.assert_close(
+        [nets.full(each.grad) for each in net.parameters()], [p.grad for p in plain.parameters()]
+    )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.lookout import Lookout
+from weft.comm.watch.lookout import Lookout
 
 
 def storages(*tensors: torch.Tensor) -> dict[int, int]:

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import distributed
+from weft.comm.watch.mismatch import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
-from weft.fsdp.runtime.agreement import CollectiveMismatch
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.models import HybridConfig, HybridModel
 from weft.models.blocks import Attention

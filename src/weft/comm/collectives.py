@@ -1,18 +1,19 @@
 """Collectives in the form that is best for each backend.
 
-    backend | all-gather               | reduce-scatter                    | all-to-all               | all-reduce
-    --------+--------------------------+-----------------------------------+--------------------------+-----------
-    gloo    | direct sends into place  | direct sends, sum in rank order   | direct sends into place  | built in
-    others  | built in, in place       | built in                          | built in                 | built in
+    backend | all-gather               | reduce-scatter          | all-to-all               | all-reduce
+    --------+--------------------------+-------------------------+--------------------------+------------------------
+    gloo    | direct sends into place  | direct sends, sum in    | direct sends into place  | direct sends, sum in
+            |                          | rank order              |                          | rank order
+    others  | built in, in place       | built in                | built in                 | built in
 
-gloo's own all-gather and reduce-scatter go through staging copies and are two to three times slower than direct sends.
-Summing in rank order makes a reduction bit-equal from run to run. Receives are posted before sends: a rank sends once
-it has been told that the other is ready, and that message would queue behind the data of the sends, so that a link that
-could carry both directions at once would carry one after the other.
+gloo's own all-gather and reduce-scatter go through staging copies and are two to three times slower than direct sends,
+and have no tags. Summing in rank order makes a reduction bit-equal from run to run, and on all ranks. Receives are
+posted before sends: a rank sends once it has been told that the other is ready, and that message would queue behind the
+data of the sends, so that a link that could carry both directions at once would carry one after the other.
 
 Each function starts its transfers and returns a `Pending`, whose `complete()` waits for them and does what is left on
 this rank. Tensors are contiguous, and 1-D but for the rows of `all_to_all`; `tag` keeps the messages of one lane
-apart from those of another.
+apart from those of another. Those at the end wait at once, and are watched here; the others by whoever waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +23,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.control import backend_of
+from weft.comm.groups import backend_of, tag_of
+from weft.comm.watch.lookout import watching
 
-UNEVEN_TAG = 100
+UNEVEN_TAGS = 700
+"""The first of those of uneven parts, one for each size."""
+SECOND_ROUND = 500
+"""What is added to the tag of a lane for a second round of transfers."""
+_SUMMED_AT_ONCE = 1 << 16
 
 
 @dataclass
 class Pending:
-    """Transfers under way: their work handles, and what this rank has still to do when they are done."""
+    """Transfers under way: their work handles, and what this rank has still to do when they are done.
+
+    That is to `finish`, or to start a `second` round of transfers, after which is that round's `finish`.
+    """
 
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
+    second: Callable[[], "Pending"] | None = None
 
     def complete(self) -> None:
         """Wait for the transfers (on CUDA: make the current stream wait) and finish."""
         for work in self.works:
             work.wait()
+        if self.second is not None:
+            self.second().complete()
         if self.finish is not None:
             self.finish()
+
+    def followed_by(self, work: Callable[[], None]) -> "Pending":
+        """The same, with `work` at the end of all."""
+        finish, second = self.finish, self.second
+        if second is not None:
+            return Pending(self.works, None, lambda: second().followed_by(work))
+
+        def both() -> None:
+            if finish is not None:
+                finish()
+            work()
+
+        return Pending(self.works, both)
 
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -119,13 +144,7 @@ def reduce_scatter(
         works.append(group.recv([slot], peer, tag))
     works += [group.send([slices[peer]], peer, tag) for peer in others]
 
-    def add_up() -> None:
-        first, *rest = received
-        _accumulate(output, first, scale, accumulate)
-        for part in rest:
-            output.add_(part, alpha=scale)
-
-    return Pending(works, add_up)
+    return Pending(works, lambda: _add_up(output, received, scale, accumulate))
 
 
 def inbox_numel(partial_numel: int, group: dist.ProcessGroup, device: torch.device) -> int:
@@ -144,13 +163,56 @@ def all_reduce(
     *,
     scale: float,
     accumulate: bool,
+    inbox: torch.Tensor,
 ) -> Pending:
-    """`output` (+)= `scale` times the sum of `partial` over the ranks; `partial` is overwritten."""
-    if partial.dtype.itemsize < 4:
-        partial.mul_(scale)
-        scale = 1.0
-    works = [dist.all_reduce(partial, group=group, async_op=True)] if group.size() > 1 else []
-    return Pending(works, lambda: _accumulate(output, partial, scale, accumulate))
+    """`output` (+)= `scale` times the sum of `partial` over the ranks; `partial` is overwritten.
+
+    `inbox`: memory of `all_reduce_inbox_numel` elements in `partial`'s dtype. By direct sends
+
+        2 ranks    each sends all it has; the sum is the output's, in its dtype
+        more       first every rank gets and sums its slice, in fp32, then the sums go round in `partial`'s dtype
+
+    All sends of a round overlap, in both directions. The second round begins when the first has ended on this rank,
+    whatever others do; a lane starts it beside the computation.
+    """
+    rank, size = dist.get_rank(group), group.size()
+    if size == 1:
+        return Pending([], lambda: _accumulate(output, partial, scale, accumulate))
+    if not sends_directly(group, partial.device):
+        if partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
+            partial.mul_(scale)
+            scale = 1.0
+        works = [dist.all_reduce(partial, group=group, async_op=True)]
+        return Pending(works, lambda: _accumulate(output, partial, scale, accumulate))
+    if size == 2:
+        received = [partial, inbox[: partial.numel()]] if rank == 0 else [inbox[: partial.numel()], partial]
+        works = [group.recv([received[1 - rank]], 1 - rank, tag), group.send([partial], 1 - rank, tag)]
+        return Pending(works, lambda: _add_up(output, received, scale, accumulate))
+    slices = partial.tensor_split(size)
+    own = slices[rank]
+    terms = [own] * size
+    works = []
+    for slot, peer in zip(inbox.split(max(own.numel(), 1)), _peers(rank, size)):
+        terms[peer] = slot[: own.numel()]
+        if own.numel():
+            works.append(group.recv([terms[peer]], peer, tag))
+    works += [group.send([slices[peer]], peer, tag) for peer in _peers(rank, size) if slices[peer].numel()]
+
+    def go_round(tag: int) -> Pending:
+        _sum_into(own, terms, scale)
+        works = [group.recv([slices[peer]], peer, tag) for peer in _peers(rank, size) if slices[peer].numel()]
+        works += [group.send([own], peer, tag) for peer in _peers(rank, size) if own.numel()]
+        return Pending(works, lambda: _accumulate(output, partial, 1.0, accumulate))
+
+    return Pending(works, second=lambda: go_round(tag + SECOND_ROUND))
+
+
+def all_reduce_inbox_numel(partial_numel: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Elements that `all_reduce` needs: for what the other ranks send of its slice, or of all where they are two."""
+    size = group.size()
+    if size == 1 or not sends_directly(group, device):
+        return 0
+    return partial_numel if size == 2 else -(-partial_numel // size) * (size - 1)
 
 
 def reduce_through(
@@ -172,12 +234,10 @@ def reduce_through(
     pending = reduction(scratch, partial, group, tag, accumulate=False, **options)
 
     def pass_on() -> None:
-        if pending.finish is not None:
-            pending.finish()
         hook(scratch)
         _accumulate(output, scratch, 1.0, accumulate)
 
-    return Pending(pending.works, pass_on)
+    return pending.followed_by(pass_on)
 
 
 def all_to_all(
@@ -217,41 +277,53 @@ def all_to_all_counts(
         host[0].copy_(counts, non_blocking=True)
         host[1].copy_(received, non_blocking=True)
 
-    return Pending(pending.works, read)
+    return pending.followed_by(read)
 
 
-def all_gather_uneven(parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:
-    """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait."""
-    if sends_directly(group, parts[rank].device):
-        peers = _peers(rank, len(parts))
-        works = [group.recv([parts[peer]], peer, UNEVEN_TAG) for peer in peers if parts[peer].numel()]
-        works += [group.send([parts[rank]], peer, UNEVEN_TAG) for peer in peers if parts[rank].numel()]
-        Pending(works).complete()
-        return
-    width = max(part.numel() for part in parts)
-    padded = _movable(parts[rank].new_zeros(len(parts), width), group)
-    padded[rank, : parts[rank].numel()] = parts[rank]
-    dist.all_gather_into_tensor(padded.view(-1), padded[rank].clone(), group=group)
-    for peer in _peers(rank, len(parts)):
-        parts[peer].copy_(padded[peer, : parts[peer].numel()])
+# --- what waits at once -----------------------------------------------------------------------------------------------
 
 
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrite `tensor` with that of the group's first rank, and wait."""
+def all_gather_uneven(
+    parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, what: str = "a gather of uneven parts"
+) -> None:
+    """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait. `what`: what a person calls it."""
+    kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
+    with watching(kind, what, group):
+        if sends_directly(group, parts[rank].device):
+            tag = tag_of(UNEVEN_TAGS, kind)
+            peers = _peers(rank, len(parts))
+            works = [group.recv([parts[peer]], peer, tag) for peer in peers if parts[peer].numel()]
+            works += [group.send([parts[rank]], peer, tag) for peer in peers if parts[rank].numel()]
+            Pending(works).complete()
+            return
+        width = max(part.numel() for part in parts)
+        padded = _movable(parts[rank].new_zeros(len(parts), width), group)
+        padded[rank, : parts[rank].numel()] = parts[rank]
+        dist.all_gather_into_tensor(padded.view(-1), padded[rank].clone(), group=group)
+        for peer in _peers(rank, len(parts)):
+            parts[peer].copy_(padded[peer, : parts[peer].numel()])
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, what: str = "a broadcast") -> None:
+    """Overwrite `tensor` with that of the group's first rank, and wait. `what`: what a person calls it."""
     if group.size() > 1:
-        moved = _movable(tensor, group)
-        dist.broadcast(moved, group=group, group_src=0)
-        if moved is not tensor:
-            tensor.copy_(moved)
+        with watching(f"broadcast/{tensor.numel()}", what, group):
+            moved = _movable(tensor, group)
+            dist.broadcast(moved, group=group, group_src=0)
+            if moved is not tensor:
+                tensor.copy_(moved)
 
 
-def reduce_now(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-reduce a small tensor in place, wait, and return it."""
+def reduce_now(
+    tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str = "a reduction of a few numbers"
+) -> torch.Tensor:
+    """All-reduce a small tensor in place, wait, and return it. `what`: what a person calls it."""
     if group.size() > 1:
-        moved = _movable(tensor, group)
-        dist.all_reduce(moved, op=op, group=group)
-        if moved is not tensor:
-            tensor.copy_(moved)
+        with watching(f"all-reduce/{tensor.numel()}", what, group):
+            moved = _movable(tensor, group)
+            dist.all_reduce(moved, op=op, group=group)
+            if moved is not tensor:
+                tensor.copy_(moved)
     return tensor
 
 
@@ -287,6 +359,24 @@ def _built_in_reduce_scatter(
     dist.reduce_scatter_tensor(inbox, partial, op=op, group=group)
     _accumulate(output, inbox, scale, accumulate)
     return Pending()
+
+
+def _add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
+    """`output` (+)= `scale` times the sum of `terms`, in this order."""
+    first, *rest = terms
+    _accumulate(output, first, scale, accumulate)
+    for term in rest:
+        output.add_(term, alpha=scale)
+
+
+def _sum_into(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float) -> None:
+    """`output`, which may be one of `terms`, becomes `scale` times their sum, in this order and at least in fp32."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *terms))):
+        total = pieces[0].to(wide, copy=True).mul_(scale)
+        for piece in pieces[1:]:
+            total.add_(piece, alpha=scale)
+        target.copy_(total)
 
 
 def _accumulate(output: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:

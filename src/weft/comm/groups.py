@@ -1,13 +1,30 @@
-"""Process groups of mesh axes."""
+"""Process groups: those of mesh axes, others like them, and what keeps messages of one group apart.
 
+tag of a message = CHANNEL_STRIDE * channel + a number below it that says what it belongs to
+
+98          a wait that is to end         watch.lookout
+101..199    lanes, first round            lanes
+200..499    words of the hosts            watch.control
+601..699    lanes, second round           collectives
+700..999    uneven parts                  collectives
+"""
+
+import copy
 import weakref
-from collections.abc import MutableMapping
+import zlib
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.control import host_group
+from weft.comm.watch.lookout import keep_lookout, watching
+
+CHANNEL_STRIDE = 1000
+"""The distance between the tags of two channels."""
+_LARGEST_TAG = 2**31 - 1
+_TAGS_OF_A_KIND = 300
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
@@ -15,15 +32,90 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     return mesh.get_group(axis)
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what moves tensors on `device` between the ranks of `group`, "" for nothing.
+
+    A group may have one backend for each kind of device: torch's default, "cpu:gloo,cuda:nccl", is of that kind.
+    """
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return ""
+
+
+def is_pretended(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks do not exist, but count as being all like this one."""
+    return backend_of(group, torch.device("cpu")) == "fake"
+
+
+def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise RuntimeError if torch has destroyed one of `groups`."""
+    alive = dist.distributed_c10d._world.pg_map
+    if any(group not in alive for group in groups):
+        raise RuntimeError(
+            "the process group that this model was sharded over is gone: destroy_process_group() ended it, and another "
+            "world cannot use it; shard a new model, or keep the process group"
+        )
+
+
+# --- channels and tags ------------------------------------------------------------------------------------------------
+
 _channels: dict[dist.ProcessGroup, int] = {}
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """A number for something that runs over `group`: the same on its ranks, which all ask in the same order."""
+    """A number for something that runs over `group`: the same on its ranks, which all ask in the same order.
+
+    What has channels waits for other ranks, so that from now on waits are watched.
+    """
     for other in [each for each in _channels if each not in dist.distributed_c10d._world.pg_map]:
         del _channels[other]
-    _channels[group] = _channels.get(group, 0) + 1
-    return _channels[group]
+    channel = _channels[group] = _channels.get(group, 0) + 1
+    if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
+        raise RuntimeError(f"{channel} channels over one process group, and no tags are left: use another group")
+    if group.size() > 1 and not is_pretended(group):
+        keep_lookout()
+    return channel
+
+
+def tag_of(first: int, what: str, channel: int = 0) -> int:
+    """A tag of the kind that begins at `first`, for `what`: messages of something else wait, and do not pair."""
+    return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
+
+
+# --- groups like others -----------------------------------------------------------------------------------------------
+
+
+def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "", **options: Any) -> Any:
+    """A new group of `ranks` with the timeout, options and description of `group`, and its backend unless another."""
+    if ranks != sorted(ranks):
+        options["sort_ranks"] = False
+    if not backend:
+        backend = dist.distributed_c10d._world.pg_map[group][0]
+        options["pg_options"] = _options(group)
+    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, group_desc=group.group_desc, **options)
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    """The longest of its backends, None where none says."""
+    found = [
+        options._timeout
+        for backend in _backends(group)
+        if (options := getattr(backend, "options", None)) is not None and hasattr(options, "_timeout")
+    ]
+    return max(found, default=None)
+
+
+def _options(group: dist.ProcessGroup) -> Any:
+    """Those of NCCL, such as streams of high priority; torch gives the other backends none."""
+    for backend in _backends(group):
+        if backend.name() == "nccl":
+            return copy.deepcopy(backend.options)
+    return None
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
@@ -32,11 +124,11 @@ def twin_group(group: dist.ProcessGroup) -> Any:
     One communicator runs its collectives one after another; on a twin they run beside those of the first.
     """
     mine = dist.get_process_group_ranks(group)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    world = dist.group.WORLD
+    assert world is not None
     twin = None
-    for ranks in sorted({tuple(ranks) for ranks in everyone}):
-        made = dist.new_group(list(ranks))
+    for ranks in sorted({tuple(ranks) for ranks in exchange_objects(mine, world, "the ranks of a twin group")}):
+        made = _made_like(group, list(ranks))
         if list(ranks) == mine:
             twin = made
     return twin
@@ -54,12 +146,37 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
     if size not in made:
         first = group.rank() // size * size
         ranks = dist.get_process_group_ranks(group)[first : first + size]
-        made[size] = dist.new_group(ranks, use_local_synchronization=True)
+        made[size] = _made_like(group, ranks, use_local_synchronization=True)
     return made[size]
 
 
-def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's `value`, in rank order, over the hosts' network. For errors and construction, not for every step."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=host_group(group))
+_host_groups: dict[dist.ProcessGroup, Any] = {}
+
+
+def host_group(group: dist.ProcessGroup) -> Any:
+    """A group of the same ranks that sends host memory: `group` itself, or a gloo group beside it.
+
+    Collective over the ranks the first time, where it must be made.
+    """
+    if backend_of(group, torch.device("cpu")) == "gloo":
+        return group
+    if group not in _host_groups:
+        for other in [each for each in _host_groups if each not in dist.distributed_c10d._world.pg_map]:
+            del _host_groups[other]
+        ranks = dist.get_process_group_ranks(group)
+        _host_groups[group] = _made_like(group, ranks, backend="gloo", use_local_synchronization=True)
+    return _host_groups[group]
+
+
+def exchange_objects(value: Any, group: dist.ProcessGroup, what: str = "what the ranks tell each other") -> list[Any]:
+    """Every rank's `value`, in rank order, over the hosts' network. For errors and construction, not for every step.
+
+    `what`: what a person calls it.
+    """
+    everyone: list[Any] = [value] * group.size()
+    if is_pretended(group):
+        return everyone
+    host = host_group(group)
+    with watching("objects", what, host):
+        dist.all_gather_object(everyone, value, group=host)
     return everyone

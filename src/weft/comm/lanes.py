@@ -1,14 +1,16 @@
 """Lanes: ordered queues of communication beside the computation.
 
-    ticket = lane.run(all_gather, full, shard, group)      # starts, the host goes on
-    ...                                                    # computation
-    ticket.wait()                                          # what is computed from here on sees the result
+    ticket = lane.run(all_gather, full, shard, group)                  # starts, the host goes on
+    more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when that has ended, whoever waits
+    ...                                                                # computation
+    more.wait()                                                        # what is computed from here on sees the result
 
 On CUDA a lane is a stream and a ticket an event: nobody waits but the compute stream. On CPU a lane starts asynchronous
 work, and the wait is where the host collects it.
 """
 
-import contextlib
+import functools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,23 +19,27 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import Pending
-from weft.comm.lookout import Call, lookout, watched
+from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.timeline import Timeline, recording, span
-
-CHANNEL_STRIDE = 1000
-"""The distance between the tags of two channels: more than the highest tag of a lane."""
+from weft.comm.transfers import Transfer
+from weft.comm.watch.lookout import Call, lookout, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
+_SPIN_S = 1e-3
+"""How long the host asks a device without a pause: most of what it waits for comes sooner."""
 
 
 class Ticket:
     """Communication under way; `wait` orders the computation that follows behind it. Waiting again is free."""
 
-    def __init__(self, pending: Pending | None, event: Any = None, call: Call | None = None) -> None:
-        self._pending = pending
-        self._call = call
+    def __init__(
+        self, transfer: Transfer | None, event: Any = None, call: Call | None = None, after: "Ticket | None" = None
+    ) -> None:
+        self._transfer = transfer
         self._event = event
+        self._call = call
+        self._after = after
         self._waited = False
 
     def __del__(self) -> None:
@@ -45,32 +51,54 @@ class Ticket:
         Their messages would pair with those of whoever uses the lane next.
         """
         self._order()
-        pending, self._pending = self._pending, None
-        for work in pending.works if pending is not None else ():
-            with contextlib.suppress(RuntimeError):
-                work.wait(ABANDONED_TIMEOUT)
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.abandon(ABANDONED_TIMEOUT)
 
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
-        if self._pending is None and (self._event is None or self._waited):
+        if self._transfer is None and (self._event is None or self._waited):
             return
         with span("wait"):
             self._order()
-            if self._pending is not None:
-                pending, self._pending = self._pending, None
-                with watched(self._call):
-                    pending.complete()
+            self._collect()
 
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._event is not None and not self._event.query():
+            with watched(self._call):
+                _await(self._event, self._call)
         self.wait()
 
     def _order(self) -> None:
         if self._event is not None and not self._waited:
             torch.cuda.current_stream().wait_event(self._event)
             self._waited = True
+            if self._after is not None:  # this one comes behind it
+                self._after._waited = True
+                self._after = None
+
+    def _collect(self) -> None:
+        """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
+        if self._after is not None:
+            self._after._collect()
+            self._after = None
+        if self._transfer is not None:
+            with watched(self._call):
+                self._transfer.complete()
+            self._transfer = None
+
+
+def _await(event: Any, call: Call | None) -> None:
+    """Make the host wait for `event`, or raise what the lookout finds out meanwhile."""
+    watch = lookout()
+    if watch is None or call is None:
+        event.synchronize()
+        return
+    begin = time.monotonic()
+    while not event.query():
+        watch.check()
+        time.sleep(0 if time.monotonic() - begin < _SPIN_S else _SPIN_S / 10)
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -103,68 +131,71 @@ class Lane:
         collective: Callable[..., Pending],
         *args: Any,
         channel: int = 0,
+        after: Ticket | None = None,
         prepare: Callable[[], Any] | None = None,
-        after: "Ticket | None" = None,
         **kwargs: Any,
     ) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
 
         `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
+        `after`: and behind the end of that, for which nobody else need wait. `prepare()` runs on the lane right before
+        the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
         """
+        group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        call = self._call(group, channel)
         if (timeline := recording()) is not None:
-            collective = self._recorded(timeline, collective)
+            collective = self._recorded(timeline, collective, group)
+        start = functools.partial(collective, *args, self.tag + CHANNEL_STRIDE * channel, **kwargs)
         if self.stream is None:
-            if after is not None:
-                after.wait()
+
+            def begin() -> Pending:
+                if prepare is not None:
+                    prepare()
+                return start()
+
+            behind = after._transfer if after is not None else None
+            return Ticket(Transfer(begin, (group, self.tag, channel), behind), call=call, after=after)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        if after is not None:
+            self.stream.wait_event(after._event)
+        with torch.cuda.stream(self.stream):
             if prepare is not None:
                 prepare()
-            call = self._call(args, channel)
-            return Ticket(collective(*args, self.tag + CHANNEL_STRIDE * channel, **kwargs), call=call)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            collective(*args, self.tag, **kwargs).complete()
-            return Ticket(None, self.stream.record_event())
+            start().complete()
+            return Ticket(None, self.stream.record_event(), call, after)
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
         """What the collectives of a channel are called among the ranks."""
         return f"{group.group_name}/{self.name}/{channel}"
 
-    def _call(self, args: tuple, channel: int) -> Call | None:
+    def _call(self, group: dist.ProcessGroup | None, channel: int) -> Call | None:
         watch = lookout()
-        group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         if watch is None or group is None or group.size() == 1:
             return None
         name = f"{self.name} of {watch.subject}" if self.name in ("gather", "reduce", "outer") else self.name
         return watch.issue(self.key(group, channel), name, group)
 
-    def _recorded(self, timeline: Timeline, collective: Callable[..., Pending]) -> Callable[..., Pending]:
+    def _recorded(
+        self, timeline: Timeline, collective: Callable[..., Pending], group: dist.ProcessGroup | None
+    ) -> Callable[..., Pending]:
         """`collective`, noting in `timeline` when it was issued and when its transfers ended."""
+        label = timeline.label or collective.__name__
 
         def run(*args: Any, **kwargs: Any) -> Pending:
-            group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
-            entry = timeline.begin(self.name, timeline.label or collective.__name__, group)
+            entry = timeline.begin(self.name, label, group)
             pending = collective(*args, **kwargs)
             if self.stream is not None:
                 pending.complete()
                 pending = Pending()
-            if pending.works:
-                pending.works = [timeline.watch(entry, pending.works)]
-            else:
-                timeline.end(entry)
-            return pending
+            return timeline.noting(entry, pending)
 
         return run
 
     def follow(self, ticket: Ticket, work: Callable[[], Any]) -> Ticket:
-        """Start `work` behind `ticket` alone, whatever has been computed since; it takes the ticket over."""
-        if self.stream is None:
+        """Start `work` behind `ticket` alone, whatever has been computed since."""
+        return self.run(_work_here, work, after=ticket)
 
-            def finish() -> None:
-                ticket.wait()
-                work()
 
-            return Ticket(Pending(finish=finish))
-        with torch.cuda.stream(self.stream):
-            ticket.wait()
-            work()
-            return Ticket(None, self.stream.record_event())
+def _work_here(work: Callable[[], Any], tag: int) -> Pending:
+    work()
+    return Pending()

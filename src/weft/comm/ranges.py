@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.profiler import record_function
 
-from weft.comm.lookout import lookout
 from weft.comm.timeline import labelled
+from weft.comm.watch.lookout import lookout
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.comm.collectives import Pending
+
 
 class Interval(NamedTuple):
     """What ran on a lane, in seconds since the recording began.
@@ -59,6 +61,9 @@ class Timeline:
         self._entries: list[_Entry] = []
         self._waiters: dict[str, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        """Left: what begins now is not noted any more."""
         self._zero = 0.0
         self._zero_event: Any = None
 
@@ -77,8 +82,10 @@ class Timeline:
         """Stop recording and wait for what is under way."""
         global _recording
         _recording = None
-        for waiter in self._waiters.values():
-            waiter.put(None)
+        with self._lock:
+            self._closed = True
+            for waiter in self._waiters.values():
+                waiter.put(None)
         for thread in self._threads:
             thread.join()
         if self._zero_event is not None:
@@ -119,17 +126,31 @@ class Timeline:
         """It ended here: now, or where the current stream is."""
         entry.end = self._now()
 
-    def watch(self, entry: _Entry, works: Sequence[Any]) -> "WatchedWorks":
-        """The same asynchronous works as one, of which the end is noted when it comes."""
-        watched = WatchedWorks(works, lambda: self.end(entry))
-        if entry.lane not in self._waiters:
-            queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-            self._waiters[entry.lane] = queue
-            thread = threading.Thread(target=_serve, args=(queue,), name=f"weft-{entry.lane}-timeline", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        self._waiters[entry.lane].put(watched.run)
-        return watched
+    def noting(self, entry: _Entry, pending: Pending) -> Pending:
+        """The same transfers, of which the end is noted when it comes: of the last round of them."""
+        second, ended = pending.second, lambda: self.end(entry)
+        if second is not None:
+            works = self._watched(f"{entry.lane}, first round", pending.works, lambda: None)
+            return Pending(works, pending.finish, lambda: self.noting(entry, second()))
+        if not pending.works:
+            ended()
+            return pending
+        return Pending(self._watched(entry.lane, pending.works, ended), pending.finish)
+
+    def _watched(self, waiter: str, works: Sequence[Any], ended: Callable[[], None]) -> list[Any]:
+        """The same works as one, for which the thread `waiter` waits."""
+        watched = WatchedWorks(works, ended)
+        with self._lock:
+            if self._closed:
+                return list(works)
+            if waiter not in self._waiters:
+                queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+                self._waiters[waiter] = queue
+                thread = threading.Thread(target=_serve, args=(queue,), name=f"weft-{waiter}-timeline", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            self._waiters[waiter].put(watched.run)
+        return [watched]
 
 
 class WatchedWorks:

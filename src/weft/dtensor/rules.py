@@ -294,7 +294,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     if len(meshes) > 1:  # what is replicated here may lie beside what is not, such as experts
         for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors):
             for axis in range(mesh.ndim):
-                reduce_now(found, dist.ReduceOp.MAX, group_of(mesh, axis))
+                reduce_now(found, dist.ReduceOp.MAX, group_of(mesh, axis), "whether a gradient is infinite")
         return
     for alike in {tensor.axes: tensor for tensor in tensors}.values():
         alike.combine(found, dist.ReduceOp.MAX)

@@ -141,7 +141,7 @@ class UnevenDTensor(RuledDTensor):
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         """All-reduce a small tensor, in place, over the ranks that hold other elements."""
         for axis in self.axes:
-            collectives.reduce_now(value, op, group_of(self._spec.mesh, axis))
+            collectives.reduce_now(value, op, group_of(self._spec.mesh, axis), f"a reduction of {tuple(self.shape)}")
         return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -194,7 +194,8 @@ class UnevenDTensor(RuledDTensor):
             first = part // (span * size) * (span * size)
             edges = [borders[first + step * span] for step in range(size + 1)]
             pieces = [flat[start:stop] for start, stop in pairwise(edges)]
-            collectives.all_gather_uneven(pieces, rank, group_of(self._spec.mesh, axis))
+            group = group_of(self._spec.mesh, axis)
+            collectives.all_gather_uneven(pieces, rank, group, f"the full tensor of {tuple(self.shape)}")
             span *= size
         return self._cuts.shaped(flat).contiguous()
 

@@ -88,7 +88,7 @@ def materialize(
     everyone = [*groups, *dict.fromkeys(group_of(tensor.device_mesh, 0) for tensor in to_slice)]
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
-            broadcast(_local(filled.detach()), group)
+            broadcast(_local(filled.detach()), group, "first weights")
     for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none goes on alone
         _check_filled(real[parameter], module, name, slots[parameter].name)
     for module, name, buffer in buffers:

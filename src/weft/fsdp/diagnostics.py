@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.control import agree, host_group
-from weft.comm.groups import group_of
+from weft.comm.groups import group_of, host_group
+from weft.comm.watch.control import agree
 from weft.fsdp.gradients.norms import squared_norms
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_under
@@ -142,7 +142,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         parameter = group.sharded_parameters[number]
         known |= {id(parameter), id(group.full_parameters[number])}
         tensors += [(name, units[id(group)], what, each) for what, each in _both(parameter)]
-    order = {}
+    order: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         order[name] = len(order)
         if id(parameter) not in known:

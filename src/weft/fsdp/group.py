@@ -262,7 +262,7 @@ class ParameterGroup:
         with torch.no_grad():
             full = channels.weights.take(self.transient)
             if self.piece is not None and self.piece.held:
-                return self.piece.gather_into(full, channels.gather)
+                return self.piece.gather_into(full, channels.gather, self.channel)
             source = self.model_weight.local
             if not self.refreshes:
                 self._gathered_from = self.version
@@ -292,17 +292,19 @@ class ParameterGroup:
             return
         self.await_refresh()
         lane = channels.outer if self.model_weight.axes else channels.gather
-        uploaded = None
+        uploaded, copy = None, None
         with torch.no_grad():
             own = self.model_weight.part(self.placements.optimizer).local
             if self.offload is not None:  # on the lane of the gather, which so comes behind it
                 staging = self._take_staging(channels)
                 self._upload = uploaded = lane.run(collectives.upload, own, self.main_weight.local, staging)
             elif own.data_ptr() != self.main_weight.local.data_ptr():
-                own.copy_(self.main_weight.local)
+                copy = functools.partial(own.copy_, self.main_weight.local)
             gathered = self.model_weight.gather_in_place(
-                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel
+                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel, prepare=copy
             )
+            if gathered is None and copy is not None:
+                copy()
             self._refreshing = gathered or uploaded
         self._gathered_from = self.version
 

@@ -30,9 +30,9 @@ class PostForwardPiece:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
 
-    def gather_into(self, full: torch.Tensor, lane: Lane) -> Ticket:
+    def gather_into(self, full: torch.Tensor, lane: Lane, channel: int) -> Ticket:
         """Start filling the gathered weights from the pieces of the group."""
-        return lane.run(collectives.all_gather, full, self.transient.tensor, self._group)
+        return lane.run(collectives.all_gather, full, self.transient.tensor, self._group, channel=channel)
 
     def drop(self) -> None:
         """Give the memory back."""

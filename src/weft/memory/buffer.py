@@ -119,11 +119,17 @@ class FlatBuffer:
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
     def gather_in_place(
-        self, inner: tuple[Placement, ...], lane: Lane, through: Through, *, channel: int
+        self,
+        inner: tuple[Placement, ...],
+        lane: Lane,
+        through: Through,
+        *,
+        channel: int,
+        prepare: Callable[[], Any] | None = None,
     ) -> Ticket | None:
         """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first.
 
-        `through`: the communicator for the ranks of a mesh axis.
+        `through`: the communicator for the ranks of a mesh axis. `prepare`: what fills the part that lies here, first.
         """
         ticket = None
         axes = sharded_axes(inner)
@@ -131,8 +137,10 @@ class FlatBuffer:
             outer = tuple(Replicate() if axis == axes[-1] else inner[axis] for axis in range(len(inner)))
             whole, part = self.part(outer).local, self.part(inner).local
             group = through(group_of(self.mesh, axes[-1]))
-            ticket = lane.run(collectives.all_gather, whole, part, group, channel=channel, after=ticket)
-            inner, axes = outer, axes[:-1]
+            ticket = lane.run(
+                collectives.all_gather, whole, part, group, channel=channel, after=ticket, prepare=prepare
+            )
+            inner, axes, prepare = outer, axes[:-1], None
         return ticket
 
     def reduce_into(
@@ -154,11 +162,11 @@ class FlatBuffer:
         `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on. `order`: of `Lane.run`.
         """
         group = group_of(self.mesh, axis)
-        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, **order}
+        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, "inbox": inbox, **order}
         reduction: Callable[..., Any] = collectives.all_reduce
         if output.placements[axis].is_shard():
             reduction = collectives.reduce_scatter
-            options |= {"inbox": inbox, "sum_only": sum_only}
+            options["sum_only"] = sum_only
         if through is None:
             return lane.run(reduction, output.local, self.local, group, **options)
         return lane.run(collectives.reduce_through, *through, reduction, output.local, self.local, group, **options)

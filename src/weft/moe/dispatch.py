@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.collectives import all_to_all, all_to_all_counts
-from weft.comm.groups import group_of, twin_group
+from weft.comm.groups import group_of, next_channel, twin_group
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.lookout import keep_lookout
+from weft.comm.watch.lookout import keep_lookout
 from weft.moe.permutation import Permutation
 from weft.moe.require import require_size
 
@@ -150,6 +150,7 @@ class AllToAll:
         self.experts = range(rank * local, (rank + 1) * local)
         self.group = group
         self._counts_group = group if dist.get_backend(group) == "gloo" else twin_group(group)
+        self._channel = next_channel(group)
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
         keep_lookout()
 
@@ -161,7 +162,7 @@ class AllToAll:
         lane, _ = self._lanes_of(counts.device)
         received = torch.empty_like(counts)
         host = torch.empty(2, counts.numel(), dtype=counts.dtype, pin_memory=counts.is_cuda)
-        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group)
+        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self._channel)
         return _ExchangeHandle(self.size, counts, received, host, ticket)
 
     def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
@@ -184,7 +185,8 @@ class AllToAll:
         rows = rows.detach().contiguous()
         output = rows.new_empty(sum(arriving), *rows.shape[1:])
         _, lane = self._lanes_of(rows.device)
-        return Arrival(output, lane.run(all_to_all, output, rows, arriving, leaving, self.group), rows)
+        ticket = lane.run(all_to_all, output, rows, arriving, leaving, self.group, channel=self._channel)
+        return Arrival(output, ticket, rows)
 
     def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
         if device not in self._lanes:

@@ -46,7 +46,7 @@ def _read(counters: dict[str, Tensor], reset: bool, group: Ranks) -> dict[str, T
     else:
         groups = [group] if group is not None else []
     for each in groups:
-        reduce_now(total, dist.ReduceOp.SUM, each)
+        reduce_now(total, dist.ReduceOp.SUM, each, "statistics of experts")
     if reset:
         for counter in counters.values():
             counter.zero_()

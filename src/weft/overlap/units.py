@@ -112,9 +112,12 @@ class ModelUnits:
         if self.runtime is None:
             return
         self.runtime.reductions.more_to_come = not last
+        if around.step.direction == BACKWARD and around.step.slot == "head":
+            for unit in self.outside:
+                self.runtime.reductions.offer_main_gradients(unit)
         for unit, hold in around.acquire:
             self.runtime.visit(unit, hold)
-            if around.step.direction == BACKWARD or unit in self.outside:
+            if around.step.direction == BACKWARD:
                 self.runtime.reductions.offer_main_gradients(unit)
             if around.step.direction == FORWARD:  # its weights stay where they are until the backward
                 unit.calls.add(self if unit in self.outside else graph)

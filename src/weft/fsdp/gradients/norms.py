@@ -51,7 +51,7 @@ class ModelRanks:
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """All-reduce small `values` in place over the ranks."""
         for axis in self.axes:
-            reduce_now(values, op, group_of(self.mesh, axis))
+            reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values
 
     def _spans(self, group: ParameterGroup) -> bool:
@@ -92,7 +92,7 @@ def gradient_norm(
     totals = ranks.combine(torch.stack(shares), op)
     for total, slices in zip(totals, pieces):
         if slices is not None:
-            reduce_now(total, op, slices)
+            reduce_now(total, op, slices, "a norm of the model")
     if others:
         each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
         totals = torch.cat([totals, each if infinite else each.pow(norm_type)])
@@ -139,6 +139,6 @@ def squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None
     amounts = torch.tensor([shares, present], dtype=torch.float64).to(device)
     values = torch.stack([squares * amounts[0], amounts[1]])
     for each in slices:
-        reduce_now(values, dist.ReduceOp.SUM, each)
+        reduce_now(values, dist.ReduceOp.SUM, each, "norms of the model")
     found, holders = ranks.combine(values, dist.ReduceOp.SUM).tolist()
     return [square if count else None for square, count in zip(found, holders)]

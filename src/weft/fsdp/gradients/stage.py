@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Placement
 
-from weft.comm.collectives import inbox_numel
+from weft.comm.collectives import all_reduce_inbox_numel, inbox_numel
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
@@ -36,7 +36,8 @@ class GradientStage:
         pieces = math.prod(plan.mesh.size(sharded) for sharded in sharded_axes(placements))
         self._numel = plan.layout.numel // pieces
         self._memory: dict[torch.dtype, Transient] = {}
-        inbox = inbox_numel(self._numel, group_of(plan.mesh, axis), plan.device) if goal[axis].is_shard() else 0
+        needed = inbox_numel if goal[axis].is_shard() else all_reduce_inbox_numel
+        inbox = needed(self._numel, group_of(plan.mesh, axis), plan.device)
         self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
         self._inbox.settle()
         self._hooked: torch.Tensor | None = None

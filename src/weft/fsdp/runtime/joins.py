@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
-from weft.comm.lookout import Lookout, keep_lookout
+from weft.comm.watch.agreement import Agreement
+from weft.comm.watch.lookout import Lookout, keep_lookout
 from weft.fsdp.channels import Channels
-from weft.fsdp.runtime.agreement import Agreement
 from weft.fsdp.unit import Unit
 
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from weft.comm.groups import check_alive
+from weft.comm.watch.agreement import Agreement
 from weft.fsdp.channels import Channels, separate_gathers
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.runtime.agreement import Agreement
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -65,7 +66,8 @@ class Runtime:
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
         self.prefetch = Prefetch(self.channels.weights, options.prefetch_bytes)
-        self._agreement = Agreement(options.check_collectives)
+        channel = min((group.channel for unit in units for group in unit.groups), default=0)
+        self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
             self.channels,
             most_alive=options.max_live_reduce_buffers,
@@ -77,7 +79,6 @@ class Runtime:
         self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self.prefetch.units = self._units
-        self._world = dist.group.WORLD
         self._depth = 0
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
@@ -147,11 +148,7 @@ class Runtime:
             each.free()
 
     def _begin_entry(self) -> None:
-        if self._world is not dist.group.WORLD:
-            raise RuntimeError(
-                "the process group that this model was sharded over is gone: shard a new model after "
-                "init_process_group, and load a checkpoint into it"
-            )
+        check_alive(self._process_groups())
         if self.passes.current is Pass.FAILED:
             self._recover()
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from weft.comm.control import agree
 from weft.comm.groups import exchange_objects
-from weft.comm.lookout import CollectiveMismatch
+from weft.comm.watch.control import agree
+from weft.comm.watch.mismatch import CollectiveMismatch, mismatch
 
 _WORD = 62
 
@@ -33,10 +33,14 @@ class Agreed:
 
 
 class Agreement:
-    """The log of one backward's collectives, and what the ranks agree on at its end."""
+    """The log of one backward's collectives, and what the ranks agree on at its end.
 
-    def __init__(self, check: bool) -> None:
+    `channel`: keeps the words of one model apart from those of another over the same groups.
+    """
+
+    def __init__(self, check: bool, channel: int = 0) -> None:
         self._check = check
+        self._channel = channel
         self._log: list[tuple[int, str, int]] = []
 
     def note(self, unit: int, operation: str, nbytes: int) -> None:
@@ -50,7 +54,7 @@ class Agreement:
 
     def same_structure(self, units: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
         """Raise CollectiveMismatch where ranks have different units; each string says all of one unit."""
-        (high, low), _ = agree(_both_ways(_fingerprint(units)), [], groups, "first pass")
+        (high, low), _ = agree(_both_ways(_fingerprint(units)), [], groups, "first pass", channel=self._channel)
         if high == -low:
             return
         for group in groups:
@@ -58,15 +62,12 @@ class Agreement:
             for position in range(max(len(theirs) for _, theirs in everyone)):
                 said = {rank: theirs[position] if position < len(theirs) else "nothing" for rank, theirs in everyone}
                 if len(set(said.values())) > 1:
-                    listed = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
-                    raise CollectiveMismatch(
-                        f"ranks have different units ({listed}): build the same model on every rank"
-                    )
-        raise CollectiveMismatch("ranks of another process group have different units: build the same model everywhere")
+                    raise mismatch("have different units", said, "build the same model on every rank")
+        raise mismatch("of another process group have different units", {}, "build the same model on every rank")
 
     def order(self, mine: list[int], groups: Sequence[dist.ProcessGroup]) -> list[int]:
         """One order of reductions for all ranks: that of the first, with what it lacks where others have it."""
-        (high, low), _ = agree(_both_ways(_fingerprint(mine)), [], groups, "first backward")
+        (high, low), _ = agree(_both_ways(_fingerprint(mine)), [], groups, "first backward", channel=self._channel)
         if high == -low:
             return mine
         for group in groups:
@@ -95,10 +96,11 @@ class Agreement:
             [*flags, *_packed([number in out_of_turn for number in range(len(names))])],
             groups,
             "end of a backward",
+            channel=self._channel,
         )
         if highest[0] != -highest[1]:
             logs = [dict(exchange_objects((dist.get_rank(), log), group)) for group in groups]
-            raise CollectiveMismatch(_difference(logs, names))
+            raise _difference(logs, names)
         any_waiting = _unpacked(union[len(flags) :], len(names))
         return Agreed(
             _unpacked(union[: len(flags)], len(present)),
@@ -136,16 +138,16 @@ def _merged(orders: Sequence[list[int]]) -> list[int]:
     return merged
 
 
-def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> str:
-    """The first place where logs part, as a sentence."""
+def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> CollectiveMismatch:
+    """The first place where logs part."""
     rule = "every rank must run the same units in the same order"
     for logs in logs_by_group:
         for position in range(max(map(len, logs.values()))):
             entries = {rank: log[position] if position < len(log) else None for rank, log in logs.items()}
             if len(set(entries.values())) > 1:
-                said = "; ".join(f"rank {rank}: {_spoken(entry, names)}" for rank, entry in entries.items())
-                return f"ranks issued different collectives, first at position {position} of this step ({said}): {rule}"
-    return f"ranks of another process group issued different collectives: {rule}"
+                said = {rank: _spoken(entry, names) for rank, entry in entries.items()}
+                return mismatch(f"issued different collectives, first at position {position} of this step", said, rule)
+    return mismatch("of another process group issued different collectives", {}, rule)
 
 
 def _spoken(entry: tuple[int, str, int] | None, names: Sequence[str]) -> str:

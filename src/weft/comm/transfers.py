@@ -1,0 +1,163 @@
+"""Transfers on the CPU that begin when something else has ended, and the threads that see to it.
+
+    what is asked for                            begins
+    -------------------------------------------  ---------------------------------------------------------
+    a collective behind nothing                  at once, on the thread that asks
+    a collective behind another                  when that has ended, on a thread of the crew
+    the second round of a collective             when the first has ended, on a thread of the crew
+    any of them, while an earlier one of the     behind that one: messages of one tag pair in the order
+      same ranks and tag has not begun             in which they are sent, which is so the same on all ranks
+
+Nobody has to wait for any of them to go on. Who does end them is whoever waits first.
+"""
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+
+from weft.comm.collectives import Pending
+
+GOODBYE_S = 2.0
+"""How long the end of a process waits for threads that wait for transfers."""
+
+
+class Transfer:
+    """One collective on its way; ended once, by whoever waits first."""
+
+    def __init__(self, start: Callable[[], Pending], key: Hashable, after: "Transfer | None" = None) -> None:
+        """`key`: of what begins in order."""
+        self._key = key
+        self._lock = threading.RLock()
+        self._under_way = threading.Event()
+        """Its last transfers have begun, or it has failed."""
+        self._pending: Pending | None = None
+        self._failure: BaseException | None = None
+        needs = after.complete if after is not None and not after._ends_at_once() else None
+        _in_turn(key, needs, lambda: self._begin(start()), self._fail)
+
+    def _begin(self, pending: Pending) -> None:
+        if (second := pending.second) is None:
+            self._pending = pending
+            self._under_way.set()
+        else:
+            _in_turn((self._key, 2), Pending(pending.works).complete, lambda: self._begin(second()), self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._under_way.set()
+
+    def _ends_at_once(self) -> bool:
+        """Whether nothing needs to be waited for any more; then it has ended."""
+        pending = self._pending
+        if not self._under_way.is_set() or self._failure is not None or (pending is not None and pending.works):
+            return False
+        self.complete()
+        return True
+
+    def complete(self) -> None:
+        """Wait for its end. Raises what a transfer raised."""
+        self._under_way.wait()
+        with self._lock:
+            pending, self._pending = self._pending, None
+            if self._failure is None and pending is not None:
+                try:
+                    pending.complete()
+                except BaseException as error:
+                    self._failure = error
+            if self._failure is not None:
+                raise self._failure
+
+    def abandon(self, timeout: timedelta) -> None:
+        """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        if not self._under_way.wait(timeout.total_seconds()):
+            return
+        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            return
+        try:
+            pending, self._pending = self._pending, None
+            for work in pending.works if pending is not None else ():
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timeout)
+        finally:
+            self._lock.release()
+
+
+class _Crew:
+    """Threads for what waits: as many as there are waits at once."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+
+    def start(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                if not self._threads:
+                    atexit.register(self.leave)
+                thread = threading.Thread(target=self._serve, name="weft-transfers", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # and what it keeps alive
+                with self._lock:
+                    self._idle += 1
+
+    def leave(self) -> None:
+        """The interpreter goes: end the threads."""
+        deadline = time.monotonic() + GOODBYE_S
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+
+
+_crew = _Crew()
+_turns: dict[Hashable, threading.Event] = {}
+"""Of each key, whether the last that was put off has begun."""
+_turns_lock = threading.Lock()
+
+
+def _in_turn(
+    key: Hashable, needs: Callable[[], None] | None, start: Callable[[], None], fail: Callable[[BaseException], None]
+) -> None:
+    """`start()` now, or on the crew when `needs()` has returned and all earlier ones of the key have started."""
+    with _turns_lock:
+        before = _turns.get(key)
+        if needs is not None or before is not None:
+            mine = _turns[key] = threading.Event()
+    if needs is None and before is None:
+        start()
+        return
+
+    def job() -> None:
+        try:
+            if needs is not None:
+                needs()
+            if before is not None:
+                before.wait()
+            start()
+        except BaseException as error:  # belongs to whoever waits for the result
+            fail(error)
+        finally:
+            with _turns_lock:
+                if _turns[key] is mine:
+                    del _turns[key]
+            mine.set()
+
+    _crew.start(job)

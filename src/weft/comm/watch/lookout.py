@@ -1,0 +1,357 @@
+"""Who waits for what: a process' waits are watched, so that ranks that wait for each other for ever find out.
+
+Each collective has a key that is the same on all ranks, and a number: how many of that key this rank has issued. A rank
+that has waited for a while says in the job's store what it waits for and what it has issued. `rules` has who is stuck
+then, and what an exception or the end of a program mean. Of the stuck ranks
+
+    one lacks what another waits for, and can take part in it      it takes part
+    none can                                                       CollectiveMismatch, on every one that waits in weft
+
+What a rank says may be old, where its thread got no time. So whoever finds ranks stuck asks a question, and counts only
+what was said after it: a rank that says the same then has waited all the time.
+
+While nobody waits long this costs two assignments per wait and a look every tenth of a second.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.watch import rules
+from weft.comm.watch.mismatch import CollectiveMismatch, mismatch
+from weft.comm.watch.rules import Picture, State
+
+DELAY_S = 0.1
+"""How long a wait lasts before the rank speaks of it."""
+SLOWEST_S = 0.5
+"""The longest time between two looks."""
+EXPLAINED_S = 2.0
+"""How long a rank whose wait was broken looks for somebody who says why."""
+GOODBYE_S = 10.0
+"""How long the end of a process waits for the thread."""
+BREAK_TAG = 98
+"""Of the message that nobody sends."""
+
+_RULE = "every rank must run the same units and passes, and as many microbatches"
+
+
+@dataclass(frozen=True)
+class Call:
+    """The `number`-th collective of a `key` over `group`; `name`: what a person calls it."""
+
+    key: str
+    number: int
+    name: str
+    group: Any
+
+
+class Lookout:
+    """Watches the waits of this process in one world."""
+
+    made = 0
+    """Of earlier worlds, which may have left what they said in the same store."""
+
+    def __init__(self) -> None:
+        Lookout.made += 1
+        self.world = dist.group.WORLD
+        self.verdict = ""
+        self.joins = 0
+        """In how many collectives this rank took part only because others waited for it."""
+        self.subject = ""
+        """The unit that collectives now belong to."""
+        self._prefix = f"weft/lookout/{Lookout.made}/"
+        self._store = dist.distributed_c10d._get_default_store()
+        self._rank = dist.get_rank()
+        self._world_ranks = range(dist.get_world_size())
+        self._issued: dict[str, int] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}
+        self._joinable: dict[str, Callable[[], bool]] = {}
+        self._call: Call | None = None
+        self._since = 0.0
+        self._token = 0
+        self._waiter = threading.get_ident()
+        self._failed = ""
+        self._said = ""
+        self._place_token = ""
+        self._before: dict[int, State] | None = None
+        self._unchanged_since = 0.0
+        self._question = 0
+        self._lock = threading.RLock()
+        self._saying = threading.Lock()
+        self._process = os.getpid()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="weft-lookout", daemon=True)
+        self._thread.start()
+
+    # --- what this rank does ------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise CollectiveMismatch if this rank was told of one."""
+        if self.verdict:
+            raise CollectiveMismatch(self.verdict)
+
+    def issue(self, key: str, name: str, group: Any) -> Call:
+        """Count a collective. Raises CollectiveMismatch if an earlier one never ended."""
+        self.check()
+        if group not in self._ranks:
+            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        with self._lock:
+            number = self._issued[key] = self._issued.get(key, 0) + 1
+        return Call(key, number, name, group)
+
+    def can_join(self, key: str, join: Callable[[], bool]) -> None:
+        """`join()` takes part in the next collective of `key` without using it, and says whether it could."""
+        self._joinable[key] = join
+
+    def begin_pass(self) -> None:
+        """A forward begins: an earlier failure is over."""
+        self._failed = ""
+
+    def fail(self, what: str) -> None:
+        """This rank left a pass by an exception; of nested calls the innermost says so first.
+
+        It is said at once: others whose waits break because the process goes ask for the reason then.
+        """
+        if self._failed:
+            return
+        self._failed = what
+        with contextlib.suppress(RuntimeError):  # the store went with the job
+            self._say(State("failed", what, dict(self._issued), token=str(self._token)))
+
+    @contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """Around a wait for `call`. Raises CollectiveMismatch if it never ends."""
+        self.check()
+        outer = self._call
+        self._waiter, self._since = threading.get_ident(), time.monotonic()
+        self._token += 1
+        self._call = call
+        try:
+            yield
+        except CollectiveMismatch:
+            raise
+        except RuntimeError as error:
+            self._explain(error, call)
+            raise
+        finally:
+            with self._lock:
+                self._call = outer
+                self._token += 1
+
+    def _explain(self, error: RuntimeError, call: Call) -> None:
+        """A wait was broken: by this lookout, or by another rank's, or because a rank has gone."""
+        deadline = time.monotonic() + EXPLAINED_S
+        while not self.verdict:
+            self.verdict = self._read("verdict") or self._of_who_left(call)
+            if self.verdict or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if self.verdict:
+            raise CollectiveMismatch(self.verdict) from error
+        error.add_note(f"this rank ({self._rank}) waited for {call.name}")
+
+    def _of_who_left(self, call: Call) -> str:
+        states = {rank: self._state_of(rank) for rank in self._ranks[call.group] if rank != self._rank}
+        for doing in ("ended", "failed"):
+            left = {rank: state.name for rank, state in states.items() if state and state.doing == doing}
+            if left:
+                said = sorted({self._rank: call.name, **left}.items())
+                return str(mismatch("wait for different things", dict(said), _RULE))
+        return ""
+
+    def leave(self) -> None:
+        """The program or its world ends: the thread says so and ends before the interpreter, which would abort."""
+        if os.getpid() != self._process:  # a fork of it ends
+            return
+        self._over.set()
+        self._thread.join(GOODBYE_S)
+
+    # --- what the thread does -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        pause = DELAY_S
+        with contextlib.suppress(Exception):  # the store went with the job
+            while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
+                quick = self._look()
+                pause = DELAY_S / 2 if quick else min(pause * 1.5, SLOWEST_S) if self._said else DELAY_S
+            if not self.verdict:
+                self._say(State("ended", self._last_words(), dict(self._issued)))
+
+    def _last_words(self) -> str:
+        error = getattr(sys, "last_value", None) if self._over.is_set() else None
+        if error is not None:
+            return f"its program ended by {type(error).__name__}: {error}"
+        return f"{self._failed}, then its program ended" if self._failed else "its program ended"
+
+    def _look(self) -> bool:
+        """Say what this rank waits for, and see whether others wait for ever with it; whether to look again soon."""
+        mine = self._state()
+        if mine is None:
+            self._before = None
+            self._say(None)
+            return False
+        mine = replace(mine, heard=self._store.add(f"{self._prefix}question", 0))
+        self._say(mine)
+        if mine.doing != "waits":
+            return False
+        picture = Picture(lambda rank: mine if rank == self._rank else self._state_of(rank), self._world_ranks)
+        stuck = picture.stuck_with(self._rank)
+        unheard = {rank: replace(state, heard=0) for rank, state in stuck.items()}
+        if not stuck or unheard != self._before:
+            self._before, self._unchanged_since, self._question = unheard or None, time.monotonic(), 0
+            return bool(stuck)
+        if self._take_part(stuck):
+            return True
+        if time.monotonic() - self._unchanged_since > rules.patience(stuck.values()):
+            if not self._question:
+                self._question = self._store.add(f"{self._prefix}question", 1)
+            elif all(state.heard >= self._question or state.doing == "ended" for state in stuck.values()):
+                self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
+        return True
+
+    def _state(self) -> State | None:
+        """What this rank says, if it does not move."""
+        call, issued = self._call, dict(self._issued)
+        before = f"{self._failed}, then " if self._failed else ""
+        if call is not None:
+            if time.monotonic() - self._since < DELAY_S:
+                return None
+            ranks = self._ranks[call.group]
+            return State("waits", before + call.name, issued, call.key, call.number, ranks, str(self._token))
+        place, token = self._place()
+        if place and token == self._place_token:
+            return State("elsewhere", before + place, issued, token=token)
+        self._place_token = token if place else ""
+        return State("failed", self._failed, issued, token=str(self._token)) if self._failed else None
+
+    def _place(self) -> tuple[str, str]:
+        """Where a thread that waits in weft, or the main one, waits in a collective outside of it."""
+        for thread in dict.fromkeys((self._waiter, threading.main_thread().ident)):
+            # All frames in a local variable would be a circle, which keeps everybody's local variables.
+            frame = sys._current_frames().get(thread or 0)
+            if place := _place_outside(frame):
+                return place, f"{id(frame)}/{frame.f_lasti if frame is not None else 0}/{self._token}"
+        return "", ""
+
+    def _say(self, state: State | None) -> None:
+        text = json.dumps(state.words()) if state is not None else ""
+        with self._saying:
+            if text != self._said:
+                self._store.set(f"{self._prefix}{self._rank}", text)
+                self._said = text
+
+    def _read(self, name: str) -> str:
+        key = f"{self._prefix}{name}"
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except RuntimeError:  # the store went with the job
+            return ""
+
+    def _state_of(self, rank: int) -> State | None:
+        text = self._read(str(rank))
+        return rules.state_from(json.loads(text)) if text else None
+
+    def _take_part(self, stuck: dict[int, State]) -> bool:
+        """Join what others wait for and this rank has not issued; whether there was any."""
+        with self._lock:
+            if self._call is None:
+                return False
+            wanted = [
+                state.key
+                for state in stuck.values()
+                if self._rank in state.ranks and self._issued.get(state.key, 0) < state.number
+            ]
+            joined = [key for key in dict.fromkeys(wanted) if key in self._joinable and self._joinable[key]()]
+            self.joins += len(joined)
+            return bool(joined)
+
+    def _judge(self, mine: State, verdict: str) -> None:
+        """The wait of which this rank has spoken never ends."""
+        with self._lock:
+            call = self._call
+            if call is None or mine.token != str(self._token):
+                return
+            self.verdict = verdict
+        self._store.set(f"{self._prefix}verdict", verdict)
+        _break_waits(call.group)
+
+
+def _break_waits(group: Any) -> None:
+    """End every wait for messages of `group` on this rank, and on its peers: a receive that times out closes all.
+
+    Who waits for a device asks for the verdict himself.
+    """
+    peer = (group.rank() + 1) % group.size()
+    try:
+        if group._get_backend(torch.device("cpu")).name() == "gloo":
+            group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return
+
+
+def _place_outside(frame: Any) -> str:
+    """Where a thread waits in a collective outside of weft: the call of torch.distributed, and who made it."""
+    inside = os.path.dirname(dist.__file__)
+    if frame is None or not frame.f_code.co_filename.startswith(inside):
+        return ""
+    torch_folder, name = os.path.dirname(inside), ""
+    while frame is not None and frame.f_code.co_filename.startswith(torch_folder):
+        if frame.f_code.co_name != "wrapper":  # torch's logging around each collective
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else name
+
+
+_current: Lookout | None = None
+
+
+def lookout() -> Lookout | None:
+    """The lookout of this world, if anybody asked for one."""
+    if _current is not None and _current.world is dist.group.WORLD:
+        return _current
+    return None
+
+
+def keep_lookout() -> Lookout:
+    """The lookout of this world, from now on."""
+    global _current
+    if lookout() is None:
+        if _current is not None:
+            _current.leave()
+        else:
+            atexit.register(_leave)
+        _current = Lookout()
+    assert _current is not None
+    return _current
+
+
+def _leave() -> None:
+    if _current is not None:
+        _current.leave()
+
+
+def watched(call: Call | None) -> AbstractContextManager:
+    """Around a wait for `call`, if there is a lookout."""
+    watch = lookout()
+    return nullcontext() if call is None or watch is None else watch.waiting(call)
+
+
+def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
+    """Around a collective that this rank waits for where it begins it. `kind`: what may pair with what; `name`: what a
+    person calls it."""
+    watch = lookout()
+    if watch is None or group.size() == 1:
+        return nullcontext()
+    return watch.waiting(watch.issue(f"{group.group_name}/{kind}", name, group))

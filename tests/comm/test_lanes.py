@@ -1,0 +1,185 @@
+"""What lanes order: behind the computation, behind each other, and apart from other channels."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import distributed
+from weft.comm import collectives, transfers
+from weft.comm.collectives import Pending, all_reduce_inbox_numel
+from weft.comm.lanes import Lane
+from weft.comm.timeline import Timeline, labelled, span
+from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.mismatch import CollectiveMismatch
+
+CPU = torch.device("cpu")
+PATIENCE_S = 60
+
+
+def until(said) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not said():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Gate:
+    """A transfer that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def wait(self) -> None:
+        assert self.open.wait(PATIENCE_S)
+
+    def begin(self, tag: int) -> Pending:
+        return Pending([self])
+
+
+def test_what_comes_after_another_ticket_begins_when_that_has_ended_and_before_anybody_waits():
+    events, gate = [], Gate()
+    begun = threading.Event()
+
+    def first(tag: int) -> Pending:
+        events.append("first begins")
+        return Pending([gate], lambda: events.append("first ends"))
+
+    def second(tag: int) -> Pending:
+        events.append("second begins")
+        begun.set()
+        return Pending()
+
+    one = Lane("outer", CPU).run(first)
+    other = Lane("gather", CPU).run(second, after=one, prepare=lambda: events.append("cast"))
+    events.append("computation")
+    gate.open.set()
+    assert begun.wait(PATIENCE_S)
+    other.wait()
+    one.wait()
+    assert events == ["first begins", "computation", "first ends", "cast", "second begins"]
+
+
+def test_after_a_ticket_that_has_ended_everything_begins_at_once():
+    lane, events = Lane("gather", CPU), []
+    one = lane.run(lambda tag: Pending(finish=lambda: events.append("first")))
+    lane.run(lambda tag: events.append("second") or Pending(), after=one)
+    assert events == ["first", "second"]
+
+
+def test_a_collective_never_overtakes_one_of_its_channel_that_has_not_begun():
+    lane, gate, events = Lane("gather", CPU), Gate(), []
+    late = lane.run(lambda tag: events.append("late") or Pending(), channel=1, after=lane.run(gate.begin))
+    behind = lane.run(lambda tag: events.append("behind") or Pending(), channel=1)
+    beside = lane.run(lambda tag: events.append("beside") or Pending(), channel=2)
+    assert events == ["beside"]
+    gate.open.set()
+    for ticket in (behind, beside, late):
+        ticket.wait()
+    assert events == ["beside", "late", "behind"] and not transfers._turns
+
+
+def test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it():
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("the wire is cut")
+
+    lane = Lane("gather", CPU)
+    first = lane.run(lambda tag: Pending([Broken()]))
+    second = lane.run(lambda tag: Pending(), after=first)
+    for ticket in (second, first):
+        with pytest.raises(RuntimeError, match="the wire is cut"):
+            ticket.wait()
+
+
+def test_an_error_while_preparing_is_the_callers():
+    def fail() -> None:
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        Lane("gather", CPU).run(lambda tag: Pending(), prepare=fail)
+
+
+@distributed(4)
+def test_an_outer_gather_and_the_inner_one_behind_it_run_beside_the_computation():
+    """As with weights cut over two axes: pairs gather over the outer axis, then all over the shard axis."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    outer, inner = Lane("outer", CPU), Lane("gather", CPU)
+    full = torch.zeros(4, 5000)  # by shard, then by outer rank
+    mine = full.view(2, -1)[rank % 2]
+    with Timeline() as timeline:
+        with labelled("unit"):
+            own = mine.view(2, -1)[rank // 2]
+            first = outer.run(collectives.all_gather, mine, own, pairs[rank % 2], prepare=lambda: own.fill_(rank + 1.0))
+            second = inner.run(collectives.all_gather, full.view(-1), mine, rows[rank // 2], after=first)
+        with span("compute"):
+            until(lambda: any(each.lane == "gather" and each.end is not None for each in timeline._entries))
+        second.wait()
+    outside, computed, inside = timeline.intervals()[:3]
+    assert (outside.lane, inside.lane, inside.label) == ("outer", "gather", "unit")
+    assert outside.end <= inside.issued < inside.end <= computed.end, "nobody has waited"
+    assert full.mean(1).tolist() == [1, 3, 2, 4]
+
+
+@distributed(4)
+def test_the_second_round_of_an_all_reduce_runs_beside_the_computation_and_in_order():
+    group, lane = dist.group.WORLD, Lane("reduce", CPU)
+    partials = [torch.full((1000,), float(dist.get_rank() + number)) for number in range(3)]
+    outputs = [torch.zeros(1000) for _ in partials]
+    with Timeline() as timeline:
+        tickets = []
+        for partial, output in zip(partials, outputs):
+            inbox = torch.empty(all_reduce_inbox_numel(1000, group, CPU))
+            options = {"scale": 0.25, "accumulate": True, "inbox": inbox}
+            tickets.append(lane.run(collectives.all_reduce, output, partial, group, **options))
+        until(lambda: all(each.end is not None for each in timeline._entries))
+        assert not any(output.any() for output in outputs), "that is for whoever waits"
+        for ticket in reversed(tickets):
+            ticket.wait()
+    assert [output.unique().tolist() for output in outputs] == [[1.5], [2.5], [3.5]]
+
+
+@distributed(2, 4)
+def test_all_reduces_of_two_channels_do_not_pair_whatever_comes_first():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    lane, sums = Lane("reduce", CPU), {}
+    for channel in (1, 2) if rank % 2 else (2, 1):
+        partial, output = torch.full((9,), float(10**channel)), torch.empty(9)
+        inbox = torch.empty(all_reduce_inbox_numel(9, group, CPU))
+        options = {"scale": 1.0, "accumulate": False, "inbox": inbox, "channel": channel}
+        sums[channel] = output, lane.run(collectives.all_reduce, output, partial, group, **options)
+    for channel, (output, ticket) in sums.items():
+        ticket.wait()
+        assert output.unique().tolist() == [ranks * 10.0**channel]
+
+
+@distributed(4)
+def test_low_precision_all_reduces_neither_overflow_nor_lose_more_than_one_rounding():
+    group, lane = dist.group.WORLD, Lane("reduce", CPU)
+    for dtype, value in ((torch.float16, 40_000.0), (torch.bfloat16, 1.0078125)):
+        partial, output = torch.full((33,), value, dtype=dtype), torch.empty(33)
+        inbox = partial.new_empty(all_reduce_inbox_numel(33, group, CPU))
+        lane.run(collectives.all_reduce, output, partial, group, scale=0.25, accumulate=False, inbox=inbox).wait()
+        assert output.unique().tolist() == [partial[0].item()] == [torch.tensor(value, dtype=dtype).item()]
+
+
+class NeverComes:
+    """An event of a device."""
+
+    def query(self) -> bool:
+        return False
+
+
+@distributed(2)
+def test_the_host_s_wait_for_a_device_ends_by_what_the_lookout_finds():
+    watch = keep_lookout()
+    ticket = Lane("counts", CPU).run(lambda tag: Pending())
+    ticket._event, ticket._call = NeverComes(), watch.issue("counts", "counts", dist.group.WORLD)
+    threading.Timer(0.2, lambda: setattr(watch, "verdict", "ranks wait for different things")).start()
+    with pytest.raises(CollectiveMismatch, match="different things"):
+        ticket.synchronize()
+    ticket._event = None
