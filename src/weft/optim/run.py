@@ -2,7 +2,8 @@
 
 main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
-its flat parameter                 a view of what lies here, a plain tensor: what an optimizer's step works on
+its flat parameter                 a view of what lies here, a plain tensor: what an optimizer's step works on;
+                                   one unused element where nothing lies here, which kernels for many tensors mind less
 `.grad` of it                      a DTensor over all ranks: gradient scalers and norms see the whole
 `.grad` of it in a step            a view of what lies here of the main gradients, as the parameter is
 """
@@ -66,7 +67,7 @@ class FlatRun:
         """Where each member's part lies in the flat parameter."""
         borders = (min(max(border * piece, self._start), self._stop) - self._start for border in range(main.pieces + 1))
         self._cuts = Cuts((self._stop - self._start,), tuple(borders), main.axes)
-        self.flat = FlatParameter(main.within(self._start, self._stop))
+        self.flat = FlatParameter(_something(main.within(self._start, self._stop)))
         self.flat._run = weakref.ref(self)
         self._whole: UnevenDTensor | None = None
         self._here: torch.Tensor | None = None
@@ -109,7 +110,7 @@ class FlatRun:
         main = self.group.gradients.main
         self._in_step, self._has_gradient = True, main is not None and any(self.present)
         if self._here is None and main is not None:
-            self._here = main.within(self._start, self._stop)
+            self._here = _something(main.within(self._start, self._stop))
 
     def end_step(self) -> None:
         """The gradient is one over all ranks again; what the step wrote, the version counters know.
@@ -148,7 +149,7 @@ class FlatRun:
         def narrowed(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return value[start:stop] if value.dim() else value.clone()
+            return _something(value[start:stop]) if value.dim() else value.clone()
 
         return {key: narrowed(value) for key, value in state.items()}
 
@@ -172,3 +173,8 @@ def runs_of(group: ParameterGroup, names: Sequence[str], decays: Sequence[bool])
     for (decay, _, _), members in groupby(range(len(names)), key=kind):
         run = list(members)
         yield decay, FlatRun(group, run, [names[number] for number in run])
+
+
+def _something(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or one zero in place of an empty one."""
+    return tensor if tensor.numel() else tensor.new_zeros(1)
