@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.dtensor import rules
 from weft.fsdp import UnevenDTensor
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -151,6 +152,55 @@ def test_optimizer_state_is_cut_as_its_parameter_is():
         for value in (optimizer.state[parameter]["exp_avg"], parameter.grad):
             assert isinstance(value, UnevenDTensor)
             assert value.to_local().shape == parameter.to_local().shape
+
+
+class Seen:
+    """An operator that notes how many elements the tensors of its lists have."""
+
+    def __init__(self, func, sizes):
+        self.func, self.sizes, self._schema = func, sizes, func._schema
+
+    def __call__(self, *args, **kwargs):
+        lists = [value for value in args if isinstance(value, list)]
+        self.sizes += [[each.numel() for each in value if isinstance(each, torch.Tensor)] for value in lists]
+        return self.func(*args, **kwargs)
+
+
+@distributed(2, 4)
+def test_empty_parts_are_on_every_rank_and_stay_out_of_kernels_for_many_tensors(monkeypatch):
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    sizes, rule_of = [], rules.rule_of
+    monkeypatch.setattr(rules, "rule_of", lambda func: lambda _, *rest: rule_of(func)(Seen(func, sizes), *rest))
+    for model in (plain, sharded):
+        model(torch.ones(1)).backward()
+        for optimizer in (
+            torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, amsgrad=True),
+            torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+            torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
+        ):
+            optimizer.step()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    empty = [number for number, p in enumerate(sharded.parameters()) if not p.to_local().numel()]
+    with torch.no_grad():
+        roots = torch._foreach_mul(list(sharded.parameters()), [float(n) for n in range(len(SHAPES["mixed"]))])
+        scalars = torch.arange(len(roots), dtype=torch.float32)
+        torch._foreach_addcmul_(roots, roots, roots, scalars)
+    for number, (parameter, original, root) in enumerate(zip(sharded.parameters(), plain.parameters(), roots)):
+        assert isinstance(parameter.grad, UnevenDTensor)
+        assert parameter.grad.to_local().shape == parameter.to_local().shape
+        assert_same(parameter, original)
+        assert_same(parameter.grad, original.grad)
+        scaled = original.detach() * number
+        assert_same(root, scaled + number * scaled * scaled)
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, (len(empty), len(sizes)))
+    assert any(number for number, _ in counts), "no rank has an empty part"
+    assert any(number for _, number in counts), "no list was seen"
+    mixed = [each for each in sizes if 0 in each and any(each)]
+    assert not mixed, "empty parts beside others"
 
 
 @distributed(2)

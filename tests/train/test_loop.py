@@ -203,7 +203,7 @@ def diverging(path):
     """A rank of a run in whose first backward one parameter's gradient is no number; returns what it raises."""
     config = load_config(path)
     trainer = Trainer(config, Run(config.run.path, None), say=lambda line: None)
-    name, _ = list(trainer.model.named_parameters())[-1]
+    name = list(trainer.model.state_dict())[-1]
     passing = trainer._forward_backward
 
     def poisoned(microbatches):

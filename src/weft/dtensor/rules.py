@@ -530,8 +530,9 @@ def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     parents = parents_of(changed)
     if len(parents) != 1 or not all(isinstance(tensor, RuledDTensor) for tensor in changed):
         raise TypeError(
-            f"{func} changes {len(changed)} tensors, of {len(parents)} sharded ones, in a way that their cuts do not "
-            "allow: it can change one sharded tensor at a time; for a plain tensor read .full_tensor()"
+            f"{func} writes to several sharded tensors, in a way that their cuts do not allow: do it for one at a time"
+            if parents
+            else f"{func} writes values of a sharded tensor to one that is not: use its .full_tensor()"
         )
     (parent,) = parents
     whole = parent._gathered()

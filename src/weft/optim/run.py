@@ -66,7 +66,7 @@ class FlatRun:
         """Where each member's part lies in the flat parameter."""
         borders = (min(max(border * piece, self._start), self._stop) - self._start for border in range(main.pieces + 1))
         self._cuts = Cuts((self._stop - self._start,), tuple(borders), main.axes)
-        self.flat = FlatParameter(main.within(self._start, self._stop))
+        self.flat = FlatParameter(_something(main.within(self._start, self._stop)))
         self.flat._run = weakref.ref(self)
         self._in_step = False
         self._here: torch.Tensor | None = None
@@ -103,7 +103,7 @@ class FlatRun:
     def begin_step(self) -> None:
         """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
         self._in_step = True
-        self._here = self._window() if any(self.present) else None
+        self._here = _something(self._window()) if any(self.present) else None
 
     def end_step(self) -> None:
         """The gradient is one over all ranks again; what the step wrote, the version counters know.
@@ -145,7 +145,7 @@ class FlatRun:
         def narrowed(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return value[start:stop] if value.dim() else value.clone()
+            return _something(value[start:stop]) if value.dim() else value.clone()
 
         return {key: narrowed(value) for key, value in state.items()}
 
@@ -169,3 +169,8 @@ def runs_of(group: ParameterGroup, names: Sequence[str], decays: Sequence[bool])
     for (decay, _, _), members in groupby(range(len(names)), key=kind):
         run = list(members)
         yield decay, FlatRun(group, run, [names[number] for number in run])
+
+
+def _something(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or one zero in place of an empty one."""
+    return tensor if tensor.numel() else tensor.new_zeros(1)
