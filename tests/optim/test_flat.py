@@ -233,7 +233,7 @@ def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient():
 
 
 @distributed(4)
-def test_no_flat_tensor_of_a_step_is_empty(monkeypatch):
+def test_no_flat_tensor_of_a_step_is_empty():
     """Only matrices decay, so runs are short, and ranks hold nothing of some of them."""
     plain, model = make_alike(Branch)
     decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in plain.parameters()]
@@ -246,10 +246,11 @@ def test_no_flat_tensor_of_a_step_is_empty(monkeypatch):
             stepped.append((run.flat.numel(), run.flat.grad.numel()))
         end_step(run)
 
-    monkeypatch.setattr(FlatRun, "end_step", looking)
-    for both in (False, True, True):  # some have no gradient at first, which divides runs
-        step(plain, one, torch.ones(8, 5), both)
-        step(model, other, here(torch.ones(8, 5)), both)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatRun, "end_step", looking)
+        for both in (False, True, True):  # some have no gradient at first, which divides runs
+            step(plain, one, torch.ones(8, 5), both)
+            step(model, other, here(torch.ones(8, 5)), both)
     assert stepped and all(weights == gradients > 0 for weights, gradients in stepped)
     empty = torch.tensor(sum(not parameter.to_local().numel() for parameter in model.parameters()))
     dist.all_reduce(empty)

@@ -142,7 +142,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         parameter = group.sharded_parameters[number]
         known |= {id(parameter), id(group.full_parameters[number])}
         tensors += [(name, units[id(group)], what, each) for what, each in _both(parameter)]
-    order = {}
+    order: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         order[name] = len(order)
         if id(parameter) not in known:
