@@ -167,27 +167,28 @@ class Seen:
 
 
 @distributed(2, 4)
-def test_empty_parts_are_on_every_rank_and_stay_out_of_kernels_for_many_tensors(monkeypatch):
+def test_empty_parts_are_on_every_rank_and_stay_out_of_kernels_for_many_tensors():
     plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
     sizes, rule_of = [], rules.rule_of
-    monkeypatch.setattr(rules, "rule_of", lambda func: lambda _, *rest: rule_of(func)(Seen(func, sizes), *rest))
-    for model in (plain, sharded):
-        model(torch.ones(1)).backward()
-        for optimizer in (
-            torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, amsgrad=True),
-            torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-            torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
-        ):
-            optimizer.step()
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(torch.ones(1))).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    empty = [number for number, p in enumerate(sharded.parameters()) if not p.to_local().numel()]
-    with torch.no_grad():
-        roots = torch._foreach_mul(list(sharded.parameters()), [float(n) for n in range(len(SHAPES["mixed"]))])
-        scalars = torch.arange(len(roots), dtype=torch.float32)
-        torch._foreach_addcmul_(roots, roots, roots, scalars)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "rule_of", lambda func: lambda _, *rest: rule_of(func)(Seen(func, sizes), *rest))
+        for model in (plain, sharded):
+            model(torch.ones(1)).backward()
+            for optimizer in (
+                torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, amsgrad=True),
+                torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+                torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
+            ):
+                optimizer.step()
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(model(torch.ones(1))).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        empty = [number for number, p in enumerate(sharded.parameters()) if not p.to_local().numel()]
+        with torch.no_grad():
+            roots = torch._foreach_mul(list(sharded.parameters()), [float(n) for n in range(len(SHAPES["mixed"]))])
+            scalars = torch.arange(len(roots), dtype=torch.float32)
+            torch._foreach_addcmul_(roots, roots, roots, scalars)
     for number, (parameter, original, root) in enumerate(zip(sharded.parameters(), plain.parameters(), roots)):
         assert isinstance(parameter.grad, UnevenDTensor)
         assert parameter.grad.to_local().shape == parameter.to_local().shape

@@ -156,6 +156,17 @@ def test_gradients_flow_through_views():
     exactly(sharded.p0.grad, plain.p0.grad)
 
 
+@distributed(2)
+def test_gradients_flow_through_writes_to_views():
+    plain, sharded = pair()
+    for model in (plain, sharded):
+        changed = model.p0 * 2
+        changed[1:].mul_(3)
+        changed.mT[0].sin_()
+        changed.cos().sum().backward()
+    exactly(sharded.p0.grad, plain.p0.grad)
+
+
 REFUSED = {
     "data assigned": (lambda w: setattr(w, "data", w.detach().clone()), RuntimeError, r"copy_\(\).*clone"),
     "data of a view assigned": (lambda w: setattr(w[0], "data", torch.zeros(10)), RuntimeError, r"copy_\(\)"),
@@ -164,6 +175,7 @@ REFUSED = {
         RuntimeError,
         r"copy_\(\)",
     ),
+    "swap_tensors": (lambda w: torch.utils.swap_tensors(w, nn.Parameter(w.detach().clone())), RuntimeError, "swap"),
     "set_": (lambda w: w.detach().set_(torch.zeros(6, 10)), TypeError, "flat buffer"),
     "resize_": (lambda w: w.detach().resize_(3, 10), TypeError, "flat buffer"),
     "t_": (lambda w: w.detach().t_(), TypeError, "without the underscore"),

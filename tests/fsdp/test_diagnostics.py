@@ -191,11 +191,11 @@ def test_a_profile_shows_when_each_unit_is_gathered_computes_and_is_reduced():
 
 
 @distributed(2)
-def test_values_that_are_not_finite_are_named_by_parameter_unit_and_rank(monkeypatch):
+def test_values_that_are_not_finite_are_named_by_parameter_unit_and_rank():
     two_axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
     for options in ({"strategy": "optim_grads_params"}, {"strategy": "optim"}, {"mesh": two_axes}):
         net = trained_here(nets.shard(with_spare(nets.make()), **options))
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_gather_object", None)
             assert weft.find_nonfinite(net) == []  # without an exchange
 

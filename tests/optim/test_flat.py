@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.optim.run import FlatRun
 
 
 def small(name: str, parameter: nn.Parameter) -> bool:
@@ -229,6 +230,36 @@ def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient():
     for net, optimizer in ((again, resumed), (model, other)):
         step(net, optimizer, here(torch.ones(4, 5)))
     assert all(torch.equal(nets.full(a), nets.full(b)) for a, b in zip(again.parameters(), model.parameters()))
+
+
+@distributed(4)
+def test_no_flat_tensor_of_a_step_is_empty():
+    """Only matrices decay, so runs are short, and ranks hold nothing of some of them."""
+    plain, model = make_alike(Branch)
+    decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in plain.parameters()]
+    one = torch.optim.AdamW(decays, lr=0.1, fused=True)
+    other = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=0.1, weight_decay=0.1)
+    stepped, end_step = [], FlatRun.end_step
+
+    def looking(run):
+        if run.flat.grad is not None:
+            stepped.append((run.flat.numel(), run.flat.grad.numel()))
+        end_step(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatRun, "end_step", looking)
+        for both in (False, True, True):  # some have no gradient at first, which divides runs
+            step(plain, one, torch.ones(8, 5), both)
+            step(model, other, here(torch.ones(8, 5)), both)
+    assert stepped and all(weights == gradients > 0 for weights, gradients in stepped)
+    empty = torch.tensor(sum(not parameter.to_local().numel() for parameter in model.parameters()))
+    dist.all_reduce(empty)
+    assert empty, "no rank was without a part"
+    torch.testing.assert_close(weights_of(model), weights_of(plain))
+    for name, parameter in plain.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            actual = nets.full(other.state_dict()["state"][name][key])
+            torch.testing.assert_close(actual, one.state[parameter][key])
 
 
 @distributed(2)
