@@ -169,12 +169,29 @@ def test_a_tensor_that_leaves_by_another_way_than_the_output_is_told():
             self.leaked = self.block(x)
             return self.leaked.detach()
 
-    blocks = nn.Sequential(nn.Linear(13, 13), Leaks(None), nn.Linear(13, 13))
-    weft.fully_shard(blocks[1], reshard_after_forward=True, strategy="optim")
-    weft.fully_shard(blocks, strategy="optim")
-    loss = blocks(torch.ones(2, 13)).sum() + blocks[1].leaked.sum()
-    with pytest.raises(RuntimeError, match=r"1 \(Leaks\) through a tensor that its forward did not return"):
-        loss.backward()
+    def loss_of(blocks):
+        return blocks(torch.ones(2, 13)).sum() + blocks[1].leaked.square().sum()
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(13, 13), Leaks(None), nn.Linear(13, 13))
+
+    plain = make()
+    loss_of(plain).backward()
+    for strategy in ("optim", "optim_grads_params"):
+        blocks = make()
+        weft.fully_shard(blocks[1], reshard_after_forward=True, strategy=strategy)
+        weft.fully_shard(blocks, strategy=strategy)
+        loss = loss_of(blocks)
+        if strategy == "optim_grads_params":
+            with pytest.raises(RuntimeError, match=r"'block.weight' of 1 \(Leaks\) after its weights went"):
+                loss.backward()
+            continue
+        loss.backward()  # the weights have stayed
+        torch.testing.assert_close(
+            {name: nets.full(p.grad) for name, p in blocks.named_parameters()},
+            {name: p.grad for name, p in plain.named_parameters()},
+        )
 
 
 @distributed(2)

@@ -1,6 +1,10 @@
 """Transient memory: planned after a step, stable in address, and never shared by two that are alive."""
 
+from unittest import mock
+
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.memory.pool import Pool, Transient
 
@@ -111,20 +115,75 @@ def test_a_buffer_whose_views_are_in_use_does_not_move():
     assert pool.plan is None, "no plan is made while a buffer must not move"
 
 
-def test_a_buffer_held_in_advance_makes_room_for_one_that_must_not_move():
+def test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back():
     pool, views = Pool(True), []
-    ahead = transient(evict=lambda: pool.give(ahead) or True)
+    ahead = transient(make_way=lambda: True)
     now = transient(is_fixed=lambda: bool(views))
     step(pool, ahead)
     step(pool, now)
     pool.end_step(lambda one, other: False)
     assert pool.plan.offsets[ahead] == pool.plan.offsets[now]
-    fallbacks = pool.fallbacks
     views.append(step(pool, now))
-    pool.take(ahead)
+    place = pool.take(ahead).fill_(2.0)
     assert not pool.has_room(now)
     pool.take(now).fill_(1.0)
-    assert pool.fallbacks == fallbacks and pool.live == now.nbytes
+    assert ahead.tensor is ahead.own and ahead.tensor.eq(2).all() and pool.live == now.nbytes + ahead.nbytes
+    pool.give(now)
+    pool.come_back(ahead)
+    assert ahead.tensor is place and place.eq(2).all() and not memory(ahead)
+    pool.give(ahead)
+    assert not pool.live
+
+
+def test_a_buffer_that_is_computed_with_does_not_make_way():
+    pool, views = Pool(True), []
+    held, now = transient(), transient(is_fixed=lambda: bool(views))
+    step(pool, held)
+    step(pool, now)
+    pool.end_step(lambda one, other: False)
+    views.append(step(pool, now))
+    pool.take(held)
+    with pytest.raises(RuntimeError, match="are in use at once"):
+        pool.take(now)
+
+
+def test_a_new_plan_never_holds_two_slabs():
+    pool, small, large = Pool(True), transient(200), transient(400_000)
+    allocated, resize = [], torch.UntypedStorage.resize_
+    step(pool, large)
+
+    def counted(storage, size):
+        resize(storage, size)
+        allocated.append(sum(each.nbytes() for each in {pool._slab.untyped_storage(), storage}))
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", counted), _Allocations() as made:
+        for buffer in (large, small):
+            pool.take(buffer)
+        for buffer in (large, small):
+            pool.give(buffer)
+        allocated.clear()
+        made.clear()
+        pool.end_step()
+    assert pool.plans == 2 and max(allocated) == pool.slab_bytes
+    assert sum(made) < 4096, "nothing of the slab's size beside it"
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes of the tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __enter__(self):
+        super().__enter__()
+        return self.made
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.name():
+            self.made.append(result.untyped_storage().nbytes())
+        return result
 
 
 def test_buffers_that_may_meet_are_kept_apart_though_they_did_not_yet():

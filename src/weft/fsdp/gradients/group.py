@@ -265,7 +265,7 @@ class GroupGradients:
             assert self.main is not None
             return self.main, True
         self._withdrawn = self._mine()
-        main = self._exclusive(self._withdrawn)
+        main = self._exclusive(self._withdrawn, renewed=True)
         for number in self._withdrawn:
             self._sharded[number].grad = None
         self._owned = True
@@ -275,12 +275,15 @@ class GroupGradients:
         """The parameters whose `.grad` is what was handed out."""
         return [n for n, (mine, p) in enumerate(zip(self._handed, self._sharded)) if p.grad is mine]
 
-    def _exclusive(self, kept: Sequence[int]) -> FlatBuffer:
+    def _exclusive(self, kept: Sequence[int], *, renewed: bool) -> FlatBuffer:
         """The main gradients, with the values of the parameters `kept` and zeros for the others, if any are kept at
-        all; in new memory where somebody holds what was handed out and is no `.grad` any more."""
+        all; in new memory where somebody holds what was handed out and is no `.grad` any more.
+
+        `renewed`: they will be those of another backward. Else a view of all of them is one of what they are now.
+        """
         old, handed = self.main, self._handed
         dropped = sorted(set(range(len(handed))).difference(kept))
-        if old is None or self._is_held(dropped):
+        if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):
             main = self._open_main()
             if kept:
                 main.local.zero_()
@@ -295,13 +298,18 @@ class GroupGradients:
         return old
 
     def _is_held(self, numbers: Sequence[int]) -> bool:
-        """Whether anybody but this group holds the gradients of `numbers` that were handed out, or a view of any."""
-        if numbers and torch._C._storage_Use_Count(self._storage._cdata) > self._uses + len(self._windows):
-            return True
-        return (
-            any(sys.getrefcount(self._handed[number]) > _ALONE for number in numbers)
-            or any(sys.getrefcount(self._handed[number]._local_tensor) > _ALONE for number in numbers)
-            or any(sys.getrefcount(self._windows[place]) > _ALONE for place in self._windows)
+        """Whether anybody but this group holds the gradients of `numbers` that were handed out."""
+        return any(
+            sys.getrefcount(self._handed[number]) > _ALONE
+            or sys.getrefcount(self._handed[number]._local_tensor) > _ALONE
+            for number in numbers
+        )
+
+    def _is_viewed(self) -> bool:
+        """Whether anybody else has views of what was handed out."""
+        uses = torch._C._storage_Use_Count(self._storage._cdata)
+        return uses > self._uses + len(self._windows) or any(
+            sys.getrefcount(self._windows[place]) > _ALONE for place in self._windows
         )
 
     def _open_main(self) -> FlatBuffer:
@@ -329,7 +337,7 @@ class GroupGradients:
         mine = self._mine()
         foreign = [n for n, gradient in enumerate(held) if gradient is not None and n not in set(mine)]
         if len(mine) < len(held):
-            main = self._exclusive(mine)
+            main = self._exclusive(mine, renewed=False)
             if not mine:
                 main.local.zero_()
         for number in foreign:

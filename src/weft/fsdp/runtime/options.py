@@ -12,7 +12,9 @@ class RuntimeOptions:
     `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
     `max_live_reduce_buffers`: how many units' partial gradients may be alive at once, those of the unit whose backward
     runs counted: with 2, one unit is reduced while the next computes; with 1, nothing is.
-    `check_collectives`: compare after each backward what every rank issued.
+    `check_collectives`: agree after each backward on what every rank issued and which parameters have gradients. False:
+    hosts never wait for each other; every rank must then run the same units, what is written to weights between the
+    passes of a step must be written on all ranks, and a parameter that no rank used has a gradient of zeros, not None.
     """
 
     separate_all_gather_group: bool = False

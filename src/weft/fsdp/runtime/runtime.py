@@ -354,9 +354,11 @@ class Runtime:
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete_order(units)
-        if not self.options.check_collectives:
-            return
         groups = [group for unit in units for group in unit.trainable_groups]
+        if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
+            for group in groups:
+                group.gradients.present = [parameter.requires_grad for parameter in group.sharded_parameters]
+            return
         agreed = self._agreement.reach(
             [flag for group in groups for flag in group.gradients.present],
             self.reductions.arrived,
