@@ -133,10 +133,11 @@ def test_a_projector_into_a_frozen_text_tower_trains_from_the_ranks_that_have_im
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["the last rank", "ranks in turn"])
-@distributed(4)
-def test_images_on_some_ranks_only_on_two_axes(who):
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@distributed(4, timeout=60)
+def test_images_on_some_ranks_only_on_two_axes(strategy, outer, microbatches):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    for outer in ("no_shard", "optim"):
-        with naming(outer):
-            assert_trains("the vision tower", who, 2, mesh=mesh, outer_strategy=outer)
+    options = {"strategy": strategy, "outer_strategy": outer, "mesh": mesh}
+    assert_trains("the vision tower", "the last rank", microbatches, **options)
