@@ -66,14 +66,6 @@ def test_ranks_hear_what_waits_elsewhere_and_whether_all_came_the_same_way():
     assert reach(agreement, [], arrived, waiting) == Agreed([], [1, 0], False)
 
 
-@distributed(2, 4)
-def test_ranks_follow_the_order_of_the_first_with_what_it_lacks():
-    groups, last = [dist.group.WORLD], dist.get_rank() == dist.get_world_size() - 1
-    assert Agreement(True).order([3, 1, 0], groups) == [3, 1, 0]
-    assert Agreement(True).order([3, 2, 0] if last else [3, 1, 0], groups) == [3, 2, 1, 0]
-    assert Agreement(True).order([0, 1, 3] if last else [3, 1, 0], groups) == [3, 1, 0]
-
-
 @distributed(2)
 def test_ranks_with_different_units_are_told_so_before_the_first_pass():
     net = nets.shard(nets.make(hidden=29 + dist.get_rank()))

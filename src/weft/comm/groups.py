@@ -27,9 +27,18 @@ _LARGEST_TAG = 2**31 - 1
 _TAGS_OF_A_KIND = 300
 
 
+_GONE = (
+    "the process group that this model was sharded over is gone: destroy_process_group() ended it, and another world "
+    "cannot use it; shard a new model, or keep the process group"
+)
+
+
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """The process group of one mesh axis that this rank is in."""
-    return mesh.get_group(axis)
+    """The process group of one mesh axis that this rank is in. Raises RuntimeError if torch has destroyed it."""
+    try:
+        return mesh.get_group(axis)
+    except (KeyError, RuntimeError, ValueError) as error:  # torch has forgotten its name
+        raise RuntimeError(_GONE) from error
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -52,10 +61,7 @@ def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise RuntimeError if torch has destroyed one of `groups`."""
     alive = dist.distributed_c10d._world.pg_map
     if any(group not in alive for group in groups):
-        raise RuntimeError(
-            "the process group that this model was sharded over is gone: destroy_process_group() ended it, and another "
-            "world cannot use it; shard a new model, or keep the process group"
-        )
+        raise RuntimeError(_GONE)
 
 
 # --- channels and tags ------------------------------------------------------------------------------------------------

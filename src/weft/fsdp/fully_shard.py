@@ -16,6 +16,7 @@ from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.atomic import granularity_of
 from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction import bring_buffers, materialize
+from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup, Slot
 from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.mesh_dims import data_parallel_mesh
@@ -141,8 +142,8 @@ def fully_shard(
         group.register(full=False)
     for parameter, (ref, slot) in tied.items():
         slot.share(found[parameter].owners)
-        if (other := ref()) is not None and other not in unit.tied:
-            unit.tied.append(other)
+        if (other := ref()) is not None:
+            unit.tied.setdefault(other, found[parameter].name)
     driver = HookDriver(unit, modules, runtime or RuntimeOptions())
     for inner in below:
         inner.come_under(driver)
@@ -174,12 +175,16 @@ def _at_rest(drivers: list[HookDriver]) -> list[HookDriver]:
     """The units below, if nothing is under way in them."""
     for driver in drivers:
         what = ", ".join(holder.name for holder in driver.unit.holders)
+        if any(group.gradients.where is not Where.NOWHERE for group in driver.unit.groups):
+            what = "gradients that wait for their reduction"
+        if driver.unit.calls:
+            what = "a forward whose backward is to come"
         if driver.runtime is not None and driver.runtime.passes.current not in (Pass.IDLE, Pass.FAILED):
             what = f"a {driver.runtime.passes.current.value} that is under way"
         if what:
             raise ValueError(
-                f"fully_shard around {driver.unit}, whose weights are in use by {what}: call it before the first pass, "
-                "or reshard() first"
+                f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
+                "that, and after reshard()"
             )
     return drivers
 

@@ -282,9 +282,15 @@ class ParameterGroup:
         with torch.no_grad():
             unused = FlatBuffer(self.layout, self.mesh, self.plan.whole, torch.empty_like(self.full.local))
             own = unused.part(self.model_weight.placements).local
-            own.copy_(self.model_weight.local)  # what is sent must not change when this rank goes on
-            group = channels.of_gathers(self.groups[-1])
-            return channels.gather.run(collectives.all_gather, unused.local, own, group, channel=self.channel)
+            return channels.gather.run(
+                collectives.all_gather,
+                unused.local,
+                own,
+                channels.of_gathers(self.groups[-1]),
+                channel=self.channel,
+                after=self._refreshing,
+                prepare=lambda: own.copy_(self.model_weight.local),  # must not change when this rank goes on
+            )
 
     def refresh(self, channels: Channels) -> None:
         """Start bringing the model weights up to date with the main weights, if those have changed."""

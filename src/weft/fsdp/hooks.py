@@ -25,7 +25,7 @@ from weft.comm.ranges import Stretch
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
 from weft.fsdp.runtime.runtime import Runtime
-from weft.fsdp.trees import map_tensors, tensors_in
+from weft.fsdp.trees import give_back, map_tensors, tensors_in
 from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, Hold, Unit
 
 
@@ -167,12 +167,11 @@ class HookDriver:
         drivers = drivers_under([module for ref in self._modules if (module := ref()) is not None])
         units = [driver.unit for driver in drivers]
         for unit in units:
-            for other in unit.tied:
+            for other, name in unit.tied.items():
                 if other not in units:
                     raise RuntimeError(
-                        f"{unit} is called as part of {self.unit}, but a parameter of it is tied to {other}, which is "
-                        "not: gradients of two roots cannot meet in one parameter; call fully_shard on a module around "
-                        "both, last, and call that"
+                        f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
+                        "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
                     )
         runtime = Runtime(units, drivers, self.unit.device, self.options)
         for driver in drivers:
@@ -188,8 +187,10 @@ class HookDriver:
         failure: BaseException | None = None
         runtime.enter_forward(self.unit)
         try:
-            args, kwargs = self._before(module, args, kwargs)
-            return self._after(forward(*args, **kwargs))
+            args, kwargs, finish = self._before(module, args, kwargs)
+            output = forward(*args, **kwargs)
+            finish()
+            return self._after(output)
         except BaseException as error:
             failure = error
             runtime.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
@@ -200,17 +201,18 @@ class HookDriver:
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Acquire; returns the inputs, cast and marked."""
+        """Acquire; returns the inputs, cast and marked, and what to call behind the forward."""
         unit = self.unit
         if not self._entered:
             self._stretch.begin(unit.name, "forward")
             self.started.visit(unit, self._hold, self.forward_prefetch)
             self._call = ForwardCall(self) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
+        finish = _nothing
         if self._call is not None and not self._entered:  # backward ends where forward began
-            args, kwargs = _marked(self._call, (args, kwargs))
+            (args, kwargs), finish = _marked(self._call, (args, kwargs))
         self._entered.add(id(module))
-        return args, kwargs
+        return args, kwargs, finish
 
     @torch.compiler.disable
     def _after(self, output: Any) -> Any:
@@ -280,13 +282,24 @@ def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
     )
 
 
-def _marked(call: ForwardCall, inputs: Any) -> Any:
-    """`inputs` with their differentiable tensors passed through the end-of-backward mark."""
+def _marked(call: ForwardCall, inputs: Any) -> tuple[Any, Callable[[], None]]:
+    """`inputs` with their differentiable tensors passed through the end-of-backward mark, and what gives lists that
+    were made anew for it what the module has put into them."""
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if not tensors:
-        return inputs
-    marked = {id(tensor): mark for tensor, mark in zip(tensors, _EndOfBackward.apply(call, *tensors))}
-    return map_tensors(lambda tensor: marked.get(id(tensor), tensor), inputs)
+        return inputs, _nothing
+    marks = _EndOfBackward.apply(call, *tensors)
+    marked = {id(tensor): mark for tensor, mark in zip(tensors, marks)}
+    rebuilt: list[tuple[Any, Any]] = []
+    inputs = map_tensors(lambda tensor: marked.get(id(tensor), tensor), inputs, rebuilt=rebuilt)
+    if not rebuilt:
+        return inputs, _nothing
+    original = {id(new): old for old, new in [*zip(tensors, marks), *rebuilt]}
+    return inputs, lambda: give_back(rebuilt, original)
+
+
+def _nothing() -> None:
+    """There is nothing to give back."""
 
 
 _LAZY = (Iterator, Coroutine, AsyncIterator)

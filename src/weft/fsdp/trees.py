@@ -33,19 +33,43 @@ _OPAQUE = (
 """What holds no tensors of interest: a module's parameters are none of its outputs."""
 
 
-def map_tensors(change: Change, value: Any, *, in_dataclasses: bool = False) -> Any:
-    """`value` with `change` applied to its tensors; itself where no tensor changes."""
+def map_tensors(
+    change: Change, value: Any, *, in_dataclasses: bool = False, rebuilt: list[tuple[Any, Any]] | None = None
+) -> Any:
+    """`value` with `change` applied to its tensors; itself where no tensor changes.
+
+    `rebuilt`: gets the lists and dicts that were made anew, each with the old one.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if value is None or isinstance(value, _OPAQUE):
         return value
 
     def inner(child: Any) -> Any:
-        return map_tensors(change, child, in_dataclasses=in_dataclasses)
+        return map_tensors(change, child, in_dataclasses=in_dataclasses, rebuilt=rebuilt)
 
     children, rebuild = _opened(value, in_dataclasses)
     changed = [inner(child) for child in children]
-    return rebuild(changed) if any(new is not old for new, old in zip(changed, children)) else value
+    if all(new is old for new, old in zip(changed, children)):
+        return value
+    made = rebuild(changed)
+    if rebuilt is not None and type(value) in (list, dict):
+        rebuilt.append((value, made))
+    return made
+
+
+def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
+    """Let lists and dicts have what was done to those that were made anew of them.
+
+    `original`: by id of what stands in a new one, what stood for it in the old one.
+    """
+    for old, new in rebuilt:
+        if type(new) is list:
+            old[:] = [original.get(id(each), each) for each in new]
+        else:
+            entries = {key: original.get(id(each), each) for key, each in new.items()}
+            old.clear()
+            old.update(entries)
 
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:

@@ -21,6 +21,7 @@ Gradients have a life of their own, in `weft.fsdp.gradients.group`.
 """
 
 import enum
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ class Writer(Protocol):
         ...
 
 
+_places = itertools.count()
+
+
 class Unit:
     """The parameter groups of one `fully_shard` call. `channels` and `writer`: of the model it belongs to."""
 
@@ -120,9 +124,12 @@ class Unit:
         self.number = 0
         self.channels: Channels | None = None
         self.writer: Writer | None = None
+        self.place = next(_places)
+        """Among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
         self.holders: dict[Any, None] = {}
-        self.tied: list[Unit] = []
+        self.tied: dict[Unit, str] = {}
+        """The units that own parameters which modules of this one share, with a parameter's name."""
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True

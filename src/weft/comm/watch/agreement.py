@@ -65,16 +65,6 @@ class Agreement:
                     raise mismatch("have different units", said, "build the same model on every rank")
         raise mismatch("of another process group have different units", {}, "build the same model on every rank")
 
-    def order(self, mine: list[int], groups: Sequence[dist.ProcessGroup]) -> list[int]:
-        """One order of reductions for all ranks: that of the first, with what it lacks where others have it."""
-        (high, low), _ = agree(_both_ways(_fingerprint(mine)), [], groups, "first backward", channel=self._channel)
-        if high == -low:
-            return mine
-        for group in groups:
-            if group.size() > 1:
-                mine = _merged(exchange_objects(mine, group))
-        return mine
-
     def reach(
         self,
         present: Sequence[bool],
@@ -124,18 +114,6 @@ def _unpacked(words: Sequence[int], count: int) -> list[bool]:
 
 def _fingerprint(things: Sequence[object]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(things).encode(), digest_size=7).digest())
-
-
-def _merged(orders: Sequence[list[int]]) -> list[int]:
-    """The first order, with each number that it lacks behind what comes before that in another."""
-    merged, *others = ([*order] for order in orders)
-    for order in others:
-        place = 0
-        for number in order:
-            if number not in merged:
-                merged.insert(place, number)
-            place = merged.index(number) + 1
-    return merged
 
 
 def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> CollectiveMismatch:

@@ -48,6 +48,10 @@ class Freshness:
         """A step is over: an optimizer follows."""
         self._certain = True
 
+    def is_due(self, unit: Unit) -> bool:
+        """Whether the weights of `unit` are still to be made anew."""
+        return unit in self._ahead
+
     def reach(self, unit: Unit) -> None:
         """Make the weights of all units before `unit` anew, its own, and those of the next, whose transfer so runs
         beside the computation with its own."""

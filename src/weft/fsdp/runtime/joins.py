@@ -12,14 +12,16 @@ from weft.comm.lanes import Ticket
 from weft.comm.watch.agreement import Agreement
 from weft.comm.watch.lookout import Lookout, keep_lookout
 from weft.fsdp.channels import Channels
+from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
 
 
 class Joins:
     """The part that this rank takes in what only others need."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, freshness: Freshness) -> None:
         self._channels = channels
+        self._freshness = freshness
         self._watched_by: Lookout | None = None
         self._tickets: list[Ticket] = []
 
@@ -37,9 +39,16 @@ class Joins:
         agreement.same_structure(said, groups)
         for unit in units:
             for number, group in enumerate(unit.groups):
-                if group.transient is not None and sends_directly(group.groups[-1], group.device):
+                if not sends_directly(group.groups[-1], group.device):
+                    continue
+                join = functools.partial(_join, weakref.ref(self), weakref.ref(unit))
+                if group.transient is not None:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
-                    watch.can_join(key, functools.partial(_join, weakref.ref(self), weakref.ref(unit), number))
+                    watch.can_join(key, functools.partial(join, number))
+                if group.refreshes and group.model_weight.axes:
+                    for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
+                        key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), group.channel)
+                        watch.can_join(key, functools.partial(join, None))
 
     def failed(self, what: str, error: BaseException) -> None:
         """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
@@ -52,16 +61,20 @@ class Joins:
         for ticket in tickets:
             ticket.wait()
 
-    def take_part(self, unit: Unit, number: int) -> None:
-        """Take part in a gather of group `number` of `unit`; called by the lookout, while this rank waits for something
-        else."""
+    def take_part(self, unit: Unit, number: int | None) -> bool:
+        """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
+        there was anything to do. Called by the lookout, while this rank waits for something else."""
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
+        was_due = self._freshness.is_due(unit)
+        self._freshness.reach(unit)
+        if number is None:
+            return was_due
         self._tickets.append(unit.groups[number].take_part(self._channels))
+        return True
 
 
-def _join(joins: "weakref.ref[Joins]", unit: "weakref.ref[Unit]", number: int) -> bool:
+def _join(joins: "weakref.ref[Joins]", unit: "weakref.ref[Unit]", number: int | None) -> bool:
     if (alive := joins()) is None or (wanted := unit()) is None:
         return False
-    alive.take_part(wanted, number)
-    return True
+    return alive.take_part(wanted, number)

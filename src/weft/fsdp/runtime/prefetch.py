@@ -56,6 +56,11 @@ class Prefetch:
         self.begin(Pass.SCHEDULE)
         return new
 
+    def end_forward(self) -> None:
+        """A forward is over: of its record nothing more will come, whatever it foretold."""
+        record = self._records[self._kind]
+        record.on_track = record.on_track and not any(True for _ in record.ahead())
+
     def end_backward(self) -> None:
         """A backward is over: what the forward has gathered ahead for it is not foretold any more."""
         self._kind = Pass.FORWARD

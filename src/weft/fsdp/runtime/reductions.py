@@ -1,7 +1,8 @@
 """The reductions of one model's gradients: in which order they start, and those under way.
 
 Every rank must start the same reductions in the same order, also where a unit's backward runs on some ranks only. So
-there is an agreed order, that of the last backward in which all ranks had the same one:
+there is an agreed order, that of the last backward in which all ranks had the same one, and in the first one that of
+the units from the last to the first:
 
     agreed order     head   right  left   inner
     this rank        head          left   inner        `right` did not run here
@@ -74,6 +75,9 @@ class Reductions:
         """Whether the gradients of `unit` wait for another backward before they are reduced."""
         return not unit.requires_gradient_sync or not (self.is_last or unit.reduces_each_microbatch)
 
+    def _takes_turns(self, unit: Unit) -> bool:
+        return not self.defers(unit) and self.keeps_order(unit)
+
     def keeps_order(self, unit: Unit) -> bool:
         """Whether the reductions of `unit` keep to the order that the ranks agree on.
 
@@ -83,11 +87,6 @@ class Reductions:
             group.transient is None or sends_directly(group.groups[-1], group.device) for group in unit.groups
         )
 
-    @property
-    def has_order(self) -> bool:
-        """Whether an order is agreed."""
-        return self._order is not None
-
     def follow(self, order: Sequence[int]) -> None:
         """`order`, the numbers of units, is agreed from now on."""
         self._order = list(order)
@@ -96,8 +95,9 @@ class Reductions:
         """A backward of these units begins, or was abandoned."""
         self.arrived.clear()
         self.waiting.clear()
-        due = {unit.number for unit in units if unit.trainable_groups and not self.defers(unit)}
-        self._turns = deque(number for number in self._order or () if number in due)
+        due = {unit.number for unit in units if unit.trainable_groups and self._takes_turns(unit)}
+        order = self._order if self._order is not None else range(len(units) - 1, -1, -1)
+        self._turns = deque(number for number in order if number in due)
 
     def reduce(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""

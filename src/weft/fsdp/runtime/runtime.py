@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
@@ -25,7 +24,7 @@ from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import Ending, Pass, Passes, in_backward
+from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backward
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
@@ -75,10 +74,11 @@ class Runtime:
             note=self._agreement.note,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives)
-        self._joins = Joins(self.channels)
+        self._joins = Joins(self.channels, self._freshness)
         self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self.prefetch.units = self._units
+        self._place = units[0].place
         self._depth = 0
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
@@ -210,6 +210,7 @@ class Runtime:
             if (driver := ref()) is not None:
                 driver.abandon()
         units = self.units
+        self.prefetch.end_forward()
         self._freshness.finish()
         self._joins.collect()
         for unit in units:
@@ -283,17 +284,9 @@ class Runtime:
         self.passes.begin(Pass.BACKWARD)
         self._makes_graph = torch.is_grad_enabled()
         myself = weakref.ref(self)
-        Variable._execution_engine.queue_callback(Ending(lambda: _alive(myself).end_backward(), lambda: _fail(myself)))
+        end_with_backward(self._place, lambda: _alive(myself).end_backward(), lambda: _fail(myself))
         self.prefetch.begin(Pass.BACKWARD)
-        if self.options.check_collectives and not self.reductions.has_order:
-            self._find_order()
         self.reductions.begin(self.units)
-
-    def _find_order(self) -> None:
-        """The first backward: reductions follow the order in which forward came by, on all ranks that of the first."""
-        trainable = {unit.number for unit in self.units if unit.trainable_groups and self.reductions.keeps_order(unit)}
-        order = [number for number in reversed(self.prefetch.latest(Pass.FORWARD)) if number in trainable]
-        self.reductions.follow(self._agreement.order(order, self._process_groups()))
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`, and reduce them if that is due."""
@@ -393,7 +386,6 @@ class Runtime:
         for call in self._calls:
             call.abandon()
         self._calls.clear()
-        self._depth = 0
         self._agreement.forget()
         self.prefetch.forget()
         for ref in self._drivers:
