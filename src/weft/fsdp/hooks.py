@@ -181,6 +181,7 @@ class HookDriver:
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
         runtime = self.started
+        runtime.recover()
         if self.backwards or id(module) in self._entered or runtime.in_schedule:
             args, kwargs = self.unit.policy.cast_inputs((args, kwargs))
             return self.unit.policy.cast_output(forward(*args, **kwargs))

@@ -68,7 +68,8 @@ def test_what_skipped_units_took_does_not_grow_from_step_to_step():
     for _ in range(4):
         net(torch.ones(2, 13)).float().square().mean().backward()
         peaks.append(weft.memory_report(net)["transient"]["gathered weights"]["peak"])
-    assert peaks[-1] == peaks[0] and live(net)["gathered weights"] == 0, (peaks, live(net))
+    assert live(net)["gathered weights"] == 0
+    assert peaks[1:] == peaks[1:2] * 3, "from the second step on one unit is gathered ahead, and that is all"
 
 
 class Watched:

@@ -54,6 +54,9 @@ class Reductions:
         """Whether a schedule has further microbatches to reduce."""
         self.in_turn = True
         """Whether to keep to the agreed order: a schedule has its own, the same on every rank."""
+        self.waits_for_room = True
+        """Whether few are kept alive. Where the host waits itself, it could wait for ever for a rank that waits for it
+        in the backward of another model."""
         self.arrived: list[int] = []
         """The units, by number, whose gradients were to be reduced in this backward, in their order."""
         self.waiting: set[int] = set()
@@ -165,6 +168,8 @@ class Reductions:
 
     def _keep_under_way(self, most: int, apart_from: Unit | None = None) -> None:
         """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
+        if not self.waits_for_room:
+            return
         while len({each.unit for each in self._under_way} - {apart_from}) > max(most, 0):
             self._finish_oldest()
 

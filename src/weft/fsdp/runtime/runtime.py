@@ -29,6 +29,9 @@ from weft.fsdp.runtime.prefetch import Prefetch
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
 
+_runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
+"""Of all roots in this process: a backward may go through several."""
+
 
 class Driver(Protocol):
     """What runs around the calls of a unit's modules."""
@@ -79,6 +82,7 @@ class Runtime:
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self.prefetch.units = self._units
         self._place = units[0].place
+        _runtimes.add(self)
         self._depth = 0
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
@@ -140,8 +144,7 @@ class Runtime:
 
     def reshard(self, unit: Unit) -> None:
         """The user lets go of `unit`, and of what it keeps for a backward."""
-        if self.passes.current is Pass.FAILED:
-            self._recover()
+        self.recover()
         unit.forget()
         _release(unit, USER, UNTIL_BACKWARD, UNTIL_NEXT_PASS)
         for each in (unit, *unit.tied):
@@ -149,8 +152,7 @@ class Runtime:
 
     def _begin_entry(self) -> None:
         check_alive(self._process_groups())
-        if self.passes.current is Pass.FAILED:
-            self._recover()
+        self.recover()
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -286,6 +288,8 @@ class Runtime:
         myself = weakref.ref(self)
         end_with_backward(self._place, lambda: _alive(myself).end_backward(), lambda: _fail(myself))
         self.prefetch.begin(Pass.BACKWARD)
+        others = (unit for other in _runtimes if other is not self for unit in other.units)
+        self.reductions.waits_for_room = self.device.type != "cpu" or not any(unit.calls for unit in others)
         self.reductions.begin(self.units)
 
     def reduce(self, unit: Unit) -> None:
@@ -371,6 +375,16 @@ class Runtime:
     def fail(self) -> None:
         """An exception left the pass under way."""
         self.passes.fail()
+
+    def recover(self) -> None:
+        """Whoever comes from outside begins here: what a failed pass has left goes."""
+        if self.passes.current is not Pass.FAILED:
+            return
+        if self._depth:
+            raise RuntimeError(
+                "a backward inside of a forward failed, and the forward went on: let the exception leave the forward"
+            )
+        self._recover()
 
     def reset(self) -> None:
         """Return every unit to rest and forget gradients that were not reduced."""
