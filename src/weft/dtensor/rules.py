@@ -554,3 +554,6 @@ def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     parent._local_tensor.copy_(parent.slice_of(whole))
     _wrote([parent])
     return None if not func._schema.returns else changed[0] if len(changed) == 1 else tuple(changed)
+
+
+RuledDTensor._run = staticmethod(run)

@@ -17,9 +17,9 @@ With tensor parallelism the mesh has one axis more, and what is cut is this rank
 import copy
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +41,9 @@ from weft.layout.cuts import Cuts
 class RuledDTensor(DTensor):
     """A DTensor whose operators run by weft's rules."""
 
+    _run: ClassVar[Callable[[Any, Any, tuple, dict], Any]]
+    """The rules, which know these classes: `rules.py` sets it."""
+
     @property
     def data(self) -> Any:  # type: ignore[override]
         """The tensor without its history: it shares memory, so what is written to it arrives."""
@@ -58,9 +61,7 @@ class RuledDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        from weft.dtensor.rules import run  # the rules are about these classes and import them
-
-        return run(func, types, args, kwargs or {})
+        return cls._run(func, types, args, kwargs or {})
 
 
 class UnevenDTensor(RuledDTensor):
