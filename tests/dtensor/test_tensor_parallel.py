@@ -70,6 +70,22 @@ def compare(plain: dict, net: nets.Net, mesh: DeviceMesh, batches: torch.Tensor,
 ADAMW: Any = {"lr": 1e-2, "weight_decay": 0.1}
 
 
+@distributed(4)
+def test_what_no_plan_slices_starts_alike_on_all_ranks_of_the_axis_whatever_their_seeds():
+    mesh = meshes()
+    net = parallelize(make(seed=dist.get_rank()), mesh["tp"])
+    for module in (*net.blocks, net):
+        weft.fully_shard(module, mesh=mesh["dp"])
+    net(data(1)[0])
+    net.reshard()
+    for name, parameter in net.named_parameters():
+        if parameter.device_mesh.ndim == 1:  # of the data-parallel axis alone
+            whole = parameter.full_tensor().detach()
+            everyone = [torch.empty_like(whole) for _ in range(4)]
+            dist.all_gather(everyone, whole)
+            assert all(torch.equal(each, whole) for each in everyone), name
+
+
 @pytest.mark.slow
 @distributed(4)
 def test_five_clipped_adamw_steps_equal_one_process():

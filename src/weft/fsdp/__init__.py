@@ -1,4 +1,28 @@
-"""Sharding: where the bytes are, and when."""
+"""Sharding: where the bytes are, and when.
+
+One verb for one act, whoever does it:
+
+    weights    gather           start the transfer that brings them              unit, group
+               acquire, release hold them, let go of them: by name               unit
+               free             give their memory back                           unit, group
+               renew            gather held ones again, which are stale          unit
+               refresh          bring model weights up to date with main ones    group
+               outdate          say that gathered ones are not right any more    group
+               visit, leave     a driver's way through the units of a pass       runtime
+    memory     take, give       a place for a moment                             pool
+               move out,        make way for another, values and all             pool
+               come back
+    gradients  pack             autograd's into the buffer that travels          gradients
+               reduce           start the reductions of what is packed           gradients, reductions
+               publish          hand them out as `.grad`                         gradients
+    passes     begin, end       of a forward, a backward, a schedule             runtime
+               abandon          end what will not be finished                    calls, drivers, tickets
+               recover          from what a failed pass has left                 runtime
+               forget           what was recorded, or kept for later             whoever recorded it
+
+The states of a unit's weights are in `unit.py`, of a group's gradients in `gradients/group.py`, of a model's passes in
+`runtime/passes.py`: a table each.
+"""
 
 from weft.dtensor import state_dict
 from weft.dtensor.uneven import UnevenDTensor

@@ -407,6 +407,15 @@ class ParameterGroup:
             groups.append(group)
         return list(zip(starts, [*starts[1:], self.layout.numel], groups))
 
+    def equalize_over(self, slices: dist.ProcessGroup) -> None:
+        """Let what is no slice start alike on all ranks of `slices`, unless it is cut over them. Collective."""
+        if len(set(dist.get_process_group_ranks(slices)).intersection(self.mesh.mesh.flatten().tolist())) > 1:
+            return  # ranks of other experts have other parts of what is dense
+        for start, stop, own in self._slice_ranges:
+            here = self.main_weight.within(start, stop)
+            if own is None and here.numel():
+                collectives.broadcast(here, slices)
+
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
         """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
         present = self.gradients.take_over()

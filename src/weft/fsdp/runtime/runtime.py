@@ -91,6 +91,10 @@ class Runtime:
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
         before = weakref.WeakMethod(self._before_gather)
         self.channels.on_gather = lambda unit: (before() or _ignore)(unit)
+        groups = [group for unit in units for group in unit.groups]
+        for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
+            for group in groups:
+                group.equalize_over(slices)
         for number, unit in enumerate(units):
             unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
 
