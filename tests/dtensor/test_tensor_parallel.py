@@ -73,8 +73,12 @@ ADAMW: Any = {"lr": 1e-2, "weight_decay": 0.1}
 @distributed(4)
 def test_what_no_plan_slices_starts_alike_on_all_ranks_of_the_axis_whatever_their_seeds():
     mesh = meshes()
-    net = parallelize(make(seed=dist.get_rank()), mesh["tp"])
-    for module in (*net.blocks, net):
+    net = make()
+    torch.manual_seed(dist.get_rank())
+    for block in net.blocks:
+        nn.init.normal_(block.norm.weight)
+    parallelize(net, mesh["tp"])
+    for module in (*(block.norm for block in net.blocks), *net.blocks, net):
         weft.fully_shard(module, mesh=mesh["dp"])
     net(data(1)[0])
     net.reshard()
