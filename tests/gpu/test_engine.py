@@ -14,7 +14,7 @@ from weft.comm import collectives
 from weft.comm.collectives import Pending
 from weft.comm.lanes import Lane
 from weft.comm.timeline import Timeline, overlap, span
-from weft.fsdp.module import units_under
+from weft.fsdp.module import runtime_of, units_under
 from weft.memory.buffer import FlatBuffer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -134,8 +134,8 @@ def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, world, allocator, sl
     plain = nets.make().to(DEVICE)
     weights = dict(plain.named_parameters())
     net = nets.shard(nets.make().to(DEVICE), runtime=weft.RuntimeOptions(allocator=allocator))
-    runtime = units_under(net)[0].runtime
-    for pool in (runtime.weights, runtime.gradients):
+    channels = runtime_of(net).channels
+    for pool in (channels.weights, channels.gradients):
         monkeypatch.setattr(pool, "take", poisoning(pool.take))
     for unit in units_under(net):
         for group in unit.groups:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.comm.watch.lookout import keep_lookout, watching
 
@@ -34,18 +33,15 @@ _GONE = (
 )
 
 
-_groups: MutableMapping[DeviceMesh, dict[int, "weakref.ref[dist.ProcessGroup]"]] = WeakIdKeyDictionary()
-
-
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """The process group of one mesh axis that this rank is in. Raises RuntimeError if torch has destroyed it."""
-    of_axes = _groups.setdefault(mesh, {})
-    if axis not in of_axes:  # torch asks by name, and another world may have the same names
-        of_axes[axis] = weakref.ref(mesh.get_group(axis))
-    group = of_axes[axis]()
-    if group is None or group not in dist.distributed_c10d._world.pg_map:
-        raise RuntimeError(_GONE)
-    return group
+    """The process group of one mesh axis that this rank is in. Raises RuntimeError if torch has destroyed it.
+
+    Torch finds it by name. A mesh of an earlier world may be meant for this one: DTensors share equal meshes.
+    """
+    try:
+        return mesh.get_group(axis)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise RuntimeError(_GONE) from error
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -13,6 +13,7 @@ A rank that follows the order starts each reduction as soon as the unit's backwa
 all is reduced at the very end, when the ranks know what each of them has.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class Reductions:
         """Whether the backward under way is the last before the optimizer, as the user says."""
         self.more_to_come = False
         """Whether a schedule has further microbatches to reduce."""
-        self.in_turn = True
-        """Whether to keep to the agreed order: a schedule has its own, the same on every rank."""
+        self.units: Sequence[weakref.ref[Unit]] = ()
+        """By number."""
         self.waits_for_room = True
         """Whether few are kept alive. Where the host waits itself, it could wait for ever for a rank that waits for it
         in the backward of another model."""
@@ -64,6 +65,7 @@ class Reductions:
         self._checked = checked
         self._channels = channels
         self._note = note
+        self._in_turn = True
         self._order: list[int] | None = None
         self._turns: deque[int] = deque()
         """What is left of it in this backward."""
@@ -94,20 +96,22 @@ class Reductions:
         """`order`, the numbers of units, is agreed from now on."""
         self._order = list(order)
 
-    def begin(self, units: Sequence[Unit]) -> None:
-        """A backward of these units begins, or was abandoned."""
+    def begin(self, *, taking_turns: bool = True) -> None:
+        """A backward begins, or was abandoned. Not `taking_turns`: of a schedule, which has an order of its own."""
         self.arrived.clear()
         self.waiting.clear()
-        due = {unit.number for unit in units if unit.trainable_groups and self._takes_turns(unit)}
-        order = self._order if self._order is not None else range(len(units) - 1, -1, -1)
-        self._turns = deque(number for number in order if number in due)
+        self._in_turn = taking_turns
+        order = self._order if self._order is not None else range(len(self.units) - 1, -1, -1)
+        units = (unit for number in order if (unit := self.units[number]()) is not None)
+        due = (unit.number for unit in units if unit.trainable_groups and self._takes_turns(unit))
+        self._turns = deque(due if taking_turns else ())
 
-    def reduce(self, unit: Unit, units: Sequence[Unit]) -> None:
+    def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""
         if self.defers(unit) or not unit.trainable_groups:
             self._pack(unit)
             return
-        if not self.in_turn or not self.keeps_order(unit):
+        if not self._in_turn or not self.keeps_order(unit):
             self._start(unit)
             for group in unit.trainable_groups:
                 self._note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
@@ -119,7 +123,7 @@ class Reductions:
             return
         self._start(unit)
         while self._turns and self._turns[0] in self.waiting:
-            self._start(units[self._turns[0]])
+            self._take_turn(self._turns[0])
 
     def left_over(self, unit: Unit) -> bool:
         """Whether gradients of earlier backwards wait for a reduction that is due and that no backward starts."""
@@ -128,15 +132,15 @@ class Reductions:
         finishing = unit.requires_all_reduce and self.is_last
         return any(group.gradients.accumulates(finishing) for group in unit.trainable_groups)
 
-    def complete_order(self, units: Sequence[Unit]) -> None:
+    def complete_order(self) -> None:
         """The backward is over here: take the turns that are left. Where nothing was packed the gradients are zeros."""
         while self._turns:
-            self._start(units[self._turns[0]])
+            self._take_turn(self._turns[0])
 
-    def add(self, numbers: Sequence[int], units: Sequence[Unit]) -> None:
+    def add(self, numbers: Sequence[int]) -> None:
         """Reduce these units, which waited on some rank for a turn that did not come."""
         for number in numbers:
-            self._start(units[number])
+            self._take_turn(number)
 
     def drain(self) -> None:
         """Wait for all reductions."""
@@ -172,6 +176,11 @@ class Reductions:
             return
         while len({each.unit for each in self._under_way} - {apart_from}) > max(most, 0):
             self._finish_oldest()
+
+    def _take_turn(self, number: int) -> None:
+        unit = self.units[number]()
+        assert unit is not None, "a unit is gone in the middle of its backward"
+        self._start(unit)
 
     def _start(self, unit: Unit) -> None:
         self.waiting.discard(unit.number)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
@@ -80,7 +79,7 @@ class Runtime:
         self._joins = Joins(self.channels, self._freshness)
         self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
-        self.prefetch.units = self._units
+        self.prefetch.units = self.reductions.units = self._units
         self._place = units[0].place
         _runtimes.add(self)
         self._depth = 0
@@ -92,6 +91,8 @@ class Runtime:
         before = weakref.WeakMethod(self._before_gather)
         self.channels.on_gather = lambda unit: (before() or _ignore)(unit)
         groups = [group for unit in units for group in unit.groups]
+        self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
+        """Of the mesh axes of all units, which together reach every rank."""
         for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
             for group in groups:
                 group.equalize_over(slices)
@@ -109,7 +110,7 @@ class Runtime:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
         if self.options.separate_all_gather_group:
-            separate_gathers(self._process_groups())
+            separate_gathers(self._process_groups)
         self.channels.separate = self.options.separate_all_gather_group
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
@@ -155,7 +156,7 @@ class Runtime:
             each.free()
 
     def _begin_entry(self) -> None:
-        check_alive(self._process_groups())
+        check_alive(self._process_groups)
         self.recover()
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Runtime:
 
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
         self._begin_entry()
-        units, groups = self.units, self._process_groups()
+        units, groups = self.units, self._process_groups
         if self.options.check_collectives and any(group.size() > 1 for group in groups):
             self._joins.begin_pass(units, self._agreement, groups)
         if self.post_optimizer_event is not None:
@@ -261,8 +262,7 @@ class Runtime:
                     [group.transient for unit in units for group in unit.groups if group.transient is not None]
                     for units in gathered()
                 )
-            self.reductions.begin(())
-            self.reductions.in_turn = False  # every rank runs the same schedule
+            self.reductions.begin(taking_turns=False)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
@@ -276,7 +276,6 @@ class Runtime:
         finally:
             self._failure = None
             self.reductions.more_to_come = False
-            self.reductions.in_turn = True
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ class Runtime:
         self.prefetch.begin(Pass.BACKWARD)
         others = (unit for other in _runtimes if other is not self for unit in other.units)
         self.reductions.waits_for_room = self.device.type != "cpu" or not any(unit.calls for unit in others)
-        self.reductions.begin(self.units)
+        self.reductions.begin()
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`, and reduce them if that is due."""
@@ -303,7 +302,7 @@ class Runtime:
                 f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
                 "cannot be differentiated; call torch.autograd.grad with respect to inputs"
             )
-        self.reductions.reduce(unit, self.units)
+        self.reductions.reduce(unit)
 
     def end_backward(self) -> None:
         """Autograd's backward is over."""
@@ -354,7 +353,7 @@ class Runtime:
 
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
-        self.reductions.complete_order(units)
+        self.reductions.complete_order()
         groups = [group for unit in units for group in unit.trainable_groups]
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
             for group in groups:
@@ -365,12 +364,12 @@ class Runtime:
             self.reductions.arrived,
             self.reductions.waiting,
             [unit.name for unit in units],
-            self._process_groups(),
+            self._process_groups,
         )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
-        self.reductions.add(agreed.waiting, units)
+        self.reductions.add(agreed.waiting)
         if agreed.same_order and self.reductions.arrived:
             self.reductions.follow(self.reductions.arrived)
 
@@ -398,7 +397,7 @@ class Runtime:
     def _recover(self) -> None:
         """Nothing of the failed pass stays: units are at rest but for the user's holds, `.grad` is what it was."""
         self.reductions.drain()
-        self.reductions.begin(())
+        self.reductions.begin(taking_turns=False)
         self._joins.collect()
         self._freshness.forget()
         for call in self._calls:
@@ -427,10 +426,6 @@ class Runtime:
             for group in unit.groups:
                 if group.transient is not None:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
-
-    def _process_groups(self) -> list[dist.ProcessGroup]:
-        """Of the mesh axes of all units, which together reach every rank."""
-        return list(dict.fromkeys(each for unit in self.units for group in unit.groups for each in group.groups))
 
 
 def _release(unit: Unit, *holders: Any) -> None:
