@@ -9,6 +9,7 @@ Which pass is under way is in `passes`, what comes next in `prefetch`, which gra
 """
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
 
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 """Of all roots in this process: a backward may go through several."""
+_moments = itertools.count()
 
 
 class Driver(Protocol):
@@ -82,6 +84,8 @@ class Runtime:
         self.prefetch.units = self.reductions.units = self._units
         self._place = units[0].place
         _runtimes.add(self)
+        self._settled = self._forward = next(_moments)
+        """When the last backward ended, and the last forward began: a count over all models."""
         self._depth = 0
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
@@ -196,6 +200,7 @@ class Runtime:
             if unit.holders and unit.is_stale:
                 unit.renew()
         self.passes.begin(kind)
+        self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
             self.prefetch.begin(kind)
 
@@ -291,9 +296,13 @@ class Runtime:
         myself = weakref.ref(self)
         end_with_backward(self._place, lambda: _alive(myself).end_backward(), lambda: _fail(myself))
         self.prefetch.begin(Pass.BACKWARD)
-        others = (unit for other in _runtimes if other is not self for unit in other.units)
-        self.reductions.waits_for_room = self.device.type != "cpu" or not any(unit.calls for unit in others)
+        self.reductions.waits_for_room = self.device.type != "cpu" or not self._may_share_backward()
         self.reductions.begin()
+
+    def _may_share_backward(self) -> bool:
+        """Whether another model has run forward since the last backward of this one, and has its own to come."""
+        others = [other for other in _runtimes if other is not self and other._forward > self._settled]
+        return any(unit.calls for other in others for unit in other.units)
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`, and reduce them if that is due."""
@@ -346,6 +355,7 @@ class Runtime:
         if due and self.reductions.is_last:
             self._freshness.expect_change()
         self.passes.end()
+        self._settled = next(_moments)
         for unit in units:
             for group in unit.groups:
                 if group.gradients.where is Where.REDUCED:
