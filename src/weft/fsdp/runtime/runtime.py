@@ -133,16 +133,14 @@ class Runtime:
     def unshard(self, unit: Unit) -> None:
         """Start to gather `unit` for its user, from what the main weights are now."""
         self._begin_entry()
-        if unit.resident and unit.is_stale:
-            if unit.holders:
-                unit.renew()
-            else:
-                unit.free()
+        if self.passes.current is Pass.IDLE:
+            self._freshness.begin_pass(self.units, [unit, *unit.tied], self._process_groups)
+        if unit.is_stale and unit.holders:
+            unit.renew()
+        elif unit.is_stale:
+            unit.free()
         if not unit.holders:
             unit.forget()
-            for group in unit.groups:
-                if group.refreshes and group.is_stale:
-                    group.outdate()
         unit.prefetch()
 
     def hold_for_user(self, unit: Unit) -> None:
