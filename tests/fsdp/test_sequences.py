@@ -147,6 +147,7 @@ class Fail(NamedTuple):
     """An exception leaves a pass."""
 
     model: int
+    block: int
     where: str
 
 
@@ -193,7 +194,7 @@ ACTIONS = st.one_of(
     st.builds(Load, MODELS),
     st.builds(Read, MODELS),
     st.builds(Write, MODELS, st.integers(0, 30), st.sampled_from(WAYS)),
-    st.builds(Fail, MODELS, st.sampled_from(FAILURES)),
+    st.builds(Fail, MODELS, st.integers(0, DEPTH - 1), st.sampled_from(FAILURES)),
     st.builds(Reset, MODELS),
     st.builds(Freeze, MODELS, st.integers(0, DEPTH - 1), st.booleans()),
 )
@@ -254,18 +255,23 @@ class Pair:
         self.units = [*self.sharded.blocks, self.sharded]
         self.mine = dict(self.sharded.named_parameters())
         """The sharded parameters, whatever is registered."""
-        self.optimizers = [
-            torch.optim.SGD(each.values(), lr=0.05, momentum=0.9) for each in (self.truth, self.mine)
-        ]
+        self.optimizers = [torch.optim.SGD(each.values(), lr=0.05, momentum=0.9) for each in (self.truth, self.mine)]
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Losses whose backward may follow, plain and sharded."""
         self.due = True
         """Whether the gradients are those of all backwards so far."""
-        self.handed_out: dict[str, torch.Tensor | None] = {}
+        self.spoiled = False
+        """Whether a failed backward has left parts of gradients, which nobody uses before they are cleared."""
+        self.handed_out = self.gradients()
         """The gradients when they last were due."""
         self.held: dict[int, bool] = {}
         """The units that the user unsharded, and whether what is registered is what the main weights are."""
         self.batches = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the gradients can be compared."""
+        return self.due and not self.spoiled
 
     @property
     def truth(self) -> dict[str, nn.Parameter]:
@@ -327,9 +333,11 @@ class Pair:
         """Weights, gradients and what is registered are right."""
         for name, parameter in self.truth.items():
             close(nets.full(self.mine[name]), parameter.detach(), self.setup, name)
-            if self.due:
+            if self.settled:
                 found = self.mine[name].grad
-                close(None if found is None else nets.full(found), parameter.grad, self.setup, f"the gradient of {name}")
+                close(
+                    None if found is None else nets.full(found), parameter.grad, self.setup, f"the gradient of {name}"
+                )
         registered = dict(self.sharded.named_parameters())
         for name, parameter in registered.items():
             unit = int(name.split(".")[1]) if name.startswith("blocks") else ROOT
@@ -338,7 +346,9 @@ class Pair:
                 if self.held[unit]:
                     close(parameter.detach(), self.truth[name].detach(), self.setup, f"the unsharded {name}")
         if self.due:
-            self.handed_out = self.gradients()
+            self.spoiled = False
+        """Whether a failed backward has left parts of gradients, which nobody uses before they are cleared."""
+        self.handed_out = self.gradients()
 
     def check_rest(self) -> None:
         """Nobody has left anything behind."""
@@ -382,6 +392,8 @@ class Program:
             pair.waiting.clear()
             for unit in pair.units:
                 unit.reshard()
+            if pair.spoiled:
+                self._ZeroGrad(ZeroGrad(number, "optimizer", True))
             pair.held.clear()
             self._Train(Train(number, "last"))
             pair.check()
@@ -439,7 +451,7 @@ class Program:
 
     def _Step(self, action: Step) -> None:
         pair = self.pairs[action.model]
-        if pair.due:
+        if pair.settled:
             pair.writes()
             for optimizer in pair.optimizers:
                 optimizer.step()
@@ -454,13 +466,12 @@ class Program:
         else:
             for optimizer in pair.optimizers:
                 optimizer.zero_grad(action.to_none)
+        pair.spoiled = False
 
     def _Clip(self, action: Clip) -> None:
         pair = self.pairs[action.model]
-        if pair.due:
-            norms = [
-                torch.nn.utils.clip_grad_norm_(each.values(), action.most) for each in (pair.truth, pair.mine)
-            ]
+        if pair.settled:
+            norms = [torch.nn.utils.clip_grad_norm_(each.values(), action.most) for each in (pair.truth, pair.mine)]
             close(nets.full(norms[1]), norms[0], self.setup, "the norm of the gradients")
 
     def _Unshard(self, action: Unshard) -> None:
@@ -506,7 +517,7 @@ class Program:
 
     def _Fail(self, action: Fail) -> None:
         pair, where = self.pairs[action.model], action.where
-        block = pair.sharded.blocks[DEPTH - 1]
+        block = pair.sharded.blocks[action.block]
         handle = {
             "in a forward": lambda: block.down.register_forward_pre_hook(throw),
             "in a hook before a forward": lambda: block.register_forward_pre_hook(throw),
@@ -536,7 +547,10 @@ class Program:
             handle.remove()
         for each in self.pairs if both else [pair]:
             each.begins()
-            each.loses()
+            if "backward" in where:
+                each.spoiled = True
+            else:
+                each.loses()
 
     def _Reset(self, action: Reset) -> None:
         pair = self.pairs[action.model]
