@@ -345,10 +345,8 @@ class Pair:
                 assert not isinstance(parameter, DTensor), f"{name} is sharded, and the user holds it"
                 if self.held[unit]:
                     close(parameter.detach(), self.truth[name].detach(), self.setup, f"the unsharded {name}")
-        if self.due:
-            self.spoiled = False
-        """Whether a failed backward has left parts of gradients, which nobody uses before they are cleared."""
-        self.handed_out = self.gradients()
+        if self.settled:
+            self.handed_out = self.gradients()
 
     def check_rest(self) -> None:
         """Nobody has left anything behind."""
@@ -384,10 +382,16 @@ class Program:
         self.pairs = [Pair(0, setup), Pair(1, setup)]
 
     def run(self, action: Any) -> None:
+        """Run it, and check the models that it is about."""
         getattr(self, f"_{type(action).__name__}")(action)
+        about = [action.model] if hasattr(action, "model") and not isinstance(action, Fail) else [0, 1]
+        for number in about:
+            self.pairs[number].check()
 
     def end(self) -> None:
         """A whole step of both, after which all is at rest."""
+        for pair in self.pairs:
+            pair.check()
         for number, pair in enumerate(self.pairs):
             pair.waiting.clear()
             for unit in pair.units:
@@ -585,8 +589,6 @@ def run(setup: Setup, actions: list) -> str | None:
                 program.end()
             else:
                 program.run(action)
-                for pair in program.pairs:
-                    pair.check()
         except Exception:  # whatever the engine raises is a result, and the other ranks wait to hear it
             wrong = f"at {'the end' if action is None else f'action {number}, {action}'}:\n{traceback.format_exc()}"
         if wrong := somewhere(wrong):
