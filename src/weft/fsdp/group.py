@@ -177,6 +177,7 @@ class ParameterGroup:
     def belong_to(self, owner: Owner) -> None:
         """Be a group of `owner`, known to its buffers only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
+        self.gradients.describe = lambda: f"the gradients of {ref()}"
         if self.transient is not None:
             follow = weakref.WeakMethod(self._follow)
             self.transient.on_move = lambda full: (follow() or _ignore)(full)

@@ -87,6 +87,8 @@ class GroupGradients:
         """Whether parameters that no rank used get a gradient of zeros, or none."""
         self.sums_only = False
         """Whether reductions are sums that are scaled here, never averages by the backend."""
+        self.describe: Callable[[], str] = lambda: "gradients"
+        """What errors call them."""
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
         self._plan = plan
@@ -116,7 +118,7 @@ class GroupGradients:
     def _to(self, event: str) -> None:
         following = TRANSITIONS.get((self.where, event))
         if following is None:
-            raise RuntimeError(f"gradients cannot {event} while they are {self.where.value}")
+            raise RuntimeError(f"{self.describe()}: '{event}' while they are {self.where.value}")
         self.where = following
 
     @property
@@ -350,17 +352,17 @@ class GroupGradients:
         if self._download is not None:
             self._download.finish()
         self._to("publish")
-        self._hand_out(self.present)
+        self._hand_out()
         for parameter, present in zip(self._sharded, self.present):
             if present:
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
                     hook(parameter)
         self.present = [False] * len(self._full)
 
-    def _hand_out(self, present: Sequence[bool]) -> None:
+    def _hand_out(self) -> None:
         withdrawn, self._withdrawn, self._owned = set(self._withdrawn), [], False
         for number, (parameter, mine) in enumerate(zip(self._sharded, self._handed)):
-            if present[number] or number in withdrawn:
+            if self.present[number] or number in withdrawn:
                 theirs = parameter.grad
                 if theirs is not None:  # a penalty's, or what a hook has left
                     with torch.no_grad():
@@ -368,15 +370,18 @@ class GroupGradients:
                 parameter.grad = mine
 
     def discard(self) -> None:
-        """Forget gradients that were not published. What `.grad` was before is there again."""
+        """Forget gradients that were not published, and those that their reductions have begun to add to.
+
+        These stay empty: the user may have cleared them since the exception, and a `.grad` that the engine has taken
+        looks the same.
+        """
         self._forget()
         for stage in self._stages:
             stage.close()
         if self._download is not None:
             self._download.finish()
             self._download.close()
-        if self._owned:
-            self._hand_out([False] * len(self._full))
+        self._withdrawn, self._owned = [], False
         self._filled = [False] * len(self._full)
         self.present = [False] * len(self._full)
         self.where = Where.NOWHERE

@@ -54,10 +54,11 @@ TRANSITIONS = {
 
 
 class Passes:
-    """`current`: the pass under way."""
+    """`current`: the pass under way. `model`: whose, for errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.current = Pass.IDLE
+        self._model = model
         self._around = Pass.IDLE
         """What a backward interrupts."""
 
@@ -86,7 +87,7 @@ class Passes:
     def _to(self, event: str) -> None:
         following = TRANSITIONS.get((self.current, event))
         if following is None:
-            raise RuntimeError(f"'{event}' while the model is {self.current.value}")
+            raise RuntimeError(f"{self._model}: '{event}' while its pass is '{self.current.value}'")
         self.current = following
 
 

@@ -64,7 +64,7 @@ class Runtime:
     def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions):
         self.device = device
         self.options = options
-        self.passes = Passes()
+        self.passes = Passes(str(units[0]))
         self.channels = Channels(
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
@@ -223,6 +223,12 @@ class Runtime:
         self.prefetch.end_forward()
         self._freshness.finish()
         self._joins.collect()
+        try:
+            _refuse_leaks(units)
+        except RuntimeError:
+            self.fail()
+            self._recover()
+            raise
         for unit in units:
             if not self.prefetch.foretells(unit):
                 unit.free()
@@ -344,9 +350,9 @@ class Runtime:
         self.prefetch.end_backward()
         for unit in units:
             _release(unit, UNTIL_BACKWARD)
+        if self._depth == 0:
+            _refuse_leaks(units)
         for unit in units:
-            if leaked := [holder.name for holder in unit.holders if holder.computes and self._depth == 0]:
-                raise RuntimeError(f"{unit}: its weights are still held by {', '.join(leaked)} when the pass is over")
             unit.forget()
             unit.free()
         self._plan(units)
@@ -403,7 +409,8 @@ class Runtime:
         self._recover()
 
     def _recover(self) -> None:
-        """Nothing of the failed pass stays: units are at rest but for the user's holds, `.grad` is what it was."""
+        """Nothing of the failed pass stays: units are at rest but for the user's holds, and what gradients it had begun
+        to add to is gone."""
         self.reductions.drain()
         self.reductions.begin(taking_turns=False)
         self._joins.collect()
@@ -441,6 +448,13 @@ def _release(unit: Unit, *holders: Any) -> None:
     for holder in holders:
         if holder in unit.holders:
             unit.release(holder)
+
+
+def _refuse_leaks(units: Iterable[Unit]) -> None:
+    """Raise if somebody who computes still holds weights though the pass is over."""
+    for unit in units:
+        if leaked := [holder.name for holder in unit.holders if holder.computes]:
+            raise RuntimeError(f"{unit}: its weights are still held by {', '.join(leaked)} when the pass is over")
 
 
 def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:

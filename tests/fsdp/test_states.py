@@ -1,0 +1,819 @@
+"""The three state machines of the engine: each does what its table says, and refuses everything else.
+
+In a pretended world: what is computed there is noise, what happens to units is not.
+"""
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.fsdp import nets
+from weft.fsdp import unit as weights
+from weft.fsdp.gradients import group as gradients
+from weft.fsdp.gradients.group import GroupGradients, Where
+from weft.fsdp.runtime import passes
+from weft.fsdp.runtime.passes import Pass, Passes
+from weft.fsdp.runtime.runtime import Runtime
+from weft.fsdp.unit import UNTIL_BACKWARD, USER, Hold, State, Unit
+
+
+class Oops(Exception):
+    pass
+
+
+def throw(*_: Any) -> None:
+    raise Oops
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Oops
+
+
+def fails_later(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return FailsInBackward.apply(output)
+
+
+@pytest.fixture
+def net(world) -> nets.Net:
+    world(0, 2)
+    return nets.shard(nets.make())
+
+
+TOKENS = nets.data(1, 2)[0]
+
+
+def backward(net: nn.Module, last: bool = True, sync: bool = True) -> None:
+    net.set_is_last_backward(last)
+    net.set_requires_gradient_sync(sync)
+    nets.loss_of(net, TOKENS).backward()
+
+
+def evaluate(net: nn.Module) -> None:
+    with torch.no_grad():
+        net(TOKENS)
+
+
+def write(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(0.5)
+
+
+def runtime_of(net: nn.Module) -> Runtime:
+    return net._weft_driver.started
+
+
+@contextmanager
+def hooked(module: nn.Module, hook: Callable, behind: bool = False) -> Iterator[None]:
+    register = module.register_forward_hook if behind else module.register_forward_pre_hook
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def rows_of(table: str) -> dict[tuple[str, str], str]:
+    """The state to which each event leads from each state, as the docstring of a machine says."""
+    lines = table.splitlines()
+    rule = next(number for number, line in enumerate(lines) if re.fullmatch(r"\s+from\s+event\s+to .*", line)) + 1
+    spans = [found.span() for found in re.finditer("-+", lines[rule])][:3]
+    found: list[list[str]] = []
+    for line in lines[rule + 1 :]:
+        if not line.strip():
+            break
+        cells = [line[start : stop + 1].strip() for start, stop in spans]
+        if cells[1]:
+            found.append(cells)
+        else:  # the row goes on
+            found[-1] = [f"{one} {more}".strip() for one, more in zip(found[-1], cells)]
+    rows = {}
+    for states, event, to in found:
+        for state in states.split(", "):
+            assert (state, event) not in rows, f"{state}, {event} is in the table twice"
+            rows[state, event] = to
+    return rows
+
+
+def said(transitions: dict[tuple[Any, str], Any]) -> dict[tuple[str, str], str]:
+    return {(state.value, event): to.value for (state, event), to in transitions.items()}
+
+
+def illegal(transitions: dict[tuple[Any, str], Any], states: Any, more: tuple[str, ...] = ()) -> list[Any]:
+    """Every pair of a state and an event that the table does not have."""
+    events = dict.fromkeys([event for _, event in transitions])
+    pairs = [(state, event) for state in states for event in (*events, *more) if (state, event) not in transitions]
+    return [pytest.param(*pair, id=f"{pair[0].value}, {pair[1]}") for pair in pairs]
+
+
+def legal(causes: dict[tuple[Any, str], Callable]) -> list[Any]:
+    return [pytest.param(*pair, cause, id=f"{pair[0].value}, {pair[1]}") for pair, cause in causes.items()]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_a_units_weights_say_the_same():
+    assert rows_of(weights.__doc__) == said(weights.TRANSITIONS)
+
+
+@pytest.fixture
+def walked(monkeypatch) -> list[tuple[str, Any, str, Any]]:
+    """The transitions of all units and gradients: whose, from, event, to."""
+    found = []
+
+    def watch(cls: type, attribute: str, whose: Callable[[Any], str]) -> None:
+        change = cls._to
+
+        def changed(self: Any, event: str) -> None:
+            before = getattr(self, attribute)
+            change(self, event)
+            found.append((whose(self), before, event, getattr(self, attribute)))
+
+        monkeypatch.setattr(cls, "_to", changed)
+
+    watch(Unit, "state", str)
+    watch(GroupGradients, "where", lambda each: each.describe().removeprefix("the gradients of "))
+    return found
+
+
+MIDDLE = "blocks.1 (Block)"
+
+
+def the_user_unshards(net: nets.Net) -> None:
+    net.blocks[1].unshard(async_op=True)
+
+
+def the_user_waits(net: nets.Net) -> None:
+    net.blocks[1].unshard(async_op=True).wait()
+
+
+def a_forward_beside_the_user(net: nets.Net) -> None:
+    net.blocks[1].unshard()
+    evaluate(net)
+
+
+def the_user_lets_go(net: nets.Net) -> None:
+    net.blocks[1].unshard()
+    net.blocks[1].reshard()
+
+
+def a_write_while_the_user_holds(net: nets.Net) -> None:
+    net.blocks[1].unshard()
+    with torch.no_grad():
+        for group in net.blocks[1]._weft_unit.groups:
+            for parameter in group.sharded_parameters:
+                parameter.mul_(0.5)
+    evaluate(net)
+
+
+WEIGHTS = {
+    (State.AT_REST, "gather"): the_user_unshards,
+    (State.ON_THE_WAY, "arrive"): the_user_waits,
+    (State.HERE, "hold"): the_user_waits,
+    (State.HELD, "hold"): a_forward_beside_the_user,
+    (State.HELD, "let go"): a_forward_beside_the_user,
+    (State.HELD, "let go last"): the_user_lets_go,
+    (State.HELD, "renew"): a_write_while_the_user_holds,
+    (State.HERE, "free"): the_user_lets_go,
+}
+
+
+def test_each_transition_of_weights_has_a_cause_here():
+    assert WEIGHTS.keys() == weights.TRANSITIONS.keys()
+
+
+@pytest.mark.parametrize("state, event, cause", legal(WEIGHTS))
+def test_a_unit_goes_where_the_table_says(state, event, cause, net, walked):
+    cause(net)
+    mine = [transition[1:] for transition in walked if transition[0] == MIDDLE]
+    assert (state, event, weights.TRANSITIONS[state, event]) in mine
+    for (_, _, before), (after, _, _) in pairwise(mine):
+        assert before is after
+    assert mine[-1][2] is net.blocks[1]._weft_unit.state
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_training_walks_only_what_the_table_has(strategy, world, walked):
+    world(0, 2)
+    net = nets.shard(nets.make("non-reentrant"), strategy=strategy)
+    for last in (False, True, True):
+        backward(net, last)
+        evaluate(net)
+    assert {transition[1:] for transition in walked if isinstance(transition[1], State)} == {
+        (*pair, to) for pair, to in weights.TRANSITIONS.items() if pair[1] != "renew"
+    }
+
+
+DRIVER = Hold("a driver of this test")
+
+
+def bring(net: nets.Net, state: State) -> Unit:
+    """The unit of a block in that state."""
+    block = net.blocks[1]
+    unit, runtime = block._weft_unit, runtime_of(net)
+    if state is State.ON_THE_WAY:
+        block.unshard(async_op=True)
+    elif state is State.HERE:  # until somebody frees it
+        runtime.unshard(unit)
+        unit.acquire(DRIVER)
+        unit.release(DRIVER)
+    elif state is State.HELD:
+        block.unshard()
+        unit.acquire(DRIVER)
+    assert unit.state is state
+    return unit
+
+
+@pytest.mark.parametrize("state, event", illegal(weights.TRANSITIONS, State))
+def test_everything_else_is_an_error_that_names_unit_state_and_holders(state, event, net):
+    unit = bring(net, state)
+    with pytest.raises(RuntimeError) as refused:
+        unit._to(event)
+    message = str(refused.value)
+    assert "blocks.1 (Block)" in message and f"'{event}'" in message and state.value in message
+    for holder in unit.holders:
+        assert holder.name in message
+    assert unit.state is state
+
+
+@pytest.mark.parametrize("state", State)
+def test_gathering_and_freeing_ask_for_nothing_that_is_not_to_be_done(state, net):
+    """Who foresees a unit asks for it, who foresees no use lets it go: both in any state."""
+    unit = bring(net, state)
+    holders = list(unit.holders)
+    unit.prefetch()
+    assert unit.state is (State.ON_THE_WAY if state is State.AT_REST else state)
+    unit.free()
+    assert unit.state is (State.HELD if state is State.HELD else State.AT_REST)
+    assert list(unit.holders) == holders
+
+
+@pytest.mark.parametrize("state", [State.AT_REST, State.ON_THE_WAY, State.HERE])
+def test_weights_that_nobody_holds_are_not_renewed(state, net):
+    unit = bring(net, state)
+    with pytest.raises(RuntimeError, match=rf"blocks\.1 \(Block\): 'renew' while its weights are {state.value}"):
+        unit.renew()
+
+
+@pytest.mark.parametrize("state", State)
+def test_who_does_not_hold_cannot_let_go(state, net):
+    unit = bring(net, state)
+    holders = list(unit.holders)
+    with pytest.raises(RuntimeError, match=r"blocks\.1 \(Block\): a stranger lets go of weights that it does not hold"):
+        unit.release(Hold("a stranger"))
+    assert unit.state is state and list(unit.holders) == holders
+
+
+def test_the_same_holder_cannot_hold_twice(net):
+    unit = bring(net, State.HELD)
+    with pytest.raises(RuntimeError, match=r"blocks\.1 \(Block\): a driver of this test holds its weights already"):
+        unit.acquire(DRIVER)
+    assert list(unit.holders) == [USER, DRIVER]
+    unit.release(DRIVER)
+    unit.acquire(DRIVER)
+    assert unit.state is State.HELD
+
+
+def test_who_has_the_same_name_is_another_holder(net):
+    unit = bring(net, State.HELD)
+    twin = Hold(DRIVER.name)
+    unit.acquire(twin)
+    unit.release(DRIVER)
+    assert list(unit.holders) == [USER, twin]
+
+
+# --- holders ----------------------------------------------------------------------------------------------------------
+
+
+def passes_by(net: nets.Net) -> None:
+    for last in (False, True, True):
+        backward(net, last)
+        evaluate(net)
+
+
+def is_abandoned(net: nets.Net) -> None:
+    fails_in_backward(net)
+    fails_in_forward(net)
+    net.reset_iter_state()
+
+
+def is_scheduled(net: nets.Net) -> None:
+    """A driver that visits units itself, as a schedule does."""
+    runtime, units = runtime_of(net), [block._weft_unit for block in net.blocks]
+    for _ in range(2):
+        with runtime.scheduled(units, 2, lambda: [units]):
+            for unit in units:
+                runtime.visit(unit, DRIVER)
+            for unit in units:
+                runtime.leave(unit, DRIVER)
+
+
+def is_crowded(net: nets.Net) -> None:
+    """The pool has a plan in which not all blocks are here at once."""
+    passes_by(net)
+    loss = nets.loss_of(net, TOKENS)
+    for block in (net.blocks[0], net.blocks[2]):
+        block.unshard()
+    loss.backward()
+    for block in (net.blocks[0], net.blocks[2]):
+        block.reshard()
+
+
+@pytest.mark.parametrize("allocator", ["trace", "caching"])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("happens", [passes_by, is_abandoned, is_scheduled, is_crowded])
+def test_a_users_hold_is_never_evicted(happens, known, allocator, world):
+    """`known`: the pool has a plan before."""
+    world(0, 2)
+    net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(allocator=allocator))
+    if known:
+        passes_by(net)
+    block = net.blocks[1]
+    block.unshard()
+    held = list(block.parameters())
+    with torch.no_grad():
+        for parameter in held:
+            parameter.fill_(0.25)
+    happens(net)
+    unit = block._weft_unit
+    assert unit.state is State.HELD and list(unit.holders) == [USER]
+    for parameter, now in zip(held, block.parameters()):
+        assert now is parameter and bool((now == 0.25).all()), "the memory went to somebody else"
+    block.reshard()
+    at_rest(net)
+
+
+def at_rest(net: nets.Net) -> None:
+    """Nobody holds anything."""
+    for module in (*net.blocks, net):
+        assert not module._weft_unit.holders
+        assert module._weft_unit.state is State.AT_REST
+        for group in module._weft_unit.groups:
+            assert group.gradients.where is Where.NOWHERE
+    assert runtime_of(net).passes.current is Pass.IDLE
+    assert [each["live"] for each in weft.memory_report(net)["transient"].values()] == [0, 0]
+
+
+LEAK = Hold("a driver that forgets")
+
+
+def leaks(module: nn.Module, args: Any) -> None:
+    module._weft_unit.acquire(LEAK)
+
+
+def leak_in_a_schedule(net: nets.Net) -> None:
+    with runtime_of(net).scheduled([net.blocks[1]._weft_unit], 2, list):
+        runtime_of(net).visit(net.blocks[1]._weft_unit, LEAK)
+
+
+def leak_in_a_forward(net: nets.Net) -> None:
+    with hooked(net.blocks[1], leaks):
+        nets.loss_of(net, TOKENS)
+
+
+def leak_in_an_evaluation(net: nets.Net) -> None:
+    with hooked(net.blocks[1], leaks):
+        evaluate(net)
+
+
+def leak_in_a_backward(net: nets.Net) -> None:
+    def later(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: leaks(module, args))
+
+    with hooked(net.blocks[1], later, behind=True):
+        nets.loss_of(net, TOKENS).backward()
+
+
+@pytest.mark.parametrize("cause", [leak_in_a_forward, leak_in_an_evaluation, leak_in_a_backward, leak_in_a_schedule])
+def test_a_leaked_hold_is_found_at_the_end_of_the_pass_with_its_name(cause, net):
+    with pytest.raises(RuntimeError, match=r"blocks\.1 \(Block\): .* still held by a driver that forgets"):
+        cause(net)
+    evaluate(net)
+    at_rest(net)
+    backward(net)
+    at_rest(net)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_gradients_say_the_same():
+    rows = rows_of(gradients.__doc__)
+    assert rows.pop(("any", "discard")) == Where.NOWHERE.value
+    short = {Where.SUMMED.value: "summed"}
+    expected = {
+        (short.get(state, state), event): short.get(to, to)
+        for (state, event), to in said(gradients.TRANSITIONS).items()
+    }
+    assert rows == expected
+
+
+def one_axis(strategy: str = "optim_grads_params") -> nets.Net:
+    return nets.shard(nets.make(), strategy=strategy)
+
+
+def two_axes() -> nets.Net:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    return nets.shard(nets.make(), mesh=mesh, outer_strategy="optim")
+
+
+def a_backward() -> nets.Net:
+    net = one_axis()
+    backward(net)
+    return net
+
+
+def a_backward_without_sync() -> nets.Net:
+    net = one_axis()
+    backward(net, sync=False)
+    return net
+
+
+def two_backwards_without_sync() -> nets.Net:
+    net = a_backward_without_sync()
+    backward(net, sync=False)
+    return net
+
+
+def a_backward_that_the_outer_axis_waits_for() -> nets.Net:
+    net = two_axes()
+    backward(net, last=False)
+    return net
+
+
+def two_backwards_that_the_outer_axis_waits_for() -> nets.Net:
+    net = a_backward_that_the_outer_axis_waits_for()
+    backward(net, last=False)
+    return net
+
+
+def a_block_that_is_called_twice() -> nets.Net:
+    net = one_axis()
+    net.blocks.insert(1, net.blocks[1])
+    backward(net)
+    return net
+
+
+GRADIENTS = {
+    (Where.NOWHERE, "pack"): a_backward_without_sync,
+    (Where.PACKED, "pack"): two_backwards_without_sync,
+    (Where.SUMMED, "pack"): two_backwards_that_the_outer_axis_waits_for,
+    (Where.REDUCED, "pack"): a_block_that_is_called_twice,
+    (Where.PACKED, "reduce"): a_backward,
+    (Where.ON_THE_WAY, "arrive"): a_backward,
+    (Where.ON_THE_WAY, "wait"): a_backward_that_the_outer_axis_waits_for,
+    (Where.REDUCED, "publish"): a_backward,
+}
+
+
+def test_each_transition_of_gradients_has_a_cause_here():
+    assert GRADIENTS.keys() == gradients.TRANSITIONS.keys()
+
+
+@pytest.mark.parametrize("state, event, cause", legal(GRADIENTS))
+def test_gradients_go_where_the_table_says(state, event, cause, world, walked):
+    world(0, 4)
+    net = cause()
+    mine = [transition[1:] for transition in walked if transition[0] == MIDDLE and isinstance(transition[1], Where)]
+    assert (state, event, gradients.TRANSITIONS[state, event]) in mine
+    for (_, _, before), (after, _, _) in pairwise(mine):
+        assert before is after
+    assert all(group.gradients.where is mine[-1][2] for group in net.blocks[1]._weft_unit.groups)
+
+
+def gradients_in(state: Where) -> GroupGradients:
+    """Those of a block, in that state."""
+    net = two_axes()
+    group = net.blocks[1]._weft_unit.groups[0]
+    if state is Where.SUMMED:
+        backward(net, last=False)
+    elif state is not Where.NOWHERE:
+        backward(net, sync=False)
+        if state is not Where.PACKED:
+            group.gradients.reduce(runtime_of(net).channels, 1.0, channel=0, finishes=True).wait()
+        if state is Where.REDUCED:
+            group.gradients.reduced()
+    assert group.gradients.where is state
+    group.gradients.net = net  # alive
+    return group.gradients
+
+
+@pytest.mark.parametrize("state, event", illegal(gradients.TRANSITIONS, Where))
+def test_everything_else_is_an_error_that_names_unit_and_state_of_gradients(state, event, world):
+    world(0, 4)
+    found = gradients_in(state)
+    with pytest.raises(RuntimeError) as refused:
+        found._to(event)
+    message = str(refused.value)
+    assert "blocks.1 (Block)" in message and f"'{event}'" in message and state.value in message
+    assert found.where is state
+
+
+@pytest.mark.parametrize("state", Where)
+def test_gradients_are_forgotten_from_anywhere(state, world):
+    world(0, 4)
+    found = gradients_in(state)
+    found.discard()
+    assert found.where is Where.NOWHERE
+    found.net.set_requires_gradient_sync(True)
+    found.net.set_is_last_backward(True)
+    runtime_of(found.net).reset()
+    assert weft.memory_report(found.net)["transient"]["partial gradients"]["live"] == 0
+    backward(found.net)
+    at_rest(found.net)
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_passes_say_the_same():
+    rows = rows_of(passes.__doc__)
+    assert rows.pop(("any of them", "end")) == "what was around it"
+    assert rows.pop(("any", "fail")) == Pass.FAILED.value
+    ends = {pair: to for pair, to in passes.TRANSITIONS.items() if pair[1] == "end"}
+    assert ends == {(kind, "end"): Pass.IDLE for kind in (Pass.FORWARD, Pass.EVALUATION, Pass.SCHEDULE)}
+    assert {**rows, **said(ends)} == said(passes.TRANSITIONS)
+
+
+def in_state(state: Pass) -> Passes:
+    found = Passes("a model")
+    if state is Pass.FAILED:
+        found.fail()
+    elif state is not Pass.IDLE:
+        found.begin(state)
+    assert found.current is state
+    return found
+
+
+def cause(found: Passes, event: str) -> None:
+    if event.startswith("begin "):
+        found.begin(Pass(event.removeprefix("begin ")))
+    else:
+        getattr(found, event)()
+
+
+@pytest.mark.parametrize(
+    "state, event", [pytest.param(*pair, id=f"{pair[0].value}, {pair[1]}") for pair in passes.TRANSITIONS]
+)
+def test_a_pass_goes_where_the_table_says(state, event):
+    found = in_state(state)
+    cause(found, event)
+    assert found.current is passes.TRANSITIONS[state, event]
+
+
+@pytest.mark.parametrize("around", [Pass.IDLE, Pass.FORWARD, Pass.EVALUATION])
+def test_the_end_of_a_backward_leads_to_what_was_around_it(around):
+    found = in_state(around)
+    found.begin(Pass.BACKWARD)
+    found.end()
+    assert found.current is around
+
+
+@pytest.mark.parametrize("state", Pass)
+def test_every_pass_can_fail_and_what_was_around_it_has_failed_with_it(state):
+    found = in_state(state)
+    found.fail()
+    assert found.current is Pass.FAILED
+    found.recover()
+    assert found.current is Pass.IDLE
+
+
+@pytest.mark.parametrize(
+    "state, event",
+    [each for each in illegal(passes.TRANSITIONS, Pass) if each.values != (Pass.BACKWARD, "end")],
+)
+def test_everything_else_is_an_error_that_names_model_and_pass(state, event):
+    found = in_state(state)
+    with pytest.raises(RuntimeError) as refused:
+        cause(found, event)
+    assert "a model" in str(refused.value) and event in str(refused.value) and state.value in str(refused.value)
+    assert found.current is state
+
+
+@pytest.mark.parametrize("around", [Pass.FORWARD, Pass.EVALUATION])
+def test_the_passes_of_a_model_are_what_its_calls_are(around, net):
+    """Seen from inside of each: a forward or evaluation, a gradient taken in it, a backward, a schedule."""
+    seen: list[Pass] = []
+    look = lambda *_: seen.append(runtime_of(net).passes.current)  # noqa: E731
+
+    def differentiate(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        with torch.enable_grad():
+            x = torch.ones(2, 13, requires_grad=True)
+            twice = 2 * x
+            twice.register_hook(look)
+            torch.autograd.grad(net.blocks[2](twice).sum(), x)
+
+    def look_later(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(look)
+
+    with (
+        hooked(net.blocks[0], look),
+        hooked(net.blocks[1], differentiate, behind=True),
+        hooked(net.norm, look),
+        hooked(net.embedding, look_later, behind=True),
+    ):
+        if around is Pass.EVALUATION:
+            evaluate(net)
+        else:
+            loss = nets.loss_of(net, TOKENS)
+    assert seen == [around, Pass.BACKWARD, around]
+    look()
+    if around is Pass.FORWARD:
+        loss.backward()
+        look()
+        assert seen[3:] == [Pass.IDLE, Pass.BACKWARD, Pass.IDLE]
+    with runtime_of(net).scheduled([], 2, list):
+        look()
+    look()
+    assert seen[-2:] == [Pass.SCHEDULE, Pass.IDLE]
+    at_rest(net)
+
+
+def fails_in_forward(net: nets.Net) -> None:
+    with hooked(net.blocks[1].down, throw), pytest.raises(Oops):
+        nets.loss_of(net, TOKENS)
+
+
+def fails_in_a_hook_before_forward(net: nets.Net) -> None:
+    with hooked(net.blocks[1], throw), pytest.raises(Oops):
+        nets.loss_of(net, TOKENS)
+
+
+def fails_in_evaluation(net: nets.Net) -> None:
+    with hooked(net.blocks[1].down, throw), pytest.raises(Oops):
+        evaluate(net)
+
+
+def fails_in_a_forward_that_needs_more_modules(net: nets.Net) -> None:
+    with hooked(net, throw, behind=True), pytest.raises(Oops):
+        nets.loss_of(net, TOKENS)
+
+
+def fails_in_backward(net: nets.Net) -> None:
+    with hooked(net.blocks[1], fails_later, behind=True), pytest.raises(Oops):
+        nets.loss_of(net, TOKENS).backward()
+
+
+def fails_inside_a_blocks_backward(net: nets.Net) -> None:
+    with hooked(net.blocks[1].up, fails_later, behind=True), pytest.raises(Oops):
+        nets.loss_of(net, TOKENS).backward()
+
+
+def fails_in_a_hook_of_a_gradient(net: nets.Net) -> None:
+    loss = nets.loss_of(net, TOKENS)
+    parameter = next(parameter for group in net.blocks[1]._weft_unit.groups for parameter in group.full_parameters)
+    handle = parameter.register_hook(throw)
+    with pytest.raises(Oops):
+        loss.backward()
+    handle.remove()
+
+
+def fails_in_a_hook_of_a_published_gradient(net: nets.Net) -> None:
+    parameter = next(parameter for group in net.blocks[1]._weft_unit.groups for parameter in group.sharded_parameters)
+    handle = parameter.register_post_accumulate_grad_hook(throw)
+    with pytest.raises(Oops):
+        backward(net)
+    handle.remove()
+
+
+def fails_in_a_backward_inside_of_a_forward(net: nets.Net) -> None:
+    def differentiate(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        x = torch.ones(2, 13, requires_grad=True)
+        y = net.blocks[2](x)
+        y.register_hook(throw)
+        torch.autograd.grad(y.sum(), x)
+
+    with hooked(net.blocks[1], differentiate, behind=True), pytest.raises(Oops):
+        nets.loss_of(net, TOKENS)
+
+
+def fails_in_a_schedule(net: nets.Net) -> None:
+    runtime, unit = runtime_of(net), net.blocks[1]._weft_unit
+    with pytest.raises(Oops), runtime.scheduled([unit], 2, list):
+        runtime.visit(unit, DRIVER)
+        raise Oops
+
+
+FAILURES = [
+    fails_in_forward,
+    fails_in_a_hook_before_forward,
+    fails_in_evaluation,
+    fails_in_a_forward_that_needs_more_modules,
+    fails_in_backward,
+    fails_inside_a_blocks_backward,
+    fails_in_a_hook_of_a_gradient,
+    fails_in_a_hook_of_a_published_gradient,
+    fails_in_a_backward_inside_of_a_forward,
+    fails_in_a_schedule,
+]
+
+
+def begins_forward(net: nets.Net) -> None:
+    nets.loss_of(net, TOKENS)
+
+
+def begins_evaluation(net: nets.Net) -> None:
+    evaluate(net)
+
+
+def begins_schedule(net: nets.Net) -> None:
+    is_scheduled(net)
+
+
+def begins_by_unsharding(net: nets.Net) -> None:
+    net.blocks[1].unshard()
+    assert list(net.blocks[1]._weft_unit.holders) == [USER]
+    net.blocks[1].reshard()
+
+
+def begins_by_resharding(net: nets.Net) -> None:
+    net.reshard()
+
+
+def begins_by_reading(net: nets.Net) -> None:
+    net.state_dict()
+
+
+def begins_by_loading(net: nets.Net) -> None:
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()})
+
+
+def begins_by_resetting(net: nets.Net) -> None:
+    net.reset_iter_state()
+
+
+ENTRIES = [
+    begins_forward,
+    begins_evaluation,
+    begins_schedule,
+    begins_by_unsharding,
+    begins_by_resharding,
+    begins_by_reading,
+    begins_by_loading,
+    begins_by_resetting,
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_every_entry_begins_from_the_one_state_that_an_exception_leaves(failure, entry, net):
+    for known in range(2):
+        failure(net)
+        passes = runtime_of(net).passes
+        assert passes.current in (Pass.FAILED, Pass.IDLE)
+        at_fault = passes.current
+        if known:
+            failure(net)
+            assert passes.current is at_fault
+        entry(net)
+        assert passes.current is Pass.IDLE
+        for module in (*net.blocks, net):
+            assert module._weft_unit.holders.keys() <= {UNTIL_BACKWARD}
+            assert all(group.gradients.where is Where.NOWHERE for group in module._weft_unit.groups)
+        evaluate(net)
+        at_rest(net)
+        backward(net)
+        at_rest(net)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_backward_of_an_earlier_forward_begins_from_the_one_state_that_an_exception_leaves(failure, net):
+    loss = nets.loss_of(net, TOKENS)
+    failure(net)
+    loss.backward()
+    at_rest(net)
+    backward(net)
+    at_rest(net)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "failure",
+    [each for each in FAILURES if each is not fails_in_a_hook_of_a_gradient],  # whose graph torch itself keeps for ever
+)
+def test_the_memory_of_a_failed_pass_goes_with_its_graph(failure, strategy, world):
+    world(0, 2)
+    net = nets.shard(nets.make(), strategy=strategy)
+    for _ in range(3):
+        failure(net)
+        net.reset_iter_state()
+        at_rest(net)
+    gc.collect()
+    assert not any(len(module._weft_unit.calls) for module in (*net.blocks, net))
