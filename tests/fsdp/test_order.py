@@ -1,0 +1,247 @@
+"""Communication runs beside computation: what is issued before what, and who waits when. No clock is asked."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.fsdp.events import Chain, Order, chain, count, steps
+from tests.pool import distributed
+
+ONE_AXIS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+GATHERED = ONE_AXIS[1:]
+FORWARD = ["embed", "0", "1", "2", "3"]
+BACKWARD = ["head", "3", "2", "1", "0", "embed"]
+UNITS = ["root", *FORWARD[1:]]
+
+
+def two_axes() -> dict:
+    return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))}
+
+
+def gathered_ahead(order: Order, names: list[str], way: str, kind: str = "gather") -> list[str]:
+    """The units that were gathered before the layer before them was computed, and awaited behind it."""
+    return [
+        following
+        for layer, following in pairwise(names)
+        if f"{kind} {following}" in order
+        and order.goes(f"{kind} {following}", f"{way} {layer}", f"await gather {following}", f"{way} {following}")
+    ]
+
+
+# --- gathers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", GATHERED)
+@distributed(2)
+def test_a_unit_is_gathered_while_the_one_before_it_computes(strategy):
+    first, *later = [passes[0] for passes in steps(chain(strategy=strategy), 3)]
+    for forward, backward in later:
+        assert gathered_ahead(forward, FORWARD, "forward") == FORWARD[1:]
+        assert forward.goes("gather root", "await gather root", "forward embed")
+        if strategy == "optim_grads_params":  # the last unit of a forward stays for the backward
+            assert gathered_ahead(backward, BACKWARD[1:-1], "backward") == ["2", "1", "0"]
+    forward, backward = first
+    if strategy == "optim_grads_params":  # nothing is known of a first forward, and of its backward all
+        assert gathered_ahead(backward, BACKWARD[:-1], "backward") == ["3", "2", "1", "0"]
+        for layer, following in pairwise(FORWARD):
+            assert forward.goes(f"forward {layer}", f"gather {following}", f"forward {following}")
+    else:
+        assert not [event for _, backward in (first, *later) for event in backward if "gather" in event]
+
+
+@distributed(4)
+def test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them():
+    net = chain(outer_strategy="optim", **two_axes())
+    for forward, backward in [passes[0] for passes in steps(net, 3)][1:]:
+        assert gathered_ahead(forward, FORWARD, "forward", "outer gather") == FORWARD[1:]
+        assert gathered_ahead(forward, FORWARD, "forward") == FORWARD[1:]
+        assert gathered_ahead(backward, BACKWARD[1:-1], "backward") == ["2", "1", "0"]
+        assert not any("outer gather" in event for event in backward)
+        for unit in UNITS:
+            assert forward.goes(f"outer gather {unit}", f"gather {unit}", f"await gather {unit}")
+            assert f"await outer gather {unit}" not in forward
+    assert all(net.events.behind[f"gather {unit}"] == f"outer gather {unit}" for unit in UNITS)
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+@distributed(2)
+def test_recomputation_gathers_nothing_twice(recompute):
+    for step, (passes, plain) in enumerate(zip(steps(chain(recompute=recompute), 3), steps(chain(), 3))):
+        forward, backward = passes[0]
+        for unit in UNITS:
+            assert count(passes, f"gather {unit}") == count(plain, f"gather {unit}")
+        for layer in UNITS[1:]:
+            assert count(passes, f"forward {layer}") == 2 and f"forward {layer}" in backward
+        if step:
+            assert gathered_ahead(forward, FORWARD, "forward") == FORWARD[1:]
+            for layer, following in pairwise(BACKWARD[1:-1]):
+                assert backward.goes(f"gather {following}", f"backward {layer}", f"await gather {following}")
+                if recompute == "non-reentrant":  # there the unit's backward begins before its forward runs again
+                    assert backward.goes(f"gather {following}", f"forward {layer}")
+
+
+@pytest.mark.parametrize("allocator", ["trace", "caching"])
+@distributed(2)
+def test_weights_go_when_the_next_unit_has_computed(allocator):
+    net = chain(depth=6, runtime=weft.RuntimeOptions(allocator=allocator))
+    steps(net, 3)
+    root, layer = (module._weft_unit.gathered_bytes for module in (net, net.layers[0]))
+    # The layer that computes and the next one, beside the root: six layers would be here at the end of a forward.
+    assert weft.memory_report(net)["transient"]["gathered weights"]["peak"] == root + 2 * layer
+
+
+@distributed(2)
+def test_a_budget_of_bytes_says_how_far_ahead_gathers_go():
+    bytes_of_layer = chain().layers[0]._weft_unit.gathered_bytes
+    for ahead, budget in [(0, 0), (0, bytes_of_layer - 1), (1, bytes_of_layer), (2, 2 * bytes_of_layer), (4, 1 << 20)]:
+        net = chain(runtime=weft.RuntimeOptions(prefetch_bytes=budget))
+        for forward, backward in [passes[0] for passes in steps(net, 3)][1:]:
+            for order, names, way in ((forward, FORWARD, "forward"), (backward, BACKWARD[1:-1], "backward")):
+                for position, layer in enumerate(names):
+                    issued = order[: order.index(f"{way} {layer}")]
+                    here = [each for each in names[position + 1 :] if f"gather {each}" in issued]
+                    assert here == names[position + 1 : position + 1 + ahead], (budget, layer, order)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@distributed(2)
+def test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches(strategy):
+    for passes in steps(chain(strategy=strategy), 3, microbatches=3):
+        for unit in UNITS:
+            assert count(passes, f"gather {unit}") == passes[0][0].count(f"gather {unit}") == 1
+
+
+@distributed(4)
+def test_weights_that_stay_on_the_outer_axis_are_gathered_over_it_once_in_a_step():
+    net = chain(outer_strategy="optim", **two_axes())
+    for passes in steps(net, 3, microbatches=2):
+        for unit in UNITS:
+            assert count(passes, f"outer gather {unit}") == passes[0][0].count(f"outer gather {unit}") == 1
+
+
+@distributed(4)
+def test_backward_gathers_ahead_over_the_neighbours_alone():
+    net = chain(reshard_after_forward=2)
+    events = net.events
+    sizes: dict[str, set[int]] = {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with events.recording(net):
+        for step in range(3):
+            for way in ("forward", "backward"):
+                events.groups["gather"].clear()
+                if way == "forward":
+                    loss = net(torch.ones(2, 6)).square().sum()
+                else:
+                    loss.backward()
+                order = events.take()
+                sizes[way] = {group.size() for group in events.groups["gather"]}
+                if step and way == "backward":
+                    assert gathered_ahead(order, BACKWARD[:-1], way) == ["3", "2", "1", "0"]
+            optimizer.step()
+            assert sizes == {"forward": {4}, "backward": {2}}
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+def reductions(net: Chain, kind: str = "reduce", awaited: str = "await reduce") -> list[list[bool]]:
+    """Of each step, for each unit from the last to the first: whether it is reduced while the next computes."""
+    found = []
+    for (_, backward), *_ in steps(net, 3):
+        beside = []
+        for layer, following in pairwise(BACKWARD[1:]):
+            assert backward.goes(f"backward {layer}", f"{kind} {layer}", f"backward {following}")
+            beside.append(backward.goes(f"{kind} {layer}", f"backward {following}", f"{awaited} {layer}"))
+            unit = following if following in UNITS else "root"
+            assert backward.goes(f"{awaited} {layer}", f"{kind} {unit}"), "two alive at once"
+        found.append(beside)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+@distributed(2)
+def test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive(strategy):
+    assert reductions(chain(strategy=strategy)) == [[True] * 4] * 3
+    alone = chain(strategy=strategy, runtime=weft.RuntimeOptions(max_live_reduce_buffers=1))
+    assert reductions(alone) == [[False] * 4] * 3
+
+
+@distributed(2)
+def test_more_units_are_reduced_at_once_where_more_may_be_alive():
+    for alive in (2, 3, 4):
+        net = chain(runtime=weft.RuntimeOptions(max_live_reduce_buffers=alive))
+        for (_, backward), *_ in steps(net, 2):
+            under_way, most = 0, 0
+            for event in backward:
+                under_way += event.startswith("reduce") - event.startswith("await reduce")
+                most = max(most, under_way)
+            assert (under_way, most) == (0, alive - 1)  # and one is packed or computed
+
+
+@pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
+@distributed(4)
+def test_outer_reductions_follow_the_inner_ones_and_nobody_waits_in_between(outer_strategy):
+    net = chain(outer_strategy=outer_strategy, **two_axes())
+    assert reductions(net, "outer reduce", "await outer reduce") == [[True] * 4] * 3
+    for (_, backward), *_ in steps(net, 1):
+        for unit in UNITS:
+            issued = backward.index(f"reduce {unit}")
+            assert backward[issued + 1] == f"outer reduce {unit}"
+            assert f"await reduce {unit}" not in backward
+    assert all(net.events.behind[f"outer reduce {unit}"] == f"reduce {unit}" for unit in UNITS)
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+@distributed(2)
+def test_partial_gradients_are_reduced_once_in_a_step_and_sharded_ones_after_each_microbatch(strategy):
+    for passes in steps(chain(strategy=strategy), 2, microbatches=3):
+        for unit in UNITS:
+            each = [backward.count(f"reduce {unit}") for _, backward in passes]
+            assert each == ([0, 0, 1] if strategy in ("no_shard", "optim") else [1, 1, 1])
+
+
+@pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
+@distributed(4)
+def test_the_outer_axis_is_reduced_over_once_in_a_step(outer_strategy):
+    for passes in steps(chain(outer_strategy=outer_strategy, **two_axes()), 2, microbatches=3):
+        for unit in UNITS:
+            assert [backward.count(f"reduce {unit}") for _, backward in passes] == [1, 1, 1]
+            assert [backward.count(f"outer reduce {unit}") for _, backward in passes] == [0, 0, 1]
+
+
+# --- communicators ----------------------------------------------------------------------------------------------------
+
+
+def communicators(**options) -> tuple[set, set]:
+    """The process groups of gathers and of reductions."""
+    net = chain(depth=2, **options)
+    steps(net, 2)
+    return net.events.groups["gather"], net.events.groups["reduce"]
+
+
+def ranks_of(groups: set) -> list[list[int]]:
+    return sorted(dist.get_process_group_ranks(group) for group in groups)
+
+
+@pytest.mark.parametrize("strategy", GATHERED)
+@distributed(2)
+def test_gathers_have_communicators_of_their_own_if_that_is_asked_for(strategy):
+    gathers, reduces = communicators(strategy=strategy)
+    assert gathers == reduces
+    apart, reduces = communicators(strategy=strategy, runtime=weft.RuntimeOptions(separate_all_gather_group=True))
+    assert not apart & reduces and ranks_of(apart) == ranks_of(reduces) == [[0, 1]]
+
+
+@pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
+@distributed(4)
+def test_gathers_over_two_axes_have_communicators_of_their_own_if_that_is_asked_for(outer_strategy):
+    options = {"outer_strategy": outer_strategy, **two_axes()}
+    gathers, reduces = communicators(**options)
+    assert gathers <= reduces
+    apart, reduces = communicators(runtime=weft.RuntimeOptions(separate_all_gather_group=True), **options)
+    assert not apart & reduces and len(reduces) == 2
+    assert ranks_of(apart) == ranks_of(reduces if outer_strategy == "optim" else gathers)
