@@ -359,6 +359,12 @@ class GroupGradients:
                     hook(parameter)
         self.present = [False] * len(self._full)
 
+    def give_back(self) -> None:
+        """The backward failed: what it has taken from `.grad` is there again at once, before anybody looks."""
+        if self._owned:
+            self.present = [False] * len(self._full)
+            self._hand_out()
+
     def _hand_out(self) -> None:
         withdrawn, self._withdrawn, self._owned = set(self._withdrawn), [], False
         for number, (parameter, mine) in enumerate(zip(self._sharded, self._handed)):
@@ -370,18 +376,13 @@ class GroupGradients:
                 parameter.grad = mine
 
     def discard(self) -> None:
-        """Forget gradients that were not published, and those that their reductions have begun to add to.
-
-        These stay empty: the user may have cleared them since the exception, and a `.grad` that the engine has taken
-        looks the same.
-        """
+        """Forget gradients that were not published."""
         self._forget()
         for stage in self._stages:
             stage.close()
         if self._download is not None:
             self._download.finish()
             self._download.close()
-        self._withdrawn, self._owned = [], False
         self._filled = [False] * len(self._full)
         self.present = [False] * len(self._full)
         self.where = Where.NOWHERE

@@ -147,6 +147,11 @@ class Reductions:
         while self._under_way:
             self._finish_oldest()
 
+    def abandon(self) -> None:
+        """Let transfers end, and do nothing with what they brought."""
+        while self._under_way:
+            self._under_way.popleft().ticket.abandon()
+
     def gradient_to_write(self, unit: Unit, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
         """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
         self._make_room(unit, group)

@@ -392,6 +392,9 @@ class Runtime:
     def fail(self) -> None:
         """An exception left the pass under way."""
         self.passes.fail()
+        for unit in self.units:
+            for group in unit.groups:
+                group.gradients.give_back()
 
     def recover(self) -> None:
         """Whoever comes from outside begins here: what a failed pass has left goes."""
@@ -409,9 +412,8 @@ class Runtime:
         self._recover()
 
     def _recover(self) -> None:
-        """Nothing of the failed pass stays: units are at rest but for the user's holds, and what gradients it had begun
-        to add to is gone."""
-        self.reductions.drain()
+        """Nothing of the failed pass stays: units are at rest but for the user's holds, reductions add to nothing."""
+        self.reductions.abandon()
         self.reductions.begin(taking_turns=False)
         self._joins.collect()
         self._freshness.forget()
