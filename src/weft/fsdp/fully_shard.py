@@ -29,7 +29,7 @@ from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 from weft.memory.offload import OffloadPolicy, offload_of
 
-_sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", Slot]] = WeakTensorKeyDictionary()
+_sharded_elsewhere: MutableMapping[Any, tuple["weakref.ref[Unit]", "weakref.ref[Slot]"]] = WeakTensorKeyDictionary()
 """Where each original parameter went, and each sharded one is: one that a later unit meets again is tied."""
 
 _DEFAULT_STRATEGY = "optim_grads_params"
@@ -138,10 +138,11 @@ def fully_shard(
     for group, members in zip(groups, kinds):
         for form in (members, group.sharded_parameters):
             for parameter, slot in zip(form, group.slots):
-                _sharded_elsewhere[parameter] = (weakref.ref(unit), slot)
+                _sharded_elsewhere[parameter] = (weakref.ref(unit), weakref.ref(slot))
         group.register(full=False)
-    for parameter, (ref, slot) in tied.items():
-        slot.share(found[parameter].owners)
+    for parameter, (ref, place) in tied.items():
+        if (slot := place()) is not None:
+            slot.share(found[parameter].owners)
         if (other := ref()) is not None:
             unit.tied.setdefault(other, found[parameter].name)
     driver = HookDriver(unit, modules, runtime or RuntimeOptions())
@@ -241,7 +242,7 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: Mapping[nn.Parameter, Sl
 def _refuse_outside_in(
     modules: list[nn.Module],
     found: Mapping[nn.Parameter, Slot],
-    tied: Mapping[nn.Parameter, tuple["weakref.ref[Unit]", Slot]],
+    tied: Mapping[nn.Parameter, tuple["weakref.ref[Unit]", Any]],
 ) -> None:
     """Raise for a parameter of `tied` that a unit around `modules` has; a unit beside them shares it."""
     for parameter, (ref, _) in tied.items():

@@ -26,7 +26,7 @@ from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
-from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, Hold, Unit
+from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold, Unit
 
 
 class ForwardCall:
@@ -89,8 +89,7 @@ class ForwardCall:
         unit, runtime = self.unit, self.driver.started
         runtime.reduce(unit)
         if unit.reshard_after_backward:
-            if UNTIL_BACKWARD in unit.holders:
-                unit.release(UNTIL_BACKWARD)
+            unit.end_holds(UNTIL_BACKWARD, USER)
         elif UNTIL_NEXT_PASS not in unit.holders and self in unit.holders:
             unit.acquire(UNTIL_NEXT_PASS)
         if self in unit.holders:
@@ -258,8 +257,7 @@ class HookDriver:
         elif not recomputing:
             if call is not None:
                 unit.leave_pieces()
-            if UNTIL_BACKWARD in unit.holders:
-                unit.release(UNTIL_BACKWARD)
+            unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:
             runtime.leave(unit, self._hold)
         if call is not None and not recomputing:

@@ -213,6 +213,12 @@ class Unit:
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
 
+    def end_holds(self, *holders: Hold) -> None:
+        """Let those of these go that hold the weights."""
+        for holder in holders:
+            if holder in self.holders:
+                self.release(holder)
+
     def renew(self) -> None:
         """Gather weights that are held again, since the main weights have changed."""
         self._to("renew")

@@ -58,8 +58,8 @@ class Freshness:
         if unit in self._ahead:
             while self._next() is not unit:
                 pass
-            if self._ahead:
-                self._next()
+        if self._ahead and self._made and self._made[-1] is unit:
+            self._next()
 
     def finish(self) -> None:
         """The pass is over: make anew what is left, whether its unit ran here or not, and see that all has come."""

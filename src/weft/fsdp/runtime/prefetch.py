@@ -81,7 +81,8 @@ class Prefetch:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        for following in self._look_ahead(record.ahead(), record.depth):
+        others = (number for number in record.ahead() if number != unit.number)  # not the one that is recomputed
+        for following in self._look_ahead(others, record.depth):
             if not following.resident:
                 if not following.fits(self._weights):
                     break

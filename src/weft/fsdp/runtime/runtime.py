@@ -153,7 +153,7 @@ class Runtime:
         """The user lets go of `unit`, and of what it keeps for a backward."""
         self.recover()
         unit.forget()
-        _release(unit, USER, UNTIL_BACKWARD, UNTIL_NEXT_PASS)
+        unit.end_holds(USER, UNTIL_BACKWARD, UNTIL_NEXT_PASS)
         for each in (unit, *unit.tied):
             each.free()
 
@@ -184,7 +184,7 @@ class Runtime:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
         for unit in units:
-            _release(unit, UNTIL_BACKWARD, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
+            unit.end_holds(UNTIL_BACKWARD, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in units:
             unit.forget()
             unit.free()
@@ -349,7 +349,7 @@ class Runtime:
         self._finish_uploads(units)
         self.prefetch.end_backward()
         for unit in units:
-            _release(unit, UNTIL_BACKWARD)
+            unit.end_holds(UNTIL_BACKWARD)
         if self._depth == 0:
             _refuse_leaks(units)
         for unit in units:
@@ -443,13 +443,6 @@ class Runtime:
             for group in unit.groups:
                 if group.transient is not None:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
-
-
-def _release(unit: Unit, *holders: Any) -> None:
-    """Let these go, those of them that hold `unit`."""
-    for holder in holders:
-        if holder in unit.holders:
-            unit.release(holder)
 
 
 def _refuse_leaks(units: Iterable[Unit]) -> None:
