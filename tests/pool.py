@@ -1,4 +1,4 @@
-"""Real gloo processes for tests: four workers, started once for the whole run.
+"""Real gloo processes for tests: up to four workers, each started once for the whole run.
 
     @distributed(2, 4)
     def test_all_ranks_agree(tmp_path):      # the body runs on every rank, once per world size
@@ -56,16 +56,14 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable],
 class Pool:
     """Workers that run jobs; `run` returns what each rank returned, in rank order."""
 
-    def __init__(self, size: int = MAX_RANKS) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.workers: list[tuple[Any, Any]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
         self.jobs = 0
 
     def run(self, ranks: int, body: Callable, *args: Any, timeout: float = TIMEOUT_S, **kwargs: Any) -> list:
         """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks."""
-        if not self.workers:
-            self._start()
+        self._start(ranks)
         self.jobs += 1
         store = os.path.join(self.folder.name, f"store-{self.jobs}")
         name = (body.__module__, body.__qualname__)
@@ -104,9 +102,11 @@ class Pool:
             process.join()
         self.workers = []
 
-    def _start(self) -> None:
+    def _start(self, ranks: int) -> None:
+        """Start workers until there are enough for `ranks`: a run of one small test need not wait for all."""
+        assert ranks <= MAX_RANKS, f"{ranks} ranks: a test has at most {MAX_RANKS}"
         context = multiprocessing.get_context("spawn")
-        for _ in range(self.size):
+        while len(self.workers) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()

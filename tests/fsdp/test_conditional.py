@@ -140,3 +140,28 @@ def test_units_that_run_on_some_ranks_only_have_true_gradients_on_two_axes(outer
                 assert_truth(way, 2, flagged, **options)
             except AssertionError as error:
                 raise AssertionError(f"{name}, flagged {flagged}: {error}") from error
+
+
+@distributed(4)
+def test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now():
+    """What the lookout calls, called by hand: a rank that waits elsewhere takes part in what others gather."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    on_demand = weft.RuntimeOptions(prefetch_bytes=0)
+    plain, sharded = make(), shard(make(), mesh=mesh, outer_strategy="optim", runtime=on_demand)
+    tokens = nets.data(1, 2)[0]
+    skips = dist.get_rank() % 2 == 1  # one of each pair on the shard axis
+    for net in (plain, sharded):
+        net.path = (0, 1, 2, 3)
+        with torch.no_grad():
+            net(tokens)
+            for parameter in net.parameters():
+                parameter.mul_(1.5)
+
+    def take_part(*_) -> None:
+        for block in sharded.blocks[1:3] if skips else ():
+            sharded._weft_driver.runtime._joins.take_part(block._weft_unit, 0)
+
+    sharded.blocks[0].register_forward_hook(take_part)
+    plain.path = sharded.path = (0, 3) if skips else (0, 1, 2, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(tokens), plain(tokens))

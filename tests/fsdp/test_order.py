@@ -81,6 +81,16 @@ def test_recomputation_gathers_nothing_twice(recompute):
             assert backward.goes(f"gather {following}", f"backward {layer}", f"await gather {following}")
 
 
+@pytest.mark.parametrize("allocator", ["trace", "caching"])
+@distributed(2)
+def test_weights_go_when_the_next_unit_has_computed(allocator):
+    net = chain(depth=6, runtime=weft.RuntimeOptions(allocator=allocator))
+    steps(net, 3)
+    root, layer = (module._weft_unit.gathered_bytes for module in (net, net.layers[0]))
+    # The layer that computes and the next one, beside the root: six layers would be here at the end of a forward.
+    assert weft.memory_report(net)["transient"]["gathered weights"]["peak"] == root + 2 * layer
+
+
 @distributed(2)
 def test_a_budget_of_bytes_says_how_far_ahead_gathers_go():
     bytes_of_layer = chain().layers[0]._weft_unit.gathered_bytes

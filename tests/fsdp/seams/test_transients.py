@@ -1,5 +1,8 @@
 """What was lent for a moment comes back, whatever ran; and a new plan is never there beside the old one."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -186,3 +189,23 @@ def test_a_new_plan_of_a_model_never_holds_the_old_slab_and_the_new_one():
     assert len(seen) > 2
     for most, before, after in seen:
         assert most <= max(before, after), seen
+
+
+# --- memory comes with unspecified contents ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_what_memory_held_before_is_in_no_gradient_and_no_norm(strategy):
+    """Padding between parameters and parameters without gradient lie in the same buffers."""
+    take = Pool.take
+
+    def garbage(pool: Pool, transient: Transient) -> torch.Tensor:
+        return take(pool, transient).fill_(math.nan)
+
+    batches = nets.data(3, 4)
+    plain = nets.train(nets.make(), batches, microbatches=2)
+    with mock.patch.object(Pool, "take", garbage):
+        run = nets.train_here(nets.shard(nets.make(), strategy=strategy), batches, microbatches=2)
+    for what in ("norms", "gradients", "weights"):
+        torch.testing.assert_close(run[what], plain[what])

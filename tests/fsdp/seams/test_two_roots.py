@@ -11,6 +11,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, naming, sgd, step
 from tests.pool import distributed
+from weft.fsdp.runtime.passes import end_with_backward
 
 
 class Routes(nn.Module):
@@ -221,3 +222,21 @@ def test_many_roots_of_which_each_rank_runs_others():
         for net in (plain, sharded):
             for parameter in net.parameters():
                 parameter.grad = None
+
+
+def test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first():
+    """Their ends talk to other ranks, which autograd may lead another way."""
+    ended = []
+
+    def reach(place):
+        def hook(gradient):
+            end_with_backward(place, lambda: ended.append(place), lambda: ended.append("failed"))
+
+        return hook
+
+    x = torch.ones((), requires_grad=True)
+    for place in (2, 0, 1):
+        x = x * 1.0
+        x.register_hook(reach(place))
+    x.backward()
+    assert ended == [0, 1, 2]
