@@ -1,0 +1,429 @@
+"""Does a test see it? Named mutations of one line of the source each, of which each must make a named fast test fail.
+
+    python scripts/mutate.py [--jobs 2] [--list] [NAME ...]
+
+A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a process of its
+own. Before, all named tests pass against the copy as it is. Ends with 1 if a mutant survives, if its test gives no
+answer, or if the text to be replaced is not in its file exactly once.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+TIMEOUT_S = 300
+"""For one test, on a machine that does other things."""
+BASELINE_TIMEOUT_S = 900
+
+
+class Mutation(NamedTuple):
+    """`old`, once in `file` below src/weft, becomes `new`; `test` below tests/ must fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+ORDER = "fsdp/test_order.py::"
+SEAMS = "fsdp/seams/"
+REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
+
+MUTATIONS = [
+    # --- when things run ---------------------------------------------------------------------------------------------
+    Mutation(
+        "nothing is gathered ahead",
+        "fsdp/runtime/prefetch.py",
+        "for following in self._look_ahead(record.ahead(), record.depth):",
+        "for following in ():",
+        ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
+    ),
+    Mutation(
+        "a gather is waited for at once",
+        "fsdp/unit.py",
+        "self._tickets.append(ticket)",
+        "self._tickets.append(ticket) or ticket.wait()",
+        ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
+    ),
+    Mutation(
+        "the budget of bytes is ignored",
+        "fsdp/runtime/prefetch.py",
+        "if self.budget is not None and spent > self.budget:",
+        "if False:",
+        ORDER + "test_a_budget_of_bytes_says_how_far_ahead_gathers_go[2]",
+    ),
+    Mutation(
+        "weights do not go after forward",
+        "fsdp/runtime/runtime.py",
+        "if not self.prefetch.foretells(each):",
+        "if False:",
+        ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
+    ),
+    Mutation(
+        "a recomputation lets the weights go",
+        "fsdp/hooks.py",
+        "if call is not None and (recomputing or not self._reshards()):",
+        "if call is not None and not self._reshards():",
+        ORDER + "test_recomputation_gathers_nothing_twice[2-reentrant]",
+    ),
+    Mutation(
+        "weights that stay are gathered in each microbatch",
+        "fsdp/runtime/freshness.py",
+        "self._certain = False",
+        "pass",
+        ORDER + "test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches[2-optim]",
+    ),
+    Mutation(
+        "an outer gather is waited for before the inner one",
+        "fsdp/group.py",
+        'options: dict[str, Any] = {"channel": self.channel, "after": refreshing}',
+        'options: dict[str, Any] = {"channel": self.channel, "after": refreshing and refreshing.wait()}',
+        ORDER + "test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them[4]",
+    ),
+    Mutation(
+        "each reduction is waited for at once",
+        "fsdp/runtime/reductions.py",
+        "self._under_way.append(_Reduction(unit, group, ticket))",
+        "ticket.wait() or self._under_way.append(_Reduction(unit, group, ticket))",
+        REDUCED_BESIDE + "[2-optim_grads_params]",
+    ),
+    Mutation(
+        "max_live_reduce_buffers=1 is ignored",
+        "fsdp/runtime/reductions.py",
+        "self._keep_under_way(self.most_alive - 1)",
+        "pass",
+        REDUCED_BESIDE + "[2-no_shard]",
+    ),
+    Mutation(
+        "partial gradients are reduced in each microbatch",
+        "fsdp/runtime/reductions.py",
+        "return not unit.requires_gradient_sync or not (self.is_last or unit.reduces_each_microbatch)",
+        "return not unit.requires_gradient_sync",
+        ORDER + "test_partial_gradients_are_reduced_once_in_a_step_and_sharded_ones_after_each_microbatch[2-optim]",
+    ),
+    Mutation(
+        "an inner reduction is waited for before the outer one",
+        "fsdp/gradients/group.py",
+        "after=ticket,",
+        "after=ticket and ticket.wait(),",
+        ORDER + "test_outer_reductions_follow_the_inner_ones_and_nobody_waits_in_between[4-no_shard]",
+    ),
+    Mutation(
+        "gathers share the communicator of reductions",
+        "fsdp/channels.py",
+        "return _twins[group] if self.separate else group",
+        "return group",
+        ORDER + "test_gathers_have_communicators_of_their_own_if_that_is_asked_for[2-optim]",
+    ),
+    Mutation(
+        "an exchange is waited for at once",
+        "moe/dispatch.py",
+        "return Arrival(output, ticket, rows)",
+        "return ticket.wait() or Arrival(output, ticket, rows)",
+        "overlap/test_events.py::"
+        "test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it[2]",
+    ),
+    Mutation(
+        "no weight gradient is delayed",
+        "overlap/wgrad.py",
+        "return (x, weight, beside) if can_wait else None",
+        "return None",
+        "overlap/test_events.py::test_each_delayed_product_runs_in_its_slot[recompute0]",
+    ),
+    # --- lanes and memory --------------------------------------------------------------------------------------------
+    Mutation(
+        "a ticket is not waited for",
+        "comm/lanes.py",
+        "if self._transfer is None and (self._event is None or self._waited):",
+        "if True:",
+        "comm/test_lanes.py::test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it",
+    ),
+    Mutation(
+        "after= is ignored",
+        "comm/lanes.py",
+        "behind = after._transfer if after is not None else None",
+        "behind = None",
+        "comm/test_lanes.py::test_what_comes_after_another_ticket_begins_when_that_has_ended_and_before_anybody_waits",
+    ),
+    Mutation(
+        "a unit computes before its weights have come",
+        "fsdp/unit.py",
+        "            ticket.wait()",
+        "            pass",
+        ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads]",
+    ),
+    Mutation(
+        "two units lie in one place of the slab",
+        "memory/pool.py",
+        "return begin < start + one.nbytes and start < begin + other.nbytes",
+        "return False",
+        "memory/test_pool.py::test_buffers_alive_together_never_share_memory_even_when_no_plan_foresaw_it",
+    ),
+    Mutation(
+        "who moved out comes back without its values",
+        "memory/pool.py",
+        "place.copy_(transient.own)",
+        "pass",
+        "memory/test_pool.py::"
+        "test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back",
+    ),
+    Mutation(
+        "staging is not given back",
+        "fsdp/group.py",
+        "self._staging.give()",
+        "pass",
+        SEAMS + "test_transients.py::"
+        "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
+    ),
+    Mutation(
+        "padding is not zeroed",
+        "fsdp/gradients/group.py",
+        "packed.local[start:stop].zero_()",
+        "pass",
+        SEAMS + "test_transients.py::test_what_memory_held_before_is_in_no_gradient_and_no_norm[2-optim]",
+    ),
+    # --- weights -----------------------------------------------------------------------------------------------------
+    Mutation(
+        "weights that are gone can be read",
+        "fsdp/gone.py",
+        "torch._C._autograd._unsafe_set_version_counter(parameters, (version,) * len(parameters))",
+        "pass",
+        SEAMS + "test_entries.py::test_a_tensor_that_leaves_a_unit_around_its_output[2-alone-as an attribute]",
+    ),
+    Mutation(
+        "weights that stay are never made anew",
+        "fsdp/runtime/freshness.py",
+        "        if changed:",
+        "        if False:",
+        SEAMS + "test_freshness.py::test_weights_that_are_written_between_microbatches[2-optim-True-copy_]",
+    ),
+    Mutation(
+        "a user's hold is evicted by a pass",
+        "fsdp/runtime/runtime.py",
+        "_release(unit, UNTIL_BACKWARD, *(",
+        "_release(unit, USER, UNTIL_BACKWARD, *(",
+        SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
+    ),
+    Mutation(
+        "a parameter that two units share is held by one",
+        "fsdp/fully_shard.py",
+        "unit.tied.setdefault(other, found[parameter].name)",
+        "pass",
+        "fsdp/test_behaviour.py::test_parameters_tied_across_units_stay_tied[2-optim_grads_params]",
+    ),
+    Mutation(
+        "replicas are not made equal",
+        "fsdp/group.py",
+        "self._equalize()",
+        "pass",
+        SEAMS + "test_replicas.py::test_ranks_that_build_the_model_with_different_seeds_start_equal[2-no_shard]",
+    ),
+    Mutation(
+        "who takes part in a gather sends stale weights",
+        "fsdp/runtime/joins.py",
+        "self._freshness.reach(unit)",
+        "pass",
+        "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
+    ),
+    # --- gradients ---------------------------------------------------------------------------------------------------
+    Mutation(
+        "gradients are summed and not averaged",
+        "fsdp/unit.py",
+        "return 1 / (group.mesh.size() * (self._divide_factor or 1))",
+        "return 1.0",
+        "fsdp/test_behaviour.py::test_a_list_of_modules_is_one_unit[2]",
+    ),
+    Mutation(
+        "gradient_divide_factor is ignored",
+        "fsdp/unit.py",
+        "return 1 / (group.mesh.size() * (self._divide_factor or 1))",
+        "return 1 / group.mesh.size()",
+        "fsdp/test_behaviour.py::test_gradient_divide_factors_replace_or_follow_the_average[2]",
+    ),
+    Mutation(
+        "the outer axis is not reduced over",
+        "fsdp/gradients/group.py",
+        "self._finishes = finishes or len(self._stages) == 1",
+        "self._finishes = len(self._stages) == 1",
+        ORDER + "test_the_outer_axis_is_reduced_over_once_in_a_step[4-no_shard]",
+    ),
+    Mutation(
+        "a further microbatch overwrites the gradients",
+        "fsdp/gradients/group.py",
+        "targets, gradients = more if self._filled[number] else new",
+        "targets, gradients = new",
+        "fsdp/test_behaviour.py::test_gradients_accumulate_with_and_without_synchronisation[2-optim]",
+    ),
+    Mutation(
+        "memory of gradients is used again although somebody holds it",
+        "fsdp/gradients/group.py",
+        "if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):",
+        "if old is None:",
+        SEAMS + "test_gradient_owner.py::"
+        "test_a_held_gradient_does_not_change_by_another_backward[2-optim-none by hand]",
+    ),
+    Mutation(
+        "a penalty in .grad is overwritten",
+        "fsdp/gradients/group.py",
+        "mine.add_(theirs)",
+        "pass",
+        SEAMS + "test_gradient_owner.py::"
+        "test_a_penalty_on_sharded_parameters_computed_beside_the_forward[2-optim-1-before]",
+    ),
+    Mutation(
+        "zero_grad forgets the sharded parameters",
+        "fsdp/module.py",
+        "        super().zero_grad(set_to_none)  # type: ignore[misc]\n        for unit in units_under(self):",
+        "        super().zero_grad(set_to_none)  # type: ignore[misc]\n        for unit in ():",
+        SEAMS + "test_gradient_owner.py::"
+        "test_zero_grad_of_the_model_between_forward_and_backward[2-optim_grads_params-True]",
+    ),
+    # --- passes and calls --------------------------------------------------------------------------------------------
+    Mutation(
+        "models end a backward in any order",
+        "fsdp/runtime/passes.py",
+        "self._models.sort(key=lambda model: model[0])",
+        "pass",
+        SEAMS + "test_two_roots.py::"
+        "test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first",
+    ),
+    Mutation(
+        "a failed pass is not recovered from",
+        "fsdp/runtime/runtime.py",
+        "group.gradients.discard()",
+        "pass",
+        SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains]",
+    ),
+    Mutation(
+        "fully_shard does not look at its mesh",
+        "fsdp/fully_shard.py",
+        "if mesh is not None and not isinstance(mesh, DeviceMesh):",
+        "if False:",
+        "fsdp/test_errors.py::test_meshes_that_do_not_fit_are_refused",
+    ),
+]
+
+
+def misfits(mutations: Sequence[Mutation]) -> list[str]:
+    """The mutations whose text is not in its file exactly once."""
+    found = []
+    for each in mutations:
+        count = (SOURCE / "weft" / each.file).read_text().count(each.old)
+        if count != 1:
+            found.append(f"{each.name}: {each.old!r} is {count} times in {each.file}: it must be there once")
+    return found
+
+
+def run_tests(source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
+    """The exit status of pytest over `tests` against the package in `source`, None after `timeout`, and its output."""
+    paths = dict.fromkeys(str(ROOT / "tests" / test) for test in tests)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(source)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return None, output
+
+
+class Verdict(NamedTuple):
+    """What became of a mutant."""
+
+    mutation: Mutation
+    said: str
+    seconds: float
+    output: str
+
+
+def try_out(mutation: Mutation, pristine: Path, folder: Path) -> Verdict:
+    """Run the test of `mutation` against a mutated copy of `pristine`, made in `folder`."""
+    begin = time.monotonic()
+    source = folder / mutation.name.replace(" ", "-")
+    shutil.copytree(pristine, source)
+    file = source / "weft" / mutation.file
+    file.write_text(file.read_text().replace(mutation.old, mutation.new))
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        compiled.unlink()
+    status, output = run_tests(source, [mutation.test], TIMEOUT_S)
+    shutil.rmtree(source)
+    said = {0: "SURVIVED", 1: "killed", None: f"NO ANSWER in {TIMEOUT_S} s"}.get(status, f"NO TEST (exit {status})")
+    return Verdict(mutation, said, time.monotonic() - begin, output)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="Mutants of the source that a named test must kill.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of the mutations to try; all by default")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants to try at a time (default: 2)")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(each.name for each in MUTATIONS))
+        return 0
+    unknown = set(arguments.names) - {each.name for each in MUTATIONS}
+    if unknown:
+        parser.error(f"no mutation is called {', '.join(sorted(unknown))}: see --list")
+    chosen = [each for each in MUTATIONS if not arguments.names or each.name in arguments.names]
+    if problems := misfits(chosen):
+        print("\n".join(problems))
+        return 1
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="weft-mutants-") as temporary:
+        folder = Path(temporary)
+        pristine = folder / "as it is"
+        shutil.copytree(SOURCE, pristine)
+        used = subprocess.run(
+            [sys.executable, "-c", "import weft; print(weft.__file__)"],
+            env={**os.environ, "PYTHONPATH": str(pristine)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        if not Path(used.strip()).is_relative_to(pristine):
+            print(f"the tests would import {used.strip()}, not the copy in {pristine}")
+            return 1
+        status, output = run_tests(pristine, [each.test for each in chosen], BASELINE_TIMEOUT_S)
+        if status != 0:
+            print(f"{output}\nwithout any mutation the named tests end with {status}: they must pass")
+            return 1
+        print(f"{len({each.test for each in chosen})} tests pass without mutation ({time.monotonic() - begin:.0f} s)\n")
+        print("| mutation | file | test | verdict | seconds |\n|---|---|---|---|---|", flush=True)
+        survivors = []
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            for verdict in pool.map(lambda each: try_out(each, pristine, folder), chosen):
+                mutation, said, seconds, _ = verdict
+                test = f"{mutation.test.partition('::')[0]} {mutation.test.partition('::')[2]}"
+                print(f"| {mutation.name} | {mutation.file} | {test} | {said} | {seconds:.0f} |", flush=True)
+                if said != "killed":
+                    survivors.append(verdict)
+    for verdict in survivors:
+        print(f"\n--- {verdict.mutation.name}: {verdict.said}\n{verdict.output[-3000:]}")
+    killed = len(chosen) - len(survivors)
+    print(f"\n{killed} of {len(chosen)} mutants killed in {time.monotonic() - begin:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
