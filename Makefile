@@ -1,10 +1,10 @@
-# make train | train-moe | test | test-fast | lint | bench
+# make train | train-moe | test | test-fast | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe test test-fast lint bench
+.PHONY: install train train-moe test test-fast mutate lint bench
 
 install: $(STAMP)
 
@@ -26,9 +26,12 @@ test: install lint
 test-fast: install lint
 	$(BIN)/python -m pytest -m 'not slow'
 
+mutate: install
+	$(BIN)/python scripts/mutate.py
+
 lint: install
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples scripts
+	$(BIN)/ruff format --check src tests benchmarks examples scripts
 	$(BIN)/mypy
 
 bench: install

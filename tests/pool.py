@@ -105,7 +105,9 @@ class Pool:
     def _start(self, ranks: int) -> None:
         """Start workers until there are enough for `ranks`: a run of one small test need not wait for all."""
         assert ranks <= MAX_RANKS, f"{ranks} ranks: a test has at most {MAX_RANKS}"
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported everything and done nothing, so that no thread is lost on the way.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["weft"])
         while len(self.workers) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -70,15 +70,16 @@ def test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_w
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 @distributed(2)
 def test_recomputation_gathers_nothing_twice(recompute):
-    for passes, plain in zip(steps(chain(recompute=recompute), 3)[1:], steps(chain(), 3)[1:]):
+    for step, (passes, plain) in enumerate(zip(steps(chain(recompute=recompute), 3), steps(chain(), 3))):
         forward, backward = passes[0]
         for unit in UNITS:
             assert count(passes, f"gather {unit}") == count(plain, f"gather {unit}")
         for layer in UNITS[1:]:
             assert count(passes, f"forward {layer}") == 2 and f"forward {layer}" in backward
-        assert gathered_ahead(forward, FORWARD, "forward") == FORWARD[1:]
-        for layer, following in pairwise(BACKWARD[1:-1]):
-            assert backward.goes(f"gather {following}", f"backward {layer}", f"await gather {following}")
+        if step:
+            assert gathered_ahead(forward, FORWARD, "forward") == FORWARD[1:]
+            for layer, following in pairwise(BACKWARD[1:-1]):
+                assert backward.goes(f"gather {following}", f"backward {layer}", f"await gather {following}")
 
 
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
