@@ -136,6 +136,13 @@ MUTATIONS = [
         "test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it[2]",
     ),
     Mutation(
+        "a schedule gathers nothing ahead",
+        "overlap/units.py",
+        "AHEAD = 2",
+        "AHEAD = 0",
+        "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
+    ),
+    Mutation(
         "no weight gradient is delayed",
         "overlap/wgrad.py",
         "return (x, weight, beside) if can_wait else None",
@@ -210,11 +217,25 @@ MUTATIONS = [
         SEAMS + "test_freshness.py::test_weights_that_are_written_between_microbatches[2-optim-True-copy_]",
     ),
     Mutation(
+        "a write on one rank is not told to the others",
+        "fsdp/runtime/freshness.py",
+        "changed = bool(highest)",
+        "pass",
+        SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
+    ),
+    Mutation(
         "a user's hold is evicted by a pass",
         "fsdp/runtime/runtime.py",
         "_release(unit, UNTIL_BACKWARD, *(",
         "_release(unit, USER, UNTIL_BACKWARD, *(",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
+    ),
+    Mutation(
+        "a user's hold is evicted after a failed pass",
+        "fsdp/unit.py",
+        "for holder in [each for each in self.holders if not _is_users(each)]:",
+        "for holder in list(self.holders):",
+        SEAMS + "test_holds.py::test_a_users_unshard_outlives_a_pass_that_fails[2]",
     ),
     Mutation(
         "a parameter that two units share is held by one",
@@ -311,7 +332,7 @@ MUTATIONS = [
         "fsdp/fully_shard.py",
         "if mesh is not None and not isinstance(mesh, DeviceMesh):",
         "if False:",
-        "fsdp/test_errors.py::test_meshes_that_do_not_fit_are_refused",
+        "fsdp/test_errors.py::test_a_mesh_of_another_type_is_refused",
     ),
 ]
 

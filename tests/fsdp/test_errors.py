@@ -66,6 +66,11 @@ def test_meshes_that_do_not_fit_are_refused():
             weft.fully_shard(block, mesh=half)
 
 
+def test_a_mesh_of_another_type_is_refused():
+    with refused(TypeError, "mesh='cpu'", "pass a DeviceMesh"):
+        weft.fully_shard(nets.Block(4, 4), mesh="cpu")
+
+
 @distributed(2)
 def test_unknown_strategies_and_placements_are_refused():
     block = nets.Block(4, 4)

@@ -143,6 +143,14 @@ def test_the_sizes_of_an_exchange_are_awaited_in_the_step_that_asks_for_them_aft
         assert events.awaited[ticket] == events.issued[ticket]
 
 
+@distributed(2)
+def test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute():
+    events = recorded(build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params"), data(3))
+    for lane, waits in (("gather", 0), ("reduce", -1)):  # for the first unit, and the last one, there is nothing else
+        beside = [events.issued[t] < events.awaited[t] for t, on in events.lanes.items() if on == lane]
+        assert not beside.pop(waits) and len(beside) > 9 and all(beside), lane
+
+
 def due(cfg, model, microbatches):
     """The weight gradients of each slot: of a layer's `*`, `-` and `E`."""
     found = {}
