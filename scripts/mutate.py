@@ -8,6 +8,7 @@ answer, or if the text to be replaced is not in its file exactly once.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -347,6 +348,16 @@ def misfits(mutations: Sequence[Mutation]) -> list[str]:
     return found
 
 
+_running: set[subprocess.Popen] = set()
+"""Tests under way, each with its workers a process group."""
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a test and its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run_tests(source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
     """The exit status of pytest over `tests` against the package in `source`, None after `timeout`, and its output."""
     paths = dict.fromkeys(str(ROOT / "tests" / test) for test in tests)
@@ -360,13 +371,19 @@ def run_tests(source: Path, tests: Sequence[str], timeout: float) -> tuple[int |
         text=True,
         start_new_session=True,
     )
+    _running.add(process)
     try:
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         output, _ = process.communicate()
         return None, output
+    except BaseException:
+        kill(process)
+        raise
+    finally:
+        _running.discard(process)
 
 
 class Verdict(NamedTuple):
@@ -410,6 +427,7 @@ def main() -> int:
     if problems := misfits(chosen):
         print("\n".join(problems))
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-mutants-") as temporary:
         folder = Path(temporary)
@@ -433,12 +451,18 @@ def main() -> int:
         print("| mutation | file | test | verdict | seconds |\n|---|---|---|---|---|", flush=True)
         survivors = []
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            for verdict in pool.map(lambda each: try_out(each, pristine, folder), chosen):
-                mutation, said, seconds, _ = verdict
-                test = f"{mutation.test.partition('::')[0]} {mutation.test.partition('::')[2]}"
-                print(f"| {mutation.name} | {mutation.file} | {test} | {said} | {seconds:.0f} |", flush=True)
-                if said != "killed":
-                    survivors.append(verdict)
+            try:
+                for verdict in pool.map(lambda each: try_out(each, pristine, folder), chosen):
+                    mutation, said, seconds, _ = verdict
+                    test = f"{mutation.test.partition('::')[0]} {mutation.test.partition('::')[2]}"
+                    print(f"| {mutation.name} | {mutation.file} | {test} | {said} | {seconds:.0f} |", flush=True)
+                    if said != "killed":
+                        survivors.append(verdict)
+            except BaseException:  # such as an interrupt: begin no further tests, and end those that run
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(_running):
+                    kill(process)
+                raise
     for verdict in survivors:
         print(f"\n--- {verdict.mutation.name}: {verdict.said}\n{verdict.output[-3000:]}")
     killed = len(chosen) - len(survivors)

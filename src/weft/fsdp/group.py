@@ -412,10 +412,15 @@ class ParameterGroup:
         """Let what is no slice start alike on all ranks of `slices`, unless it is cut over them. Collective."""
         if len(set(dist.get_process_group_ranks(slices)).intersection(self.mesh.mesh.flatten().tolist())) > 1:
             return  # ranks of other experts have other parts of what is dense
-        for start, stop, own in self._slice_ranges:
-            here = self.main_weight.within(start, stop)
-            if own is None and here.numel():
-                collectives.broadcast(here, slices)
+        if not any(self.slice_groups):
+            collectives.broadcast(self.main_weight.local, slices)
+            return
+        for own, parameter in zip(self.slice_groups, self.sharded_parameters):
+            if own is None:  # slices of unequal size make its cuts differ from rank to rank
+                whole = parameter.full_tensor().detach()  # type: ignore[attr-defined]
+                collectives.broadcast(whole, slices)
+                with torch.no_grad():
+                    parameter.copy_(whole)
 
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
         """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
