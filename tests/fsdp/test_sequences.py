@@ -471,7 +471,8 @@ class Program:
         if action.block in pair.held:
             pair.held[action.block] = True
         pair.says(True)
-        part = inputs.chunk(RANKS)[dist.get_rank()]
+        inputs.requires_grad_()  # the block may be frozen
+        part = inputs.detach().chunk(RANKS)[dist.get_rank()].requires_grad_()
         pair.plain_outputs(inputs, pair.plain.blocks[action.block]).square().mean().backward()
         pair.sharded.blocks[action.block](part).square().mean().backward()
         pair.has_run(True)
