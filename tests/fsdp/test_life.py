@@ -1,5 +1,6 @@
 """At rest everything is sharded, and a deleted model takes all its memory with it."""
 
+import enum
 import gc
 import time
 import weakref
@@ -107,7 +108,9 @@ def watched(net, *more) -> dict[str, weakref.ref]:
     seen = set()
 
     def walk(thing, path: str) -> None:
-        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module, Lookout)):  # that is the process'
+        if id(thing) in seen or isinstance(
+            thing, (weakref.ref, torch.nn.Module, Lookout, enum.Enum)
+        ):  # that is the process'
             return
         seen.add(id(thing))
         if isinstance(thing, (list, tuple, deque)):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import weft
@@ -32,12 +33,14 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Setup:
-    """How both models are sharded. `mixed`: main weights in fp32, which compute in fp64."""
+    """How both models are sharded. `mesh`: (outer, shard). `mixed`: main weights in fp32, which compute in fp64."""
 
     strategy: str = "optim_grads_params"
+    mesh: tuple[int, ...] = (RANKS,)
     allocator: str = "trace"
     reshard_after_forward: bool | None = None
     mixed: bool = False
+    offload: bool = False
     recompute: str | None = None
     max_live_reduce_buffers: int = 2
     check_collectives: bool = True
@@ -45,7 +48,7 @@ class Setup:
     @property
     def defers(self) -> bool:
         """Whether gradients wait for the last microbatch."""
-        return self.strategy in ("no_shard", "optim")
+        return self.strategy in ("no_shard", "optim") or len(self.mesh) == 2
 
 
 class Forward(NamedTuple):
@@ -55,10 +58,11 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Of the forward that waits longest, or shortest."""
+    """Of the forward that waits longest, or shortest; `twice`: through a retained graph, where memory does not move."""
 
     first: bool
     last_microbatch: bool
+    twice: bool = False
 
 
 class BackwardOfBoth(NamedTuple):
@@ -72,6 +76,20 @@ class Train(NamedTuple):
 
     model: int
     kind: str
+
+
+class TrainBlock(NamedTuple):
+    """A microbatch of one block alone."""
+
+    model: int
+    block: int
+
+
+class Keep(NamedTuple):
+    """Whether weights stay after backward."""
+
+    model: int
+    keeps: bool
 
 
 class Evaluate(NamedTuple):
@@ -167,6 +185,7 @@ class Freeze(NamedTuple):
 
 MODELS = st.integers(0, 1)
 UNITS = st.integers(0, ROOT)
+BLOCKS = st.integers(0, DEPTH - 1)
 WAYS = ("mul_", "data", "local", "copy_")
 FAILURES = (
     "in a forward",
@@ -181,9 +200,11 @@ FAILURES = (
 )
 ACTIONS = st.one_of(
     st.builds(Forward, MODELS),
-    st.builds(Backward, st.booleans(), st.booleans()),
+    st.builds(Backward, st.booleans(), st.booleans(), st.booleans()),
     st.builds(BackwardOfBoth, st.booleans()),
     st.builds(Train, MODELS, st.sampled_from(["last", "not last", "without sync"])),
+    st.builds(TrainBlock, MODELS, BLOCKS),
+    st.builds(Keep, MODELS, st.booleans()),
     st.builds(Evaluate, MODELS, UNITS),
     st.builds(ForwardAlone, MODELS),
     st.builds(Step, MODELS),
@@ -194,16 +215,18 @@ ACTIONS = st.one_of(
     st.builds(Load, MODELS),
     st.builds(Read, MODELS),
     st.builds(Write, MODELS, st.integers(0, 30), st.sampled_from(WAYS)),
-    st.builds(Fail, MODELS, st.integers(0, DEPTH - 1), st.sampled_from(FAILURES)),
+    st.builds(Fail, MODELS, BLOCKS, st.sampled_from(FAILURES)),
     st.builds(Reset, MODELS),
-    st.builds(Freeze, MODELS, st.integers(0, DEPTH - 1), st.booleans()),
+    st.builds(Freeze, MODELS, BLOCKS, st.booleans()),
 )
 SETUPS = st.builds(
     Setup,
     strategy=st.sampled_from(STRATEGIES[::-1]),
+    mesh=st.sampled_from([(RANKS,), (RANKS,), (1, RANKS), (RANKS, 1)]),
     allocator=st.sampled_from(["trace", "caching"]),
     reshard_after_forward=st.sampled_from([None, True, False]),
     mixed=st.booleans(),
+    offload=st.booleans(),
     recompute=st.sampled_from([None, "non-reentrant", "reentrant"]),
     max_live_reduce_buffers=st.sampled_from([2, 1]),
     check_collectives=st.sampled_from([True, True, False]),
@@ -248,6 +271,8 @@ class Pair:
         nets.shard(
             self.sharded,
             strategy=setup.strategy,
+            mesh=init_device_mesh("cpu", setup.mesh, mesh_dim_names=("outer", "shard")[-len(setup.mesh) :]),
+            offload_policy=weft.CPUOffloadPolicy(pin_memory=False) if setup.offload else None,
             reshard_after_forward=setup.reshard_after_forward,
             runtime=runtime,
             mp_policy=weft.MixedPrecisionPolicy(param_dtype=torch.float64) if setup.mixed else None,
@@ -399,6 +424,7 @@ class Program:
             if pair.spoiled:
                 self._ZeroGrad(ZeroGrad(number, "optimizer", True))
             pair.held.clear()
+            self._Keep(Keep(number, False))
             self._Train(Train(number, "last"))
             pair.check()
             self._Step(Step(number))
@@ -416,6 +442,8 @@ class Program:
         if pair is not None:
             pair.says(action.last_microbatch)
             for loss in pair.waiting.pop(0 if action.first else -1):
+                if action.twice and self.setup.allocator == "caching":
+                    loss.backward(retain_graph=True)
                 loss.backward()
             pair.has_run(action.last_microbatch)
 
@@ -436,6 +464,21 @@ class Program:
         for loss in losses:
             loss.backward()
         pair.has_run(*kind)
+
+    def _TrainBlock(self, action: TrainBlock) -> None:
+        pair = self.pairs[action.model]
+        inputs = torch.linspace(-1, 1, 2 * RANKS * 5, dtype=torch.float64).view(2 * RANKS, 5)
+        if action.block in pair.held:
+            pair.held[action.block] = True
+        pair.says(True)
+        inputs.requires_grad_()  # the block may be frozen
+        part = inputs.detach().chunk(RANKS)[dist.get_rank()].requires_grad_()
+        pair.plain_outputs(inputs, pair.plain.blocks[action.block]).square().mean().backward()
+        pair.sharded.blocks[action.block](part).square().mean().backward()
+        pair.has_run(True)
+
+    def _Keep(self, action: Keep) -> None:
+        self.pairs[action.model].sharded.set_reshard_after_backward(not action.keeps)
 
     def _Evaluate(self, action: Evaluate) -> None:
         pair = self.pairs[action.model]

@@ -141,8 +141,8 @@ def fully_shard(
                 _sharded_elsewhere[parameter] = (weakref.ref(unit), weakref.ref(slot))
         group.register(full=False)
     for parameter, (ref, place) in tied.items():
-        if (slot := place()) is not None:
-            slot.share(found[parameter].owners)
+        if (theirs := place()) is not None:
+            theirs.share(found[parameter].owners)
         if (other := ref()) is not None:
             unit.tied.setdefault(other, found[parameter].name)
     driver = HookDriver(unit, modules, runtime or RuntimeOptions())
