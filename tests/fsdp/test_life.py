@@ -108,9 +108,8 @@ def watched(net, *more) -> dict[str, weakref.ref]:
     seen = set()
 
     def walk(thing, path: str) -> None:
-        if id(thing) in seen or isinstance(
-            thing, (weakref.ref, torch.nn.Module, Lookout, enum.Enum)
-        ):  # that is the process'
+        # The lookout and states are the process'.
+        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module, Lookout, enum.Enum)):
             return
         seen.add(id(thing))
         if isinstance(thing, (list, tuple, deque)):

@@ -198,6 +198,7 @@ class HookDriver:
             raise
         finally:
             runtime.leave_forward(failure)
+            failure = None  # it knows this frame, and neither would ever go
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:

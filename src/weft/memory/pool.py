@@ -19,6 +19,7 @@ and all, into memory of its own, and comes back when it is needed at its address
     come_back(it)   whoever is in its place now moves out in turn
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,8 +58,8 @@ class Transient:
         self.describe: Callable[[], str] = lambda: "a buffer"
         """What errors call it."""
         self.moves = 0
-        self.pool: Pool | None = None
-        """That has given it memory."""
+        self.pool: Callable[[], Pool | None] = lambda: None
+        """That has given it memory; known weakly, as the pool knows its tenants."""
         self.place: torch.Tensor | None = None
         """Where views of it are valid, while it has moved out of there."""
 
@@ -73,8 +74,8 @@ class Transient:
 
     def give(self) -> None:
         """Give the memory back to the pool that it is from, if it has any."""
-        if self.pool is not None:
-            self.pool.give(self)
+        if (pool := self.pool()) is not None:
+            pool.give(self)
 
 
 class Pool:
@@ -88,6 +89,7 @@ class Pool:
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned
+        self._myself = weakref.ref(self)
         self.plan: SlabPlan | None = None
         self.plans = 0
         self.lower_bound = 0
@@ -119,7 +121,7 @@ class Pool:
         if self.planned:
             self._meet(transient)
         self._alive[transient] = None
-        transient.pool = self
+        transient.pool = self._myself
         self.live += transient.nbytes
         self._step_peak = max(self._step_peak, self.live)
         self.peak = max(self.peak, self.live)
@@ -127,7 +129,7 @@ class Pool:
 
     def give(self, transient: Transient) -> None:
         """Take the memory back; what was computed from it is ordered before what will be written there."""
-        transient.pool = None
+        transient.pool = lambda: None
         if transient not in self._alive:  # its take failed
             return
         del self._alive[transient]
