@@ -47,6 +47,8 @@ class State(enum.Enum):
     HERE = "here"
     HELD = "held"
 
+    __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
+
 
 TRANSITIONS = {
     (State.AT_REST, "gather"): State.ON_THE_WAY,

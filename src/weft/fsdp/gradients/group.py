@@ -55,6 +55,8 @@ class Where(enum.Enum):
     SUMMED = "summed over the shard axis"
     REDUCED = "reduced"
 
+    __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
+
 
 TRANSITIONS = {
     (Where.NOWHERE, "pack"): Where.PACKED,

@@ -37,6 +37,8 @@ class Pass(enum.Enum):
     SCHEDULE = "schedule"
     FAILED = "failed"
 
+    __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
+
 
 TRANSITIONS = {
     (Pass.IDLE, "begin forward"): Pass.FORWARD,
