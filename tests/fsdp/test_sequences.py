@@ -541,12 +541,13 @@ class Program:
         pair = self.pairs[action.model]
         if not pair.due:  # zero_grad does not reach what waits for its reduction, with torch's FSDP neither
             self._Reset(Reset(action.model))
+        to_none = action.to_none or pair.spoiled  # which of them were there, nobody knows
         if action.by == "model":
-            pair.plain.zero_grad(action.to_none)
-            pair.sharded.zero_grad(action.to_none)
+            pair.plain.zero_grad(to_none)
+            pair.sharded.zero_grad(to_none)
         else:
             for optimizer in pair.optimizers:
-                optimizer.zero_grad(action.to_none)
+                optimizer.zero_grad(to_none)
         pair.spoiled = False
 
     def _Clip(self, action: Clip) -> None:
