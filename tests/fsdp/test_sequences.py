@@ -718,7 +718,7 @@ RANDOM = st.randoms(use_true_random=True)
 @settings_of(40)
 @given(random=RANDOM)
 def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
-    check(pool, random, parts=5)
+    check(pool, random, parts=4)
 
 
 @pytest.mark.slow
