@@ -725,4 +725,4 @@ def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
 @settings_of(300)
 @given(random=RANDOM)
 def test_any_long_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
-    check(pool, random, parts=10)
+    check(pool, random, parts=6)
