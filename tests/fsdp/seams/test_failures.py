@@ -159,6 +159,7 @@ def steps_alone(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
 THEN: list[Callable[[nets.Net, nets.Net, list], None]] = [trains, evaluates, unshards, loads, reads, steps_alone]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("fails", FAILURES)
 @distributed(2, timeout=40)
@@ -211,6 +212,7 @@ def tries(fails: bool) -> Tries:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2, timeout=60)
 def test_a_parent_that_catches_its_childs_exception_while_another_rank_is_slow(strategy):
@@ -228,6 +230,7 @@ def test_a_parent_that_catches_its_childs_exception_while_another_rank_is_slow(s
     assert_weights(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2, timeout=60)
 def test_a_parent_that_catches_the_exception_of_its_child_on_one_rank(strategy):

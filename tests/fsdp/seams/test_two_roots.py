@@ -86,6 +86,7 @@ def apart(plain: list[Routes], sharded: list[Routes], paths, order: str, togethe
         assert_weights(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("paths", PATHS)
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
@@ -95,6 +96,7 @@ def test_two_roots_of_which_one_has_layers_that_run_on_some_ranks_only(strategy,
     apart([make(0), make(1)], sharded, PATHS[paths], order, together=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", PATHS)
 @distributed(2, timeout=40)
 def test_two_roots_with_backwards_of_their_own_of_which_one_has_layers_that_run_on_some_ranks_only(paths):
@@ -199,6 +201,7 @@ def test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other():
         step(optimizers)
 
 
+@pytest.mark.slow
 @distributed(2, timeout=60)
 def test_many_roots_of_which_each_rank_runs_others():
     """The last layers run on one rank only, each another: none takes part in the message of another root."""
