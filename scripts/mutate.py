@@ -47,7 +47,7 @@ MUTATIONS = [
     Mutation(
         "nothing is gathered ahead",
         "fsdp/runtime/prefetch.py",
-        "for following in self._look_ahead(record.ahead(), record.depth):",
+        "for following in self._look_ahead(others, record.depth):",
         "for following in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
@@ -227,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "a user's hold is evicted by a pass",
         "fsdp/runtime/runtime.py",
-        "_release(unit, UNTIL_BACKWARD, *(",
-        "_release(unit, USER, UNTIL_BACKWARD, *(",
+        "unit.end_holds(UNTIL_BACKWARD, *(",
+        "unit.end_holds(USER, UNTIL_BACKWARD, *(",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
     ),
     Mutation(
