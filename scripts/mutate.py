@@ -205,10 +205,40 @@ MUTATIONS = [
     # --- weights -----------------------------------------------------------------------------------------------------
     Mutation(
         "weights that are gone can be read",
-        "fsdp/gone.py",
-        "torch._C._autograd._unsafe_set_version_counter(parameters, (version,) * len(parameters))",
-        "pass",
+        "fsdp/autograd.py",
+        "    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))",
+        "    pass",
         SEAMS + "test_entries.py::test_a_tensor_that_leaves_a_unit_around_its_output[2-alone-as an attribute]",
+    ),
+    Mutation(
+        "parameters that are gone look like others",
+        "fsdp/autograd.py",
+        "            parameter.__class__ = _gone[here]",
+        "            pass",
+        SEAMS
+        + "test_users.py::test_a_parameter_that_was_taken_under_unshard_is_read_after_reshard[2-optim_grads_params]",
+    ),
+    Mutation(
+        "a write to a copy is lost",
+        "fsdp/unit.py",
+        "            group.check_unwritten()",
+        "            pass",
+        SEAMS + "test_users.py::test_weights_that_forward_itself_writes[2-optim_grads_params-clamp]",
+    ),
+    Mutation(
+        "autograd is not told of writes to weights that stay",
+        "fsdp/group.py",
+        "        if moved and not self._is_copy:",
+        "        if False:",
+        SEAMS
+        + "test_users.py::test_a_backward_through_weights_that_a_step_has_changed_raises_as_in_one_process[2-optim]",
+    ),
+    Mutation(
+        "what is frozen before a backward gets gradients",
+        "fsdp/gradients/group.py",
+        " or not self._sharded[number].requires_grad ",
+        " ",
+        SEAMS + "test_users.py::test_parameters_that_are_frozen_between_forward_and_backward[2-optim]",
     ),
     Mutation(
         "weights that stay are never made anew",

@@ -99,7 +99,7 @@ def test_an_error_while_preparing_is_the_callers():
         raise ValueError("no memory")
 
     with pytest.raises(ValueError, match="no memory"):
-        Lane("gather", CPU).run(lambda tag: Pending(), prepare=fail)
+        Lane("gather", CPU).run(lambda tag: Pending(), prepare=fail).wait()
 
 
 @distributed(4)

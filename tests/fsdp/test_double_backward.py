@@ -163,7 +163,7 @@ def test_what_cannot_be_differentiated_twice_says_so():
         sharded(x).mean().backward(create_graph=True)
     sharded.reset_iter_state()
 
-    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+    with pytest.raises(RuntimeError, match=r"in no graph.*with respect to inputs"):
         torch.autograd.grad(sharded(x).mean(), list(sharded.parameters()))
     sharded.reset_iter_state()
 

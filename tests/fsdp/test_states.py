@@ -349,14 +349,12 @@ def test_a_users_hold_is_never_evicted(happens, known, allocator, world):
         passes_by(net)
     block.unshard()
     held = list(block.parameters())
-    with torch.no_grad():
-        for parameter in held:
-            parameter.fill_(0.25)
+    values = [parameter.detach().clone() for parameter in held]
     happens(net)
     unit = block._weft_unit
     assert unit.state is State.HELD and list(unit.holders) == [USER]
-    for parameter, now in zip(held, block.parameters()):
-        assert now is parameter and bool((now == 0.25).all()), "the memory went to somebody else"
+    for parameter, now, value in zip(held, block.parameters(), values):
+        assert now is parameter and torch.equal(now, value), "the memory went to somebody else"
     block.reshard()
     at_rest(net)
 

@@ -241,9 +241,13 @@ def _part_of(value: Any, name: str, keep: Sequence[bool] | None) -> Any:
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """A plain tensor: what `nn.init` fills with the same values on all ranks, to copy them."""
+    """A plain tensor: what `nn.init` fills with the same values on all ranks, to copy them. But one cut alike for who
+    names a device: a checkpoint's stager, which puts a copy of the local part there."""
     tensor = args[0]
-    kwargs = {"dtype": tensor.dtype, "device": tensor.device} | {k: v for k, v in kwargs.items() if v is not None}
+    kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
+        return tensor.like(torch.empty_like(tensor._local_tensor, **kwargs))
+    kwargs = {"dtype": tensor.dtype, "device": tensor.device} | kwargs
     return torch.empty(args[1], **kwargs)
 
 

@@ -57,6 +57,10 @@ class RuledDTensor(DTensor):
             "them back, keep tensor.detach().clone() and copy_() that"
         )
 
+    def data_ptr(self) -> int:
+        """0, as for torch's: what has memory is the local tensor."""
+        return 0
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

@@ -26,7 +26,7 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 
 from weft.dtensor import state_dict
 from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp import gone
+from weft.fsdp import autograd
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import (
     Nonfinite,
@@ -48,7 +48,7 @@ from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
 state_dict.install()
-gone.install()
+autograd.install()
 
 __all__ = [
     "BlockAtomic",

@@ -17,7 +17,7 @@ from weft.fsdp.atomic import granularity_of
 from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction import bring_buffers, materialize
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.group import ParameterGroup, Slot
+from weft.fsdp.group import HOOK_NEVER_RUNS, ParameterGroup, Slot
 from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.mesh_dims import data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of
@@ -308,6 +308,11 @@ def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
         module, name = ahead.pop()
         if isinstance(module, FSDPModule) or module in names:
             continue
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name.removesuffix('.') or 'the module itself'} is a {type(module).__name__} of torch.jit, whose "
+                "parameters cannot be exchanged: shard the module that it was made from, and use torch.compile"
+            )
         names[module] = name
         children = [(child, f"{name}{key}.") for key, child in module._modules.items() if child is not None]
         ahead.extend(reversed(children))
@@ -341,6 +346,8 @@ def _checked_parameter(
     """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it."""
     if isinstance(parameter, UnevenDTensor):
         raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
+    if parameter._backward_hooks:
+        raise ValueError(f"{where}: {HOOK_NEVER_RUNS}")
     if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "

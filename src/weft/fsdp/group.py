@@ -10,8 +10,7 @@ gradients                                           see `weft.fsdp.gradients.gro
 **  always, as model_weight, where the parameter placement is Replicate on every axis
 
 Whether what was gathered is still right, the version counter of the main weights tells, which every write to a sharded
-parameter moves. The full parameters have that version too while their memory is here, and one that nothing saved can
-have while it is not: autograd refuses to read weights that have gone, whatever way a backward comes by.
+parameter moves. The full parameters have that version too while their memory is here, see `weft.fsdp.autograd`.
 """
 
 import functools
@@ -31,13 +30,19 @@ from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
+from weft.fsdp.autograd import behind_classes, come, leave, version_when_gone, written
 from weft.fsdp.channels import Channels
-from weft.fsdp.gone import set_version, version_when_gone
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
+
+HOOK_NEVER_RUNS = (
+    "a hook on its gradient (register_hook, register_multi_grad_hook) would never run, since autograd computes the "
+    "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
+    "gradient in parameter.grad, and may change it"
+)
 
 
 @dataclass
@@ -120,9 +125,12 @@ class ParameterGroup:
         ]
         self._fulls = tuple(self.full_parameters)
         self._gone = version_when_gone(self)
+        self._told = self.version
+        """The version of the main weights when autograd was last told of it."""
+        self._versions = [0] * len(self._fulls)
+        """Of the full parameters, as autograd was told; another one is a write of somebody else."""
         if self.transient is not None:
             self.transient.settle()
-            set_version(self._fulls, self._gone)
         self.sharded_parameters = [
             nn.Parameter(tensor, requires_grad=self.trainable)
             for tensor in self.main_weight.dtensors(self.tensor_parallel)
@@ -130,10 +138,13 @@ class ParameterGroup:
         for parameter, full, sharded in zip(parameters, self.full_parameters, self.sharded_parameters):
             vars(full).update(vars(parameter))
             vars(sharded).update(vars(parameter))
+            sharded._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if self.recipe.main_grad != self.recipe.main:
                 sharded.grad_dtype = self.recipe.main_grad
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
+        if self.transient is not None:
+            leave(self._fulls, self._gone)
         self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
         self.channel = next_channel(self.groups[-1])
         """Keeps its messages apart from those of other groups."""
@@ -188,11 +199,12 @@ class ParameterGroup:
     def _follow(self, full: torch.Tensor) -> None:
         """The gathered weights have moved: the full parameters are views of the new place."""
         self.full = FlatBuffer(self.layout, self.mesh, self.plan.whole, full)
-        for parameter, view in zip(self.full_parameters, self.full.views()):
-            if isinstance(parameter, DTensor):
-                parameter._local_tensor = view.data
-            else:
-                parameter.data = view
+        with behind_classes():
+            for parameter, view in zip(self.full_parameters, self.full.views()):
+                if isinstance(parameter, DTensor):
+                    parameter._local_tensor = view.data
+                else:
+                    parameter.data = view
 
     def _equalize(self) -> None:
         """Replicas start alike, whatever seeds their ranks had: with the values of the first of them."""
@@ -349,13 +361,32 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         self.drop_piece()
         self._give_staging()
-        if self.transient is not None:
-            set_version(self._fulls, self._gathered_from or 0)
+        self.tell_version()
+
+    def tell_version(self) -> None:
+        """Let autograd read only what was saved from the main weights that there are now."""
+        moved, self._told = self.version - self._told, self.version
+        if moved and not self._is_copy:  # their users may write to them, which counts as well
+            come(self._fulls, [parameter._version + moved for parameter in self._fulls])
+        elif self._is_copy:
+            self._versions = [self.version] * len(self._fulls)
+            come(self._fulls, self._versions)
+
+    def check_unwritten(self) -> None:
+        """Raise WeightsWritten if somebody wrote to the full weights and they are not the main weights themselves."""
+        if self._is_copy and [parameter._version for parameter in self._fulls] != self._versions:
+            raise written([p for p, version in zip(self._fulls, self._versions) if p._version != version])
+
+    @cached_property
+    def _is_copy(self) -> bool:
+        """Whether what is written to the full weights does not arrive in the main weights."""
+        main, full = self.main_weight.local, self.model_weight.local
+        return self.transient is not None or main.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
-            set_version(self._fulls, self._gone)
+            leave(self._fulls, self._gone)
             self.transient.give()
 
     def _take_staging(self, channels: Channels) -> torch.Tensor | None:
@@ -374,13 +405,19 @@ class ParameterGroup:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
         _refuse_replaced([slot for slot in self.slots if not slot.register(None)])
 
-    def follow_requires_grad(self) -> None:
-        """Freeze and unfreeze the full parameters as the user did the registered ones."""
-        for full, sharded in zip(self.full_parameters, self.sharded_parameters):
-            if full.requires_grad != sharded.requires_grad:
-                full.requires_grad_(sharded.requires_grad)
+    def follow_user(self) -> None:
+        """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
+        that would not run."""
+        trains = [sharded.requires_grad for sharded in self.sharded_parameters]
+        with behind_classes():
+            for full, flag in zip(self.full_parameters, trains):
+                if full.requires_grad != flag:
+                    full.requires_grad_(flag)
         # Gradients that wait for their reduction are still reduced when their parameters are frozen meanwhile.
-        self.trainable = any(full.requires_grad for full in self.full_parameters) or self.gradients.accumulates()
+        self.trainable = any(trains) or self.gradients.accumulates()
+        for slot, sharded in zip(self.slots, self.sharded_parameters):
+            if sharded._backward_hooks:
+                raise RuntimeError(f"{slot.name!r} of {self.owner()}: {HOOK_NEVER_RUNS}")
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""

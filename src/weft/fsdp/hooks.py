@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
-from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold, Unit
+from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold, Unit
 
 
 class ForwardCall:
@@ -177,30 +178,61 @@ class HookDriver:
             driver.runtime = runtime
         return runtime
 
+    @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
+        args, kwargs, finish = self._enter(module, args, kwargs)
+        if finish is None:
+            return self.unit.policy.cast_output(forward(*args, **kwargs))
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self._finish(output, finish)
+
+    @torch.compiler.disable
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """What comes before the forward; returns its inputs, cast and marked, and what to call behind it, None where
+        hooks stand back."""
         runtime = self.started
         runtime.recover()
         if self.backwards or id(module) in self._entered or runtime.in_schedule:
-            args, kwargs = self.unit.policy.cast_inputs((args, kwargs))
-            return self.unit.policy.cast_output(forward(*args, **kwargs))
-        failure: BaseException | None = None
+            return *self.unit.policy.cast_inputs((args, kwargs)), None
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise RuntimeError(
+                f"{self.unit} is called under torch.func or forward-mode differentiation: what is sharded is gathered "
+                "around plain calls only. Transform a plain copy of the module, or a part of it that fully_shard does "
+                "not see"
+            )
         runtime.enter_forward(self.unit)
         try:
-            args, kwargs, finish = self._before(module, args, kwargs)
-            output = forward(*args, **kwargs)
-            finish()
-            return self._after(output)
+            return self._before(module, args, kwargs)
         except BaseException as error:
-            failure = error
-            runtime.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
-            self.abandon()
+            self._fail(error)
             raise
-        finally:
-            runtime.leave_forward(failure)
-            failure = None  # it knows this frame, and neither would ever go
 
     @torch.compiler.disable
+    def _finish(self, output: Any, finish: Callable[[], None]) -> Any:
+        """What comes behind the forward; returns its output."""
+        try:
+            finish()
+            output = self._after(output)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.started.leave_forward()
+        return output
+
+    @torch.compiler.disable
+    def _fail(self, error: BaseException) -> None:
+        """The forward, or what is around it, ended in `error`."""
+        self.started.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
+        try:
+            self.abandon()
+        finally:
+            self.started.leave_forward(error)
+
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked, and what to call behind the forward."""
         unit = self.unit
@@ -215,7 +247,6 @@ class HookDriver:
         self._entered.add(id(module))
         return args, kwargs, finish
 
-    @torch.compiler.disable
     def _after(self, output: Any) -> Any:
         """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
         if isinstance(output, _LAZY):
@@ -226,11 +257,14 @@ class HookDriver:
         output = self.unit.policy.cast_output(output)
         passing = self._reshards()
         for tensor in tensors_in(output, hidden=True):
-            if passing and self.unit.lends(tensor):
-                raise RuntimeError(
-                    f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return a "
-                    "clone(), or pass reshard_after_forward=False"
-                )
+            if self.unit.lends(tensor):
+                if passing:
+                    raise RuntimeError(
+                        f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return "
+                        "a clone(), or pass reshard_after_forward=False"
+                    )
+                if self._call is None and RETURNED not in self.unit.holders:
+                    self.unit.acquire(RETURNED)
             if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)
         if len(self._entered) == len(self._modules):

@@ -35,6 +35,13 @@ class FSDPModule:
             "or load its state_dict into another sharded one"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"pickling the sharded {kind_of(self)}: save its state_dict() with "  # type: ignore[arg-type]
+            "torch.distributed.checkpoint, or full tensors of it, as get_model_state_dict with full_state_dict=True "
+            "returns them, with torch.save"
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Buffers follow `.to()` and its like; what would change sharded parameters raises."""
         groups = [group for unit in units_under(self, recurse) for group in unit.groups]

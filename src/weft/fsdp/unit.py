@@ -89,6 +89,7 @@ class TiedHold(NamedTuple):
 
 USER = Hold("the user's unshard()", computes=False)
 UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
+RETURNED = Hold("what its evaluation returned", computes=False)
 UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
@@ -214,6 +215,8 @@ class Unit:
         self._let_go(holder)
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
+        for group in self.groups:
+            group.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
         """Let those of these go that hold the weights."""
@@ -230,6 +233,12 @@ class Unit:
                 group.free()
         self._gather()
         self._wait()
+
+    def tell_version(self) -> None:
+        """A backward begins: let autograd read only what was saved from the main weights that there are now."""
+        if self.resident:
+            for group in self.groups:
+                group.tell_version()
 
     def register(self) -> None:
         """Register what the holders need: full parameters, or the sharded ones if there is no holder."""

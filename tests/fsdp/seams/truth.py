@@ -56,7 +56,7 @@ def right_or_refused(program: Callable[[], Any], unit: str) -> None:
     """Run `program`, which raises AssertionError where numbers are wrong; or it is told that `unit` is the trouble."""
     try:
         program()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         assert re.search(unit, str(error)), f"refused without naming {unit!r}: {type(error).__name__}: {error}"
 
 

@@ -50,6 +50,14 @@ def settle(home: Home, group: Any, parameters: Sequence[Sequence[nn.Parameter]])
             _homes[parameter] = (weakref.ref(home), weakref.ref(group), number)
 
 
+def home_of(parameter: Any) -> tuple[Any, Any, int] | None:
+    """The unit of a parameter, full or sharded, its group and its number there; None for others."""
+    if parameter not in _homes:
+        return None
+    home, group, number = _homes[parameter]
+    return (home(), group(), number) if home() is not None and group() is not None else None
+
+
 @torch.compiler.disable
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Where to write the gradient of `parameter` in this backward: (buffer, accumulate).

@@ -37,6 +37,7 @@ from torch.distributed.tensor import Partial
 
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
+from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradients.stage import GradientStage
@@ -126,9 +127,10 @@ class GroupGradients:
     @property
     def arrived(self) -> bool:
         """Whether autograd or a module left gradients that `pack` has not taken."""
-        return bool(self._written) or any(
-            parameter.grad is not None or says_it_wrote(parameter) for parameter in self._full
-        )
+        with behind_classes():
+            return bool(self._written) or any(
+                parameter.grad is not None or says_it_wrote(parameter) for parameter in self._full
+            )
 
     def accumulates(self, finishing: bool = True) -> bool:
         """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
@@ -176,7 +178,8 @@ class GroupGradients:
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for number, (view, parameter) in enumerate(zip(self._stages[0].views(), self._full)):
-            gradient = None if leaves_a_dummy(parameter) else self._slice_of_gradient(number)
+            ignored = leaves_a_dummy(parameter) or not self._sharded[number].requires_grad  # frozen since the forward
+            gradient = None if ignored else self._slice_of_gradient(number)
             if says_it_wrote(parameter):
                 self._written.add(number)
             if gradient is not None:
@@ -208,8 +211,9 @@ class GroupGradients:
     def _forget(self) -> None:
         """What autograd and modules left on the full parameters goes."""
         self._written.clear()
-        for parameter in self._full:
-            parameter.grad = None
+        with behind_classes():
+            for parameter in self._full:
+                parameter.grad = None
         for number in self._declared:
             withdraw_main_gradient(self._full[number])
 

@@ -27,7 +27,7 @@ from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backward
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.fsdp.runtime.reductions import Reductions
-from weft.fsdp.unit import UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
+from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
 
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 """Of all roots in this process: a backward may go through several."""
@@ -153,7 +153,7 @@ class Runtime:
         """The user lets go of `unit`, and of what it keeps for a backward."""
         self.recover()
         unit.forget()
-        unit.end_holds(USER, UNTIL_BACKWARD, UNTIL_NEXT_PASS)
+        unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
         for each in (unit, *unit.tied):
             each.free()
 
@@ -184,19 +184,21 @@ class Runtime:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
         for unit in units:
-            unit.end_holds(UNTIL_BACKWARD, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
+            unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in units:
             unit.forget()
             unit.free()
             for group in unit.groups:
                 group.await_refresh()
-                group.follow_requires_grad()
+                group.follow_user()
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(units, inside, groups)
         for unit in units:
             if unit.holders and unit.is_stale:
                 unit.renew()
+            elif unit.holders:
+                unit.tell_version()
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
@@ -299,6 +301,8 @@ class Runtime:
         self._makes_graph = torch.is_grad_enabled()
         myself = weakref.ref(self)
         end_with_backward(self._place, lambda: _alive(myself).end_backward(), lambda: _fail(myself))
+        for unit in self.units:
+            unit.tell_version()
         self.prefetch.begin(Pass.BACKWARD)
         self.reductions.waits_for_room = self.device.type != "cpu" or not self._may_share_backward()
         self.reductions.begin()
@@ -371,7 +375,8 @@ class Runtime:
         groups = [group for unit in units for group in unit.trainable_groups]
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
             for group in groups:
-                group.gradients.present = [parameter.requires_grad for parameter in group.sharded_parameters]
+                own = group.gradients.present
+                group.gradients.present = [p.requires_grad or here for p, here in zip(group.sharded_parameters, own)]
             return
         agreed = self._agreement.reach(
             [flag for group in groups for flag in group.gradients.present],

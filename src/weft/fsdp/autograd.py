@@ -1,0 +1,198 @@
+"""What autograd and its users may do with full weights, which come and go.
+
+    weights      version                          class              who reads them
+    -----------  -------------------------------  -----------------  -------------------------------------------------
+    gathered     that of the main weights         Parameter          everybody
+    gone         1,000,000,000 + a number of the  Parameter, `Gone`  nobody: autograd refuses what was saved at another
+                 group                                               version, whatever way a backward comes by, and the
+                                                                     class refuses what somebody kept
+
+So autograd refuses as well when main weights were written to between forward and backward, as it does for a plain
+module. A version that nobody here has set is a write of somebody else, to a copy: it is refused before it is lost.
+
+Autograd's refusal knows no names, and it finds no gradients of sharded parameters, which no graph contains. So torch's
+function that runs a backward is wrapped, once, to say whose weights are meant.
+"""
+
+import functools
+import itertools
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.fsdp.gradients.direct import home_of
+
+_numbers = itertools.count(1_000_000_000)
+_groups: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_REFUSAL = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version", re.DOTALL)
+
+behind_classes = torch._C.DisableTorchFunctionSubclass
+"""Inside, a parameter may be handled whatever its class says."""
+
+
+class WeightsGone(RuntimeError):
+    """Somebody reads gathered weights that have gone; the message names unit and parameter."""
+
+
+class WeightsWritten(RuntimeError):
+    """Somebody wrote to gathered weights, which are copies; the message names unit and parameter."""
+
+
+# --- weights that have gone -------------------------------------------------------------------------------------------
+
+
+class _Gone:
+    """Of parameters whose memory has gone: says so when one computes with them."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with behind_classes():
+            name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
+            if name in _HARMLESS or attribute in _HARMLESS or (name, attribute) == ("__set__", "data"):
+                return func(*args, **(kwargs or {}))
+            parameter = next(each for each in _flat((args, kwargs or {})) if isinstance(each, _Gone))
+            raise WeightsGone(
+                f"{_name_of(parameter)} is read after its gathered weights went: it was kept from a forward, or from "
+                "unshard(). Read it there and keep what you compute, ask the module for it again, which has the "
+                "sharded parameter then, or keep the weights: fully_shard(..., reshard_after_forward=False)"
+            )
+
+    def __repr__(self) -> str:
+        with behind_classes():
+            return f"{_name_of(self)}, whose gathered weights have gone"
+
+
+_HARMLESS = frozenset(
+    """
+    device dtype layout shape ndim size dim ndimension numel nelement stride storage_offset element_size itemsize nbytes
+    is_contiguous is_floating_point is_complex is_cuda is_meta is_sparse is_leaf requires_grad requires_grad_ grad
+    grad_fn grad_dtype retains_grad _version _backward_hooks _post_accumulate_grad_hooks register_hook
+    register_post_accumulate_grad_hook __hash__ __len__
+    """.split()  # noqa: SIM905
+)
+"""Functions and attributes that read no values."""
+_gone: dict[type, type] = {}
+
+
+def leave(parameters: Sequence[nn.Parameter], version: int) -> None:
+    """The memory of `parameters` goes; `version`: one of `version_when_gone`."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))
+    for parameter in parameters:
+        here = type(parameter)
+        if not issubclass(here, _Gone):
+            if here not in _gone:
+                _gone[here] = type(f"Gone{here.__name__}", (_Gone, here), {"__slots__": ()})
+            parameter.__class__ = _gone[here]
+
+
+def come(parameters: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
+    """`parameters` are here; autograd reads what was saved from them at these versions."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple(versions))
+    for parameter in parameters:
+        if issubclass(here := type(parameter), _Gone):
+            parameter.__class__ = here.__mro__[2]
+
+
+def version_when_gone(group: Any) -> int:
+    """The version of the full parameters of `group`, a `ParameterGroup`, while they are not here."""
+    version = next(_numbers)
+    _groups[version] = group
+    return version
+
+
+def written(parameters: Sequence[nn.Parameter]) -> WeightsWritten:
+    """The error for full parameters to which somebody wrote."""
+    names = " and ".join(_name_of(parameter) for parameter in parameters)
+    return WeightsWritten(
+        f"{names} was written to while it was gathered, in a forward or under unshard(): what is gathered is a copy, "
+        "and the write would be lost. Write to the sharded parameter, outside of forward, with the same values on all "
+        "ranks: with torch.no_grad(): module.weight.clamp_(...)"
+    )
+
+
+def _name_of(parameter: Any) -> str:
+    home = home_of(parameter)
+    if home is None:
+        return "a parameter of a model that has gone"
+    unit, group, number = home
+    return f"{group.slots[number].name!r} of {unit}"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, dict):
+        yield from _flat(tuple(value.values()))
+    else:
+        yield value
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Wrap torch's function that runs a backward, once."""
+    run = torch.autograd._engine_run_backward
+    if hasattr(run, "__wrapped__"):
+        return
+
+    @functools.wraps(run)
+    def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = {number: each for number, each in enumerate(inputs) if _waits_for_backward(each)}
+        before = {number: _state_of_gradient(each) for number, each in asked.items()}
+        try:
+            found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
+        except RuntimeError as error:
+            if why := _explained(str(error)):
+                raise WeightsGone(why) from error
+            if asked and "not have been used in the graph" in str(error):
+                raise _not_in_graph(next(iter(asked.values()))) from error
+            raise
+        for number, each in asked.items():
+            if found[number] is None if found else _state_of_gradient(each) == before[number]:
+                raise _not_in_graph(each)
+        return found
+
+    torch.autograd._engine_run_backward = explained  # type: ignore[assignment]
+
+
+def _waits_for_backward(tensor: Any) -> bool:
+    """Whether `tensor` is a sharded parameter of a unit that has run forward: its gradient is to come from there."""
+    home = home_of(tensor) if isinstance(tensor, nn.Parameter) else None
+    return home is not None and bool(home[0].calls) and home[1].sharded_parameters[home[2]] is tensor
+
+
+def _state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _not_in_graph(parameter: nn.Parameter) -> RuntimeError:
+    return RuntimeError(
+        f"a gradient was asked for with respect to the sharded parameter {_name_of(parameter)}, which is in no graph: "
+        "its module computed with gathered weights. Call loss.backward() without inputs, which fills .grad; gradients "
+        "with respect to inputs of the model can be asked for"
+    )
+
+
+def _explained(refusal: str) -> str:
+    """What a refusal of autograd means, "" if it is about something else."""
+    found = _REFUSAL.search(refusal)
+    group = _groups.get(int(found[2])) if found else None
+    if found is None or group is None:
+        return ""
+    shape = tuple(int(size) for size in found[1].split(", ") if size)
+    alike = [slot.name for slot, p in zip(group.slots, group.full_parameters) if shape in (p.shape, p.shape[::-1])]
+    return (
+        f"backward reads {' or '.join(map(repr, alike)) or 'weights'} of {group.owner()} after its weights went: it "
+        "came in by a tensor that forward did not return, such as one that was kept on a module or captured by a hook. "
+        "Return that tensor too, in whatever structure, or let the unit keep its weights until backward: "
+        "fully_shard(..., reshard_after_forward=False)"
+    )
