@@ -40,6 +40,9 @@ class Mutation(NamedTuple):
 
 ORDER = "fsdp/test_order.py::"
 SEAMS = "fsdp/seams/"
+STREAMS = "debug/test_order_of_work.py::"
+SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
+CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
 
 MUTATIONS = [
@@ -201,6 +204,92 @@ MUTATIONS = [
         "packed.local[start:stop].zero_()",
         "pass",
         SEAMS + "test_transients.py::test_what_memory_held_before_is_in_no_gradient_and_no_norm[2-optim]",
+    ),
+    # --- the order of streams, where there are some ------------------------------------------------------------------
+    Mutation(
+        "a lane does not wait for what was computed",
+        "comm/lanes.py",
+        "        self.stream.wait_stream(home)",
+        "        pass",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "a lane does not wait for the lane before it",
+        "comm/lanes.py",
+        "            self.stream.wait_event(after._event)",
+        "            pass",
+        STREAMS + "test_outer_gathers_and_reductions_run_beside_the_computation[4]",
+    ),
+    Mutation(
+        "the computation does not wait for a lane",
+        "comm/lanes.py",
+        "            stream.wait_event(self._event)",
+        "            pass",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "a ticket knows of one wait, not of one for each stream",
+        "comm/lanes.py",
+        "            if stream not in self._behind:",
+        "            if not self._behind:",
+        STREAMS + "test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies[2]",
+    ),
+    Mutation(
+        "a ticket that dies orders the stream that happens to be current",
+        "comm/lanes.py",
+        "        self._order(self._home)",
+        "        self._order(streams.current(torch.device('cpu')))",
+        STREAMS + "test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies[2]",
+    ),
+    Mutation(
+        "a hook's stream does not wait for the reduction",
+        "comm/lanes.py",
+        "        stream.wait_stream(around)",
+        "        pass",
+        STREAMS + "test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it[2]",
+    ),
+    Mutation(
+        "nobody waits for a hook's stream",
+        "comm/lanes.py",
+        "        around.wait_stream(stream)",
+        "        pass",
+        STREAMS + "test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it[2]",
+    ),
+    Mutation(
+        "gradients are used before they are reduced",
+        "fsdp/runtime/reductions.py",
+        "            done.ticket.wait()",
+        "            pass",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "weights in memory of the host change while they are uploaded",
+        "fsdp/group.py",
+        "            upload.synchronize()",
+        "            pass",
+        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2]",
+    ),
+    Mutation(
+        "gradients in memory of the host are read before they are here",
+        "memory/offload.py",
+        "            self._arriving.synchronize()",
+        "            pass",
+        CHECKED + "[accumulation_evaluation_and_flat_optimizers_work_alike]",
+    ),
+    Mutation(
+        "sizes of an exchange are read before they are here",
+        "moe/dispatch.py",
+        "        ticket.synchronize()",
+        "        pass",
+        STREAMS + SIZES,
+    ),
+    Mutation(
+        "a plan is made on the stream where a backward ends",
+        "memory/pool.py",
+        "            with streams.on(self._home):",
+        "            with streams.on(None):",
+        "debug/test_checker.py::"
+        "test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_the_plan_is_made",
     ),
     # --- weights -----------------------------------------------------------------------------------------------------
     Mutation(

@@ -8,6 +8,7 @@ Each job gets a fresh process group and loses it at its end, so that no test see
 raises or hangs fails the test with its traceback, and the workers are replaced.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -61,14 +62,16 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
         self.jobs = 0
 
-    def run(self, ranks: int, body: Callable, *args: Any, timeout: float = TIMEOUT_S, **kwargs: Any) -> list:
-        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks."""
+    def run(
+        self, ranks: int, body: Callable, *args: Any, timeout: float = TIMEOUT_S, checked: bool = False, **kwargs: Any
+    ) -> list:
+        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks; `checked`: with checked streams."""
         self._start(ranks)
         self.jobs += 1
         store = os.path.join(self.folder.name, f"store-{self.jobs}")
         name = (body.__module__, body.__qualname__)
         for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-            pipe.send((name, args, kwargs, rank, ranks, store, timeout))
+            pipe.send((name, args, kwargs, rank, ranks, store, timeout, checked))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:ranks])}
@@ -122,21 +125,23 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            name, args, kwargs, rank, ranks, store, timeout = pipe.recv()
+            job = pipe.recv()
         except EOFError:
             return
         try:
-            answer = (True, _run_job(name, args, kwargs, rank, ranks, store, timeout))
+            answer = (True, _run_job(*job))
         except BaseException:  # every failure of a rank, pytest's own exceptions too, belongs in the report
             answer = (False, traceback.format_exc())
         pipe.send(answer)
 
 
 def _run_job(
-    name: tuple[str, str], args: tuple, kwargs: dict, rank: int, ranks: int, store: str, timeout: float
+    name: tuple[str, str], args: tuple, kwargs: dict, rank: int, ranks: int, store: str, timeout: float, checked: bool
 ) -> Any:
     import torch
     import torch.distributed as dist
+
+    import weft.debug
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     body: Any = importlib.import_module(name[0])
@@ -151,7 +156,8 @@ def _run_job(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        result = getattr(body, "body", body)(*args, **kwargs)
+        with weft.debug.check_streams() if checked else contextlib.nullcontext():
+            result = getattr(body, "body", body)(*args, **kwargs)
         dist.barrier()
         return result
     finally:

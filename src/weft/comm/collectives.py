@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm import streams
 from weft.comm.groups import backend_of, tag_of
 from weft.comm.watch.lookout import watching
 
@@ -69,7 +70,7 @@ class Pending:
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether `group` moves tensors on `device` by gloo's point-to-point sends."""
-    return device.type == "cpu" and backend_of(group, device) == "gloo"
+    return device.type == "cpu" and backend_of(group, device) == "gloo" and not streams.has_streams(device)
 
 
 def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:

@@ -5,12 +5,11 @@
     ...                                                                # computation
     more.wait()                                                        # what is computed from here on sees the result
 
-On CUDA a lane is a stream and a ticket an event: nobody waits but the compute stream. On CPU a lane starts asynchronous
-work, and the wait is where the host collects it.
+With streams a lane is one and a ticket an event: nobody waits but the stream that computes. Without, a lane starts
+asynchronous work, and the wait is where the host collects it.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm import streams
 from weft.comm.collectives import Pending
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.timeline import Timeline, recording, span
@@ -26,21 +26,27 @@ from weft.comm.watch.lookout import Call, lookout, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
-_SPIN_S = 1e-3
-"""How long the host asks a device without a pause: most of what it waits for comes sooner."""
 
 
 class Ticket:
     """Communication under way; `wait` orders the computation that follows behind it. Waiting again is free."""
 
     def __init__(
-        self, transfer: Transfer | None, event: Any = None, call: Call | None = None, after: "Ticket | None" = None
+        self,
+        transfer: Transfer | None,
+        event: streams.Event | None = None,
+        call: Call | None = None,
+        after: "Ticket | None" = None,
+        home: Any = None,
     ) -> None:
+        """`home`: the stream that asked for it, whose memory it uses."""
         self._transfer = transfer
         self._event = event
         self._call = call
         self._after = after
-        self._waited = False
+        self._home = home
+        self._behind: set[Any] = set()
+        """The streams that have waited for it."""
 
     def __del__(self) -> None:
         self.abandon()
@@ -50,33 +56,38 @@ class Ticket:
 
         Their messages would pair with those of whoever uses the lane next.
         """
-        self._order()
+        self._order(self._home)
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.abandon(ABANDONED_TIMEOUT)
 
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
-        if self._transfer is None and (self._event is None or self._waited):
-            return
-        with span("wait"):
-            self._order()
-            self._collect()
+        if self._event is not None:
+            stream = streams.current(self._home.device)
+            if stream not in self._behind:
+                with span("wait"):
+                    self._order(stream)
+        elif self._transfer is not None:
+            with span("wait"):
+                self._collect()
 
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""
         if self._event is not None and not self._event.query():
+            watch = lookout() if self._call is not None else None
             with watched(self._call):
-                _await(self._event, self._call)
+                streams.wait_on_host(self._event, watch.check if watch is not None else None)
         self.wait()
 
-    def _order(self) -> None:
-        if self._event is not None and not self._waited:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._waited = True
-            if self._after is not None:  # this one comes behind it
-                self._after._waited = True
-                self._after = None
+    def _order(self, stream: Any) -> None:
+        """Let `stream` wait, and so for what this one comes behind."""
+        if self._event is not None and stream not in self._behind:
+            stream.wait_event(self._event)
+            each: Ticket | None = self
+            while each is not None:
+                each._behind.add(stream)
+                each = each._after
 
     def _collect(self) -> None:
         """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
@@ -89,25 +100,13 @@ class Ticket:
             self._transfer = None
 
 
-def _await(event: Any, call: Call | None) -> None:
-    """Make the host wait for `event`, or raise what the lookout finds out meanwhile."""
-    watch = lookout()
-    if watch is None or call is None:
-        event.synchronize()
-        return
-    begin = time.monotonic()
-    while not event.query():
-        watch.check()
-        time.sleep(0 if time.monotonic() - begin < _SPIN_S else _SPIN_S / 10)
-
-
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """`work` on the CUDA stream `stream`, behind what comes before it and before what comes behind it."""
+    """`work` on `stream`, behind what comes before it and before what comes behind it."""
 
     def run(tensor: torch.Tensor) -> None:
-        around = torch.cuda.current_stream()
+        around = streams.current(tensor.device)
         stream.wait_stream(around)
-        with torch.cuda.stream(stream):
+        with streams.on(stream):
             work(tensor)
         around.wait_stream(stream)
 
@@ -123,8 +122,8 @@ class Lane:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.tag = self.TAGS[name]
-        # Of high priority: what others wait for gets its few multiprocessors before the computation takes all of them.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream = streams.new(name, device)
+        self._device = device
 
     def run(
         self,
@@ -155,14 +154,15 @@ class Lane:
 
             behind = after._transfer if after is not None else None
             return Ticket(Transfer(begin, (group, self.tag, channel), behind), call=call, after=after)
-        self.stream.wait_stream(torch.cuda.current_stream())
+        home = streams.current(self._device)
+        self.stream.wait_stream(home)
         if after is not None:
             self.stream.wait_event(after._event)
-        with torch.cuda.stream(self.stream):
+        with streams.on(self.stream):
             if prepare is not None:
                 prepare()
             start().complete()
-            return Ticket(None, self.stream.record_event(), call, after)
+            return Ticket(None, self.stream.record_event(), call, after, home)
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
         """What the collectives of a channel are called among the ranks."""

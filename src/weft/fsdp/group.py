@@ -188,7 +188,9 @@ class ParameterGroup:
     def belong_to(self, owner: Owner) -> None:
         """Be a group of `owner`, known to its buffers only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
-        self.gradients.describe = lambda: f"the gradients of {ref()}"
+        self.gradients.call(lambda: f"the gradients of {ref()}")
+        if self._staging is not None:
+            self._staging.describe = lambda: f"uploaded weights of {ref()}"
         if self.transient is not None:
             follow = weakref.WeakMethod(self._follow)
             self.transient.on_move = lambda full: (follow() or _ignore)(full)
@@ -348,7 +350,9 @@ class ParameterGroup:
         """
         if self.transient is not None and size is not None and size not in self._pieces:
             group = neighbours(self.groups[-1], size)
-            self._pieces[size] = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
+            self._pieces[size] = piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
+            owner = self.owner
+            piece.transient.describe = lambda: f"what stays of the weights of {owner()}"
         self.piece = self._pieces.get(size) if size is not None else None
 
     def keep_piece(self, channels: Channels) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from weft.comm import streams
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import Layout, plan_layout
 from weft.memory.buffer import FlatBuffer, sharded_axes
-from weft.memory.offload import CPUOffloadPolicy, host_memory
+from weft.memory.offload import CPUOffloadPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,9 @@ class GroupPlan:
         placements = self.placements.optimizer
         if self.offload is None:
             return self.buffer(placements, dtype)
-        local = host_memory(self._numel(placements), dtype, self.offload)
+        local = streams.host_memory(
+            self._numel(placements), dtype=dtype, device=self.device, pinned=self.offload.pin_memory
+        )
         return FlatBuffer(self.layout, self.mesh, placements, local)
 
     def _numel(self, placements: tuple[Placement, ...]) -> int:

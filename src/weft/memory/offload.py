@@ -11,6 +11,7 @@ over, before anybody may write to the weights that they read; and at the end of 
 before the optimizer reads them. On a CPU mesh everything works alike, and saves nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy as _TorchCPUOffloadPolicy
 from torch.distributed.fsdp import OffloadPolicy as _TorchOffloadPolicy
 
+from weft.comm import streams
 from weft.comm.lanes import Lane, Ticket
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
@@ -47,19 +49,18 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
     raise TypeError(f"offload_policy={policy!r}: pass weft.OffloadPolicy(), weft.CPUOffloadPolicy() or torch's")
 
 
-def host_memory(numel: int, dtype: torch.dtype, policy: CPUOffloadPolicy) -> torch.Tensor:
-    """CPU memory, pinned if that is asked for and there is a device to pin it for."""
-    pinned = policy.pin_memory and torch.cuda.is_available()
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
-
-
 class GradientDownload:
     """Brings what was reduced on `device` to `main_grad`, which lies in CPU memory."""
 
-    def __init__(self, main_grad: FlatBuffer, policy: CPUOffloadPolicy, device: torch.device) -> None:
+    def __init__(
+        self, main_grad: FlatBuffer, policy: CPUOffloadPolicy, device: torch.device, describe: Callable[[], str]
+    ) -> None:
+        """`describe()` says whose gradients they are."""
         self._main_grad = main_grad
         self._policy = policy
+        self._device = device
         self._strip = Transient(main_grad.local.numel(), main_grad.local.dtype, device)
+        self._strip.describe = lambda: f"{describe()} before their download"
         self._strip.settle()
         self._more: torch.Tensor | None = None
         self._arriving: Ticket | None = None
@@ -76,7 +77,9 @@ class GradientDownload:
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:
-                self._more = host_memory(target.numel(), target.dtype, self._policy)
+                self._more = streams.host_memory(
+                    target.numel(), dtype=target.dtype, device=self._device, pinned=self._policy.pin_memory
+                )
             target = self._more
         self._adds = accumulate
         self._arriving = lane.follow(reduction, lambda: target.copy_(source, non_blocking=True))

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from weft.comm import streams
 from weft.layout.slab_plan import SlabPlan, plan_slab
 
 PATIENCE = 1.5
@@ -101,6 +102,8 @@ class Pool:
         self._places: dict[Transient, torch.Tensor] = {}
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
+        self._home: Any = None
+        """The stream that first took memory: the slab is its own, on whatever stream a backward ends."""
         self._step = 0
         self._step_peak = 0
         self.outdated = False
@@ -112,12 +115,15 @@ class Pool:
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
+        if self._home is None:
+            self._home = streams.current(transient.own.device)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)
         if tensor is not transient.tensor:
             transient.moves += 1
             transient.live_in(tensor)
+        streams.taken(tensor, transient.describe)
         if self.planned:
             self._meet(transient)
         self._alive[transient] = None
@@ -150,6 +156,7 @@ class Pool:
             return
         self._clear(transient)
         place, transient.place = transient.place, None
+        streams.taken(place, transient.describe)
         place.copy_(transient.own)
         transient.live_in(place)
         transient.own.untyped_storage().resize_(0)
@@ -169,7 +176,8 @@ class Pool:
                     "runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             place = rival.tensor
-            self._own_memory(rival).copy_(place)
+            streams.taken(self._own_memory(rival), rival.describe)
+            rival.own.copy_(place)
             rival.place = place
             rival.live_in(rival.own)
 
@@ -222,8 +230,9 @@ class Pool:
             self._slab = torch.empty(0, dtype=torch.uint8, device=next(iter(self._met)).own.device)
         if self.slab_bytes != plan.nbytes:
             storage = self._slab.untyped_storage()
-            storage.resize_(0)  # so that the old slab and the new one are never there together
-            storage.resize_(plan.nbytes)
+            with streams.on(self._home):
+                storage.resize_(0)  # so that the old slab and the new one are never there together
+                storage.resize_(plan.nbytes)
             self.allocations += 1
             self._slab = self._slab.new_empty(0).set_(storage)  # no memory beside that
         known, self._places = self._places, {}

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm import streams
 from weft.comm.collectives import all_to_all, all_to_all_counts
 from weft.comm.groups import group_of, next_channel, twin_group
 from weft.comm.lanes import Lane, Ticket
@@ -161,7 +162,7 @@ class AllToAll:
         """See `Dispatcher`."""
         lane, _ = self._lanes_of(counts.device)
         received = torch.empty_like(counts)
-        host = torch.empty(2, counts.numel(), dtype=counts.dtype, pin_memory=counts.is_cuda)
+        host = streams.host_memory(2, counts.numel(), dtype=counts.dtype, device=counts.device)
         ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self._channel)
         return _ExchangeHandle(self.size, counts, received, host, ticket)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from weft.comm import streams
 from weft.comm.groups import host_group, is_pretended, tag_of
 from weft.comm.watch.lookout import watching
 
@@ -30,6 +31,13 @@ def agree(
     rounds of doubling distance, so that log2(n) messages do for n ranks. `what`: at which moment; words of another
     moment or `channel` never pair with these.
     """
+    with streams.on_host():
+        return _agree(highest, union, groups, what, channel)
+
+
+def _agree(
+    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, channel: int
+) -> tuple[list[int], list[int]]:
     tag = tag_of(TAGS, what, channel)
     words = torch.tensor([*highest, *union], dtype=torch.int64)
     received = torch.empty_like(words)

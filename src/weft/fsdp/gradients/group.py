@@ -90,8 +90,7 @@ class GroupGradients:
         """Whether parameters that no rank used get a gradient of zeros, or none."""
         self.sums_only = False
         """Whether reductions are sums that are scaled here, never averages by the backend."""
-        self.describe: Callable[[], str] = lambda: "gradients"
-        """What errors call them."""
+        self._describe: Callable[[], str] = lambda: "gradients"
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
         self._plan = plan
@@ -118,10 +117,16 @@ class GroupGradients:
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
 
+    def call(self, describe: Callable[[], str]) -> None:
+        """Errors call them `describe()`."""
+        self._describe = describe
+        for stage in self._stages:
+            stage.call(describe)
+
     def _to(self, event: str) -> None:
         following = TRANSITIONS.get((self.where, event))
         if following is None:
-            raise RuntimeError(f"{self.describe()}: '{event}' while they are {self.where.value}")
+            raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
         self.where = following
 
     @property
@@ -327,7 +332,7 @@ class GroupGradients:
         self._storage = self.main.local.untyped_storage()
         self._uses = torch._C._storage_Use_Count(self._storage._cdata)
         if self._plan.offload is not None:
-            self._download = GradientDownload(self.main, self._plan.offload, self._plan.device)
+            self._download = GradientDownload(self.main, self._plan.offload, self._plan.device, self._describe)
         return self.main
 
     def window(self, start: int, stop: int) -> torch.Tensor:

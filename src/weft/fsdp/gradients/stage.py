@@ -42,14 +42,21 @@ class GradientStage:
         self._inbox.settle()
         self._hooked: torch.Tensor | None = None
         """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
+        self._describe: Callable[[], str] = lambda: "gradients"
         self.buffer: FlatBuffer | None = None
         self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
+
+    def call(self, describe: Callable[[], str]) -> None:
+        """`describe()` says whose gradients these are."""
+        self._describe = describe
+        self._inbox.describe = lambda: f"{describe()} that other ranks send"
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = Transient(self._numel, dtype, self._plan.device)
+            self._memory[dtype].describe = self._describe
             self._memory[dtype].settle()
         self.buffer = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, pool.take(self._memory[dtype]))
         return self.buffer

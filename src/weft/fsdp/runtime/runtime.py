@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
 from weft.fsdp.channels import Channels, separate_gathers
@@ -304,7 +305,7 @@ class Runtime:
         for unit in self.units:
             unit.tell_version()
         self.prefetch.begin(Pass.BACKWARD)
-        self.reductions.waits_for_room = self.device.type != "cpu" or not self._may_share_backward()
+        self.reductions.waits_for_room = streams.has_streams(self.device) or not self._may_share_backward()
         self.reductions.begin()
 
     def _may_share_backward(self) -> bool:

@@ -1,0 +1,148 @@
+"""Streams and events: what orders the work of a device, and its memory.
+
+    asked for here            CUDA                          checked (`weft.debug.check_streams`)   plain CPU
+    ------------------------  ----------------------------  -------------------------------------  -----------------
+    `has_streams`             yes                           yes, of CPU tensors                    no
+    `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
+    `wait_on_host`            asks the event, and a watch   merges the clocks, and counts          -
+    `host_memory`             pinned                        memory of the host, for the checker    plain memory
+    `taken`                   -                             a write to the place                   -
+
+Whoever orders work does it by these: then the order can be checked without a device.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+_SPIN_S = 1e-3
+"""How long the host asks a device without a pause: most of what it waits for comes sooner."""
+
+
+class Event(Protocol):
+    """A moment in the work of a stream."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+
+    def query(self) -> bool:
+        """Whether the host knows that it has come."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+class Stream(Protocol):
+    """Work in order."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Let what follows here wait for all that `stream` has got so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what follows here wait for `event`."""
+
+    def record_event(self) -> Any:
+        """The moment behind all that this stream has got so far."""
+
+
+class Checker(Protocol):
+    """What stands in for CUDA while streams are checked."""
+
+    def new(self, name: str) -> Stream:
+        """A stream."""
+        ...
+
+    def current(self) -> Stream:
+        """The stream of what is computed now."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        """Inside, what is computed runs on `stream`."""
+        ...
+
+    def on_host(self) -> AbstractContextManager:
+        """Inside, what is computed is the host's, in memory of the host."""
+        ...
+
+    def is_host(self, memory: torch.Tensor) -> None:
+        """`memory` is the host's."""
+
+    def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
+        """`memory` gets another use."""
+
+
+_checker: Checker | None = None
+
+
+def check_with(checker: Checker | None) -> None:
+    """From now on `checker` stands in for CUDA; None: nobody does."""
+    global _checker
+    if checker is not None and _checker is not None:
+        raise RuntimeError("streams are checked already: leave that before another check begins")
+    _checker = checker
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on `device` runs in streams, beside the host."""
+    return device.type == "cuda" or _checker is not None
+
+
+def new(name: str, device: torch.device) -> Any:
+    """A stream for communication, None on a device that has none.
+
+    Of high priority: what others wait for gets its few multiprocessors before the computation takes all of them.
+    """
+    if _checker is not None:
+        return _checker.new(name)
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+
+def current(device: torch.device) -> Any:
+    """The stream on which `device` computes now, None where it has none."""
+    if _checker is not None:
+        return _checker.current()
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on(stream: Any) -> AbstractContextManager:
+    """Inside, work goes to `stream`; None: where it goes anyway."""
+    if stream is None:
+        return _NOTHING
+    return _checker.on(stream) if _checker is not None else torch.cuda.stream(stream)
+
+
+def on_host() -> AbstractContextManager:
+    """Inside is the host's own work, on small tensors in its memory."""
+    return _checker.on_host() if _checker is not None else _NOTHING
+
+
+def wait_on_host(event: Event, check: Callable[[], None] | None) -> None:
+    """Make the host wait for `event`, calling `check`, which may raise, now and then."""
+    if check is None or _checker is not None:
+        event.synchronize()
+        return
+    begin = time.monotonic()
+    while not event.query():
+        check()
+        time.sleep(0 if time.monotonic() - begin < _SPIN_S else _SPIN_S / 10)
+
+
+def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bool = True) -> torch.Tensor:
+    """CPU memory that `device` copies to or from beside the host, in pages that stay if they can be `pinned` for it."""
+    memory = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
+    if _checker is not None:
+        _checker.is_host(memory)
+    return memory
+
+
+def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
+    """`memory` is used for something else from here on, `describe()`, behind all uses before."""
+    if _checker is not None:
+        _checker.taken(memory, describe)
+
+
+_NOTHING: AbstractContextManager = nullcontext()

@@ -1,0 +1,381 @@
+"""The order of streams, checked on the CPU.
+
+    with weft.debug.check_streams() as checker:
+        model = weft.fully_shard(...)      # what is made inside has streams
+        train(model)
+    checker.waits                          # what the host waited for, by place
+
+Everything runs at once, in the host's order, on CPU tensors; what is checked is whether CUDA would have had to run it
+in an order that is right. Each operator is one piece of work on the stream that is current, with the memory that it
+reads and writes (`weft.debug.memory`), and the clocks of `weft.debug.clocks` say what happens before what.
+
+    an operator                                  is
+    -------------------------------------------  -----------------------------------------------------------------
+    with tensors in memory of the host alone     the host's own
+    with others                                  of the current stream
+    that asks the device for a number or a size  a wait of the host: `.item()`, `nonzero()`, a mask as an index
+    a copy between host and device that blocks   a wait of the host
+    a collective                                 of the current stream, as NCCL's is
+
+Collectives are those of the backend, never direct sends. It cannot say which kernels sleep, or what NCCL does inside.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.comm import streams
+from weft.debug.clocks import HOST, CheckedStream, Clock, Host
+from weft.debug.memory import Access, Memory, StreamOrderError
+
+_WRITTEN_BY_COLLECTIVES = {
+    "_allgather_base_": 1,
+    "_reduce_scatter_base_": 1,
+    "allgather_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "reduce_scatter_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "alltoall_base_": 1,
+    "alltoall_": 1,
+    "gather_": 1,
+    "scatter_": 1,
+    "send": 0,
+}
+"""How many of the first arguments each writes to; the others write to all."""
+_TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
+"""Operators that give memory to a tensor and neither read nor write it."""
+_ASK_THE_DEVICE = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+}
+"""Operators whose result, or its size, the host must know."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A piece of work: its stream, operator, and what it reads and writes, by the names of weft's buffers."""
+
+    stream: str
+    operator: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    actor: int
+    time: int
+    clock: Clock
+
+    def before(self, other: "Ran") -> bool:
+        """Whether it is over when `other` begins, however fast each stream is."""
+        return other.clock.get(self.actor, 0) >= self.time
+
+    def beside(self, other: "Ran") -> bool:
+        """Whether both may run at once."""
+        return not self.before(other) and not other.before(self)
+
+
+class StreamChecker:
+    """The streams of one check.
+
+    `waits`: how often the host waited, by what for and where. `work`: what ran, if `record`.
+    """
+
+    def __init__(self, record: bool = False) -> None:
+        self.waits: Counter[str] = Counter()
+        self.work: list[Ran] = []
+        self._record = record
+        self._host = Host(self.current, self._note_wait)
+        self._actors = 0
+        self._compute = self._current = self.new("compute")
+        self._by_actor = {self._compute.actor: self._compute}
+        self._memories: dict[int, Memory] = {}
+        self._watched: set[int] = set()
+        self._of_host: set[int] = set()
+        self._as_host = False
+        self._errors: list[StreamOrderError] = []
+
+    # --- what the library asks ---------------------------------------------------------------------------------------
+
+    def new(self, name: str) -> CheckedStream:
+        """A stream."""
+        self._actors += 1
+        stream = CheckedStream(name, self._actors, self._host)
+        if self._actors > 1:
+            self._by_actor[stream.actor] = stream
+        return stream
+
+    def current(self) -> CheckedStream:
+        """The stream of what is computed now."""
+        return self._current
+
+    @contextmanager
+    def on(self, stream: CheckedStream) -> Iterator[None]:
+        """Inside, what is computed runs on `stream`."""
+        around, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = around
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, what is computed is the host's, in memory of the host."""
+        around, self._as_host = self._as_host, True
+        try:
+            yield
+        finally:
+            self._as_host = around
+
+    def is_host(self, memory: torch.Tensor) -> None:
+        """`memory` is the host's."""
+        self._memory_of(memory.untyped_storage())
+        self._of_host.add(memory.untyped_storage()._cdata)
+
+    def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
+        """`memory` gets another use, on the current stream."""
+        if not memory.numel():
+            return
+        known, (begin, end) = self._memory_of(memory.untyped_storage()), _bytes_of(memory)
+        access, clock = self._access("taking it from the pool")
+        known.write(begin, end, access, clock)
+        known.call(begin, end, describe)
+
+    # --- what runs ---------------------------------------------------------------------------------------------------
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Operator `func` has run."""
+        self._raise_pending()
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        written = _written(func, args, kwargs)
+        there = {each.untyped_storage()._cdata for each in given if _has_memory(each)}
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _has_memory(each)]
+        fresh = [each for each in made if each.untyped_storage()._cdata not in there]
+        if not written and made and not fresh:
+            return  # a view
+        host = self._as_host or (bool(given) and all(self._is_host(each) for each in given if _has_memory(each)))
+        if host:
+            for each in fresh:
+                self.is_host(each)
+        else:
+            for each in fresh:
+                self._memories.pop(each.untyped_storage()._cdata, None)
+                self._memory_of(each.untyped_storage(), self._current.actor)
+        name = func._schema.name
+        access, clock = self._access(name, host)
+        if not name.startswith(_TOUCH_NOTHING):
+            wrote = [*written, *fresh]
+            reads = [each for each in given if not any(each is other for other in written)]
+            for each in reads:
+                self._use(each, Memory.read, access, clock)
+            for each in wrote:
+                self._use(each, Memory.write, access, clock)
+            if self._record:
+                self._note(name, access, clock, reads, wrote)
+        if not host and self._asks_device(func, args, kwargs, given, made):
+            self._host.wait(dict(clock), name)
+
+    def freed(self, storage: Any) -> None:
+        """The memory of `storage` goes back to the allocator."""
+        self._forget(storage._cdata)
+
+    def allocated(self, storage: Any) -> None:
+        """`storage` got memory, for the current stream."""
+        self._memories[storage._cdata] = Memory(self._current.actor)
+
+    def finish(self) -> None:
+        """Raise what was found where nothing can be raised."""
+        self._raise_pending()
+
+    def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
+        if _has_memory(tensor) and tensor.numel():
+            use(self._memory_of(tensor.untyped_storage()), *_bytes_of(tensor), access, clock)
+
+    def _access(self, operator: str, host: bool = False) -> tuple[Access, Clock]:
+        actor = HOST if host else self._current.actor
+        clock = self._host.clock if host else self._current.now()
+        clock[actor] = clock.get(actor, 0) + 1
+        stream = "the host" if host else f"the stream {self._current.name}"
+        return Access(actor, clock[actor], operator, stream, _site()), clock
+
+    def _memory_of(self, storage: Any, home: int | None = None) -> Memory:
+        key = storage._cdata
+        if key not in self._memories:
+            self._memories[key] = Memory(self._compute.actor if home is None else home)
+        if key not in self._watched:
+            self._watched.add(key)
+            weakref.finalize(storage, _finalized, weakref.ref(self), key).atexit = False  # type: ignore[misc]
+        return self._memories[key]
+
+    def _gone(self, key: int) -> None:
+        self._watched.discard(key)
+        self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        memory = self._memories.pop(key, None)
+        if memory is None or key in self._of_host:
+            self._of_host.discard(key)
+            return
+        home = self._by_actor[memory.home]
+        clock = dict(home.now())
+        time = clock.get(home.actor, 0)
+        try:
+            memory.free(
+                Access(home.actor, time, "giving it to the allocator", f"the stream {home.name}", _site()), clock
+            )
+        except StreamOrderError as error:
+            self._errors.append(error)
+
+    def _is_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._of_host
+
+    def _asks_device(
+        self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> bool:
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy"):
+            sides = {self._is_host(each) for each in (*given, *made) if _has_memory(each)}
+            blocking = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
+            return len(sides) == 2 and blocking
+        if name in ("aten::index", "aten::index_put_"):
+            return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        if name == "aten::repeat_interleave":
+            return kwargs.get("output_size") is None
+        return name in _ASK_THE_DEVICE
+
+    def _note_wait(self, what: str) -> None:
+        self.waits[f"{what}, by {_site()}"] += 1
+
+    def _note(
+        self, name: str, access: Access, clock: Clock, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        def names(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+            found = (
+                self._memory_of(each.untyped_storage()).name_of(*_bytes_of(each))
+                for each in tensors
+                if _has_memory(each) and each.numel()
+            )
+            return tuple(dict.fromkeys(each for each in found if each))
+
+        ran = Ran(access.stream, name, names(reads), names(writes), access.actor, access.time, dict(clock))
+        self.work.append(ran)
+
+    def _raise_pending(self) -> None:
+        if self._errors:
+            errors, self._errors = self._errors, []
+            raise errors[0]
+
+
+class _Mode(TorchDispatchMode):
+    """Shows the checker what runs, below tensors that are made of others."""
+
+    def __init__(self, checker: StreamChecker) -> None:
+        super().__init__()
+        self._checker = checker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        fake = any(issubclass(each, FakeTensor) for each in types)
+        if not fake and any(_made_of_others(each) for each in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not fake and (func.namespace == "c10d" or not _inside_collective()):
+            self._checker.ran(func, args, kwargs or {}, result)
+        return result
+
+
+@contextmanager
+def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
+    """Run the code for CUDA on CPU tensors and raise StreamOrderError where its order leaves room for a wrong result.
+
+    Models are sharded and run inside; a process group with gloo will do. `record`: keep what ran in `checker.work`.
+    """
+    checker = StreamChecker(record)
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        before = storage.nbytes()
+        if before and size != before:
+            checker.freed(storage)
+        result = resize(storage, size)
+        if size and size != before:
+            checker.allocated(storage)
+        return result
+
+    streams.check_with(checker)
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+    try:
+        with _Mode(checker):
+            yield checker
+        checker.finish()
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        streams.check_with(None)
+
+
+def _made_of_others(kind: Any) -> bool:
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return kind not in plain and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not _made_of_others(type(tensor))
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one behind its last."""
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    extent = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride()))
+    return int(begin), int(begin + extent * size)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that `func` writes to."""
+    schema = func._schema
+    if schema.name.startswith("c10d::"):
+        count = _WRITTEN_BY_COLLECTIVES.get(schema.name.removeprefix("c10d::"), len(args))
+        return [each for each in tree_leaves(list(args[:count])) if isinstance(each, torch.Tensor)]
+    given = [*zip(schema.arguments, args), *((each, kwargs.get(each.name)) for each in schema.arguments[len(args) :])]
+    return [
+        leaf
+        for argument, value in given
+        if argument.is_write
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _inside_collective() -> bool:
+    """Whether an operator is how a backend does its work."""
+    frame = sys._getframe(2)
+    while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_code.co_filename.endswith("distributed_c10d.py")
+
+
+def _site() -> str:
+    """The functions that led here, without torch's and this package's."""
+    frame, found = sys._getframe(2), list[str]()
+    while frame is not None and len(found) < 3:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/weft/debug/" not in file and "contextlib" not in file:
+            found.append(f"{'/'.join(file.rsplit('/', 2)[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
+
+
+def _finalized(checker: "weakref.ref[StreamChecker]", key: int) -> None:
+    if (alive := checker()) is not None:
+        alive._gone(key)

@@ -1,0 +1,123 @@
+"""Who last wrote to memory and who has read it since, range by range.
+
+bytes of a storage   0        64            256                512
+last write           |  mm, compute          |  all-gather, gather  |
+reads since          |  -     |  mul, compute, time 7   |   -       |
+
+access   must happen after
+------   --------------------------------------------------------------------------------------------------------
+read     the last write
+write    the last write and all reads since
+free     both, on the stream that the memory was allocated on: the caching allocator gives it to who is next there
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.debug.clocks import HOST
+
+_END = 1 << 62
+
+
+class StreamOrderError(RuntimeError):
+    """Work that may run at the same time uses the same memory; the message names both, their streams and places."""
+
+
+class Access(NamedTuple):
+    """One operator's use of memory. `time`: of its actor. `site`: where it was called."""
+
+    actor: int
+    time: int
+    operator: str
+    stream: str
+    site: str
+
+    def happened(self, clock: Mapping[int, int]) -> bool:
+        """Whether it lies behind `clock`."""
+        return clock.get(self.actor, 0) >= self.time
+
+    def __str__(self) -> str:
+        return f"{self.operator} on {self.stream}, called by {self.site}"
+
+
+@dataclass
+class _Segment:
+    """Bytes from `begin` to the next segment. `reads`: since the last write, the latest of each actor."""
+
+    begin: int
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
+
+
+class Memory:
+    """The accesses to one storage. `home`: the actor on whose stream it was allocated."""
+
+    def __init__(self, home: int) -> None:
+        self.home = home
+        self._segments = [_Segment(0)]
+        self._names: dict[tuple[int, int], Callable[[], str]] = {}
+
+    def call(self, begin: int, end: int, describe: Callable[[], str]) -> None:
+        """`describe()` names what lies in these bytes from now on."""
+        self._names = {place: name for place, name in self._names.items() if place[1] <= begin or end <= place[0]}
+        self._names[begin, end] = describe
+
+    def name_of(self, begin: int, end: int) -> str:
+        """What lies in these bytes."""
+        return " and ".join(
+            dict.fromkeys(name() for place, name in self._names.items() if begin < place[1] and place[0] < end)
+        )
+
+    def read(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
+        """Raises StreamOrderError if the read does not come behind the last write."""
+        for segment in self._within(begin, end):
+            if segment.write is not None and not segment.write.happened(clock):
+                raise self._error(begin, end, "reads", access, "the write by", segment.write)
+            segment.reads[access.actor] = access
+
+    def write(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
+        """Raises StreamOrderError if the write does not come behind all that used the bytes."""
+        for segment in self._within(begin, end):
+            self._refuse_users(segment, begin, end, "writes to", access, clock)
+        self._cut(begin, end)
+        first, last = self._index(begin), self._index(end)
+        self._segments[first:last] = [_Segment(begin, access)]
+
+    def free(self, access: Access, clock: Mapping[int, int]) -> None:
+        """Raises StreamOrderError if somebody may use the memory beside who gets it next."""
+        for segment in self._segments:
+            self._refuse_users(segment, 0, _END, "frees", access, clock)
+
+    def _refuse_users(
+        self, segment: _Segment, begin: int, end: int, verb: str, access: Access, clock: Mapping[int, int]
+    ) -> None:
+        if segment.write is not None and not segment.write.happened(clock):
+            raise self._error(begin, end, verb, access, "the write by", segment.write)
+        for other in segment.reads.values():
+            if not other.happened(clock):
+                raise self._error(begin, end, verb, access, "the read by", other)
+
+    def _within(self, begin: int, end: int) -> Iterator[_Segment]:
+        self._cut(begin, end)
+        yield from self._segments[self._index(begin) : self._index(end)]
+
+    def _cut(self, *borders: int) -> None:
+        for border in borders:
+            at = bisect_right(self._segments, border, key=lambda segment: segment.begin) - 1
+            segment = self._segments[at]
+            if segment.begin != border:
+                self._segments.insert(at + 1, _Segment(border, segment.write, dict(segment.reads)))
+
+    def _index(self, border: int) -> int:
+        return bisect_right(self._segments, border, key=lambda segment: segment.begin) - 1
+
+    def _error(self, begin: int, end: int, verb: str, access: Access, earlier: str, other: Access) -> StreamOrderError:
+        name = self.name_of(begin, end)
+        where = name or (f"bytes {begin} to {end} of a tensor" if end < _END else "the memory of a tensor")
+        waits = "the host must wait for an event" if access.actor == HOST else f"{access.stream} must wait for an event"
+        return StreamOrderError(
+            f"{access.operator} on {access.stream} {verb} {where}, and nothing orders that behind {earlier} {other}. "
+            f"{waits} of {other.stream} behind that. It was called by {access.site}"
+        )

@@ -1,0 +1,189 @@
+"""What the checked order of streams says of the engine: what runs beside what, and where the host waits."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+import weft.debug
+from tests.fsdp import nets
+from tests.overlap.test_events import CFG, build, data
+from tests.pool import distributed
+from weft.comm import collectives, streams
+from weft.comm.lanes import Lane
+from weft.debug import Ran, StreamChecker
+
+CPU = torch.device("cpu")
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+COMPUTATION = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::embedding", "aten::embedding_dense_backward")
+MIXED = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def train(net, optimizer, checker: StreamChecker, steps: int = 4) -> dict[str, int]:
+    """Some steps; the waits of the host in the last one."""
+    for number, batch in enumerate(nets.data(steps, 4)):
+        if number == steps - 1:
+            checker.waits.clear()
+            checker.work.clear()
+        nets.loss_of(net, batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(checker.waits)
+
+
+def of(work: list[Ran], stream: str, operator: str, buffer: str) -> list[Ran]:
+    """What ran on a stream that wrote to a buffer, or on any that read it."""
+    return [
+        each
+        for each in work
+        if each.stream.endswith(stream) and operator in each.operator and any(buffer in name for name in each.writes)
+    ]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_steady_step_has_no_wait_of_the_host(strategy, mixed):
+    with weft.debug.check_streams() as checker:
+        net = nets.shard(nets.make(), strategy=strategy, mp_policy=MIXED if mixed else None)
+        assert not train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), checker)
+
+
+@distributed(2)
+def test_offloaded_weights_and_gradients_are_awaited_by_the_host_where_the_page_says():
+    with weft.debug.check_streams() as checker:
+        net = nets.shard(nets.make(), offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
+        waits = train(net, torch.optim.SGD(net.parameters(), lr=0.1), checker)
+    assert waits and all("finish_upload" in what or "offload.py" in what for what in waits), waits
+
+
+@distributed(2)
+def test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation():
+    with weft.debug.check_streams() as checker, torch.no_grad():
+        net = nets.shard(nets.make(), offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
+        for number in range(2):
+            nets.loss_of(net, nets.data(1, 4, seed=number)[0])
+            for parameter in net.parameters():
+                parameter.mul_(0.9)
+    assert checker.waits
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@distributed(2)
+def test_gathers_and_reductions_run_beside_the_computation_of_other_units(separate):
+    with weft.debug.check_streams(record=True) as checker:
+        runtime = weft.RuntimeOptions(separate_all_gather_group=separate)
+        net = nets.shard(nets.make(depth=4), runtime=runtime)
+        train(net, torch.optim.SGD(net.parameters(), lr=0.1), checker)
+    gathers = {n: of(checker.work, "gather", "allgather", f"weights of blocks.{n} ") for n in range(4)}
+    computed = {
+        n: [
+            each
+            for each in checker.work
+            if each.stream.endswith("compute") and any(f"weights of blocks.{n} " in name for name in each.reads)
+        ]
+        for n in range(4)
+    }
+    assert all(len(each) == 2 for n, each in gathers.items() if n < 3), "forward and backward"
+    for n in range(3):  # in forward the next one, in backward the one before
+        assert all(gathers[n + 1][0].beside(each) for each in computed[n][:2])
+        assert gathers[n][0].before(computed[n][0])
+    for n in (1, 2):
+        later = computed[n + 1][len(computed[n + 1]) // 2 :]
+        assert any(gathers[n][1].beside(each) for each in later)
+    reductions = [each for each in checker.work if each.stream.endswith("reduce") and "reduce_scatter" in each.operator]
+    assert len(reductions) == 5
+    for one in reductions[:-1]:
+        following = [
+            each
+            for each in checker.work
+            if each.stream.endswith("compute") and each.operator in COMPUTATION and one.beside(each)
+        ]
+        assert following, f"{one} stands alone"
+
+
+@distributed(4)
+def test_outer_gathers_and_reductions_run_beside_the_computation():
+    with weft.debug.check_streams(record=True) as checker:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+        net = nets.shard(nets.make(depth=4), mesh=mesh, outer_strategy="optim")
+        train(net, torch.optim.SGD(net.parameters(), lr=0.1), checker)
+    products = [each for each in checker.work if each.stream.endswith("compute") and each.operator in COMPUTATION]
+    for operator in ("allgather", "reduce"):
+        outer = [each for each in checker.work if each.stream.endswith("outer") and operator in each.operator]
+        assert len(outer) == 5
+        alone = [one for one in outer if not any(one.beside(each) for each in products)]
+        assert len(alone) <= 1, (alone, "all but the first gather and the last reduction")
+
+
+@distributed(2)
+def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone():
+    microbatches = 3
+    with weft.debug.check_streams(record=True) as checker:
+        model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            checker.waits.clear()
+            checker.work.clear()
+            weft.overlap.forward_backward(model, data(microbatches), delay_wgrad=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    layers = sum("E" in layer.symbols for layer in model.staged_layers)
+    assert sum(checker.waits.values()) == microbatches * layers, checker.waits
+    assert all("ready" in what for what in checker.waits)
+    exchanges = [each for each in checker.work if each.stream.endswith("exchange") and "alltoall" in each.operator]
+    products = [each for each in checker.work if each.stream.endswith("compute") and each.operator in COMPUTATION]
+    assert len(exchanges) == microbatches * layers * 4
+    hidden = [one for one in exchanges if any(one.beside(each) for each in products)]
+    assert len(hidden) >= (microbatches - 1) * layers * 4, "those of the pairs"
+
+
+@distributed(2)
+def test_a_device_is_not_asked_by_a_rank_without_rows():
+    """Experts that nobody chose: sizes are known on the host, and groups without rows have gradients of zeros."""
+    with weft.debug.check_streams() as checker:
+        model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+        for layer in model.staged_layers:
+            for module in layer.modules():
+                if isinstance(module, weft.moe.Router):
+                    module.reset_parameters()
+        for rows in itertools.islice(data(2), 2):
+            checker.waits.clear()
+            model.zero_grad()
+            weft.overlap.forward_backward(model, [rows])
+    assert all("ready" in what for what in checker.waits), checker.waits
+
+
+@distributed(2)
+def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it():
+    with weft.debug.check_streams(record=True) as checker:
+        net = nets.shard(nets.make())
+        for module in (*net.blocks, net):
+            module.set_all_reduce_hook(lambda gradients: gradients.mul_(2), stream=streams.new("hook", CPU))
+        train(net, torch.optim.SGD(net.parameters(), lr=0.1), checker)
+    assert sum(each.stream.endswith("hook") for each in checker.work) == 4
+
+
+@distributed(2)
+def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies():
+    with weft.debug.check_streams():
+        lane, side = Lane("gather", CPU), streams.new("side", CPU)
+        full = torch.zeros(4)
+        ticket = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
+        ticket.wait()
+        full.sum()
+        with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
+            full.sum()
+        with streams.on(side):
+            ticket.wait()
+            full.sum()
+        streams.current(CPU).wait_stream(side)
+        again = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
+        with streams.on(side):
+            del again
+        full.sum()
+        with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
+            full.sum()
