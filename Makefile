@@ -1,10 +1,10 @@
-# make train | train-moe | test | test-fast | mutate | lint | bench
+# make train | train-moe | test | test-fast | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe test test-fast mutate lint bench
+.PHONY: install train train-moe test test-fast fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -25,6 +25,9 @@ test: install lint
 
 test-fast: install lint
 	$(BIN)/python -m pytest -m 'not slow'
+
+fuzz: install
+	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py
 
 mutate: install
 	$(BIN)/python scripts/mutate.py

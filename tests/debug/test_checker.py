@@ -5,6 +5,8 @@ import torch
 
 import weft.debug
 from weft.comm import streams
+from weft.comm.collectives import Pending
+from weft.comm.lanes import Lane
 from weft.debug import StreamOrderError, check_streams
 from weft.memory.pool import Pool, Transient
 
@@ -184,6 +186,20 @@ def test_work_says_what_may_run_at_once():
     assert made.before(multiplied) and made.before(summed)
     assert multiplied.beside(summed)
     assert multiplied.before(negated)
+
+
+def test_what_was_made_outside_of_a_check_is_refused_inside_and_the_other_way_round():
+    def nothing(tag: int) -> Pending:
+        return Pending()
+
+    outside = Lane("gather", CPU)
+    with check_streams():
+        inside = Lane("gather", CPU)
+        with pytest.raises(RuntimeError, match="shard the model and run it in the same one"):
+            outside.run(nothing)
+        inside.run(nothing).wait()
+    with pytest.raises(RuntimeError, match="shard the model and run it in the same one"):
+        inside.run(nothing)
 
 
 def test_checks_do_not_nest():

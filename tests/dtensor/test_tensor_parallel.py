@@ -137,12 +137,12 @@ def test_bf16_computation_and_recomputation_run_on_the_slices():
     net.recompute = "non-reentrant"
     nets.shard(net, mesh=mesh["dp"], mp_policy=policy)
     seen = []
-    net.blocks[0].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    net.blocks[0].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach()))
     for _ in range(2):
         nets.loss_of(net, data()[0].chunk(2)[mesh.get_local_rank("dp")]).backward()
     assert len(seen) == 4
     for weight in seen:
-        assert type(weight.data) is DTensor and weight.dtype == torch.bfloat16
+        assert type(weight) is DTensor and weight.dtype == torch.bfloat16
         assert (weight.device_mesh, weight.placements) == (mesh["tp"], (Shard(0),))
     plain = make()
     nets.loss_of(plain, data()[0]).backward()

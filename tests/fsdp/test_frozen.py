@@ -85,10 +85,12 @@ def test_adapters_in_fp32_on_a_frozen_base_in_bf16_equal_one_process_that_casts_
         torch.testing.assert_close(nets.full(net.state_dict()[name]), value, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @distributed(2)
-def test_a_parameter_frozen_in_the_middle_of_an_accumulation_keeps_what_it_has(strategy):
-    plain, net = nets.make(), nets.shard(nets.make(), strategy=strategy)
+def test_a_parameter_frozen_in_the_middle_of_an_accumulation_keeps_what_it_has(strategy, checked):
+    runtime = weft.RuntimeOptions(check_collectives=checked)
+    plain, net = nets.make(), nets.shard(nets.make(), strategy=strategy, runtime=runtime)
     for model, part in ((plain, everything), (net, mine)):
         batches = [part(batch) for batch in nets.data(3, 8)]
         if model is net:

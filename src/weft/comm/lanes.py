@@ -140,6 +140,11 @@ class Lane:
         `after`: and behind the end of that, for which nobody else need wait. `prepare()` runs on the lane right before
         the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
         """
+        if (self.stream is not None) != streams.has_streams(self._device):
+            raise RuntimeError(
+                f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
+                "other way round: shard the model and run it in the same one"
+            )
         group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         call = self._call(group, channel)
         if (timeline := recording()) is not None:

@@ -1,6 +1,11 @@
-"""Names in a profile: `weft/<unit>/<gather|forward|backward|reduce>`, at no cost while nobody profiles.
+"""Names in a profile: `weft/<unit>/<gather|forward|backward|reduce>`.
 
-The same names, without the `weft/`, stand in a timeline of the lanes while one records.
+who looks                                 what it gets
+----------------------------------------  -----------------------------------------------------------
+torch's profiler                          ranges
+a timeline of the lanes, while it records labels, without the `weft/`
+a tool of NVIDIA's, where there is CUDA   NVTX ranges, always: the tool may come later than the process
+nobody                                    nothing, at no cost
 """
 
 import threading
@@ -9,7 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.profiler import record_function
 
-from weft.comm.timeline import labelled
+from weft.comm.timeline import labelled, recording
 from weft.comm.watch.lookout import lookout
 
 
@@ -17,23 +22,21 @@ def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
     if (watch := lookout()) is not None:
         watch.subject = unit or "the root"
-    if torch.autograd._profiler_enabled():
-        return record_function(_name(unit, what))
-    return labelled(f"{unit}/{what}")
+    return _range(unit, what) or labelled(f"{unit}/{what}")
 
 
 class Stretch:
     """A range of the profile that begins in one hook and ends in another."""
 
     def __init__(self) -> None:
-        self._range: record_function | None = None
+        self._range: AbstractContextManager | None = None
         self._thread = 0
 
     def begin(self, unit: str, what: str) -> None:
-        """Open the range, if there is a profile."""
-        if torch.autograd._profiler_enabled():
+        """Open the range, if somebody may look."""
+        self._range = _range(unit, what)
+        if self._range is not None:
             self._thread = threading.get_ident()
-            self._range = record_function(_name(unit, what))
             self._range.__enter__()
 
     def end(self) -> None:
@@ -43,5 +46,10 @@ class Stretch:
         self._range = None
 
 
-def _name(unit: str, what: str) -> str:
-    return f"weft/{unit or 'root'}/{what}"
+def _range(unit: str, what: str) -> AbstractContextManager | None:
+    """A range of a profile, None if nobody looks at one."""
+    if torch.autograd._profiler_enabled():
+        return record_function(f"weft/{unit or 'root'}/{what}")
+    if torch.cuda.is_initialized() and recording() is None:
+        return torch.cuda.nvtx.range(f"weft/{unit or 'root'}/{what}")
+    return None
