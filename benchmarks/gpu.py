@@ -1,12 +1,14 @@
 """What one GPU can show beside torch FSDP2: host time per unit, a step of a transformer, memory, lanes beside the rest.
 
     weft bench gpu --ranks 1
+    WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny, on the CPU: whether it runs, not how fast
 
 Host time and lanes: with seven of eight ranks pretended, so that units are gathered and reduced but nothing travels;
 the lanes then copy on the device what would have arrived. Step and memory: one real rank over NCCL.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +26,17 @@ from weft.comm import collectives
 from weft.comm.collectives import Pending
 from weft.comm.timeline import Timeline, busy, overlap, span
 
-UNITS, TINY = 64, 8
-LAYERS, WIDTH, HEADS, ROWS, LENGTH = 12, 1024, 16, 4, 512
+REHEARSES = not torch.cuda.is_available() and os.environ.get("WEFT_REHEARSE") == "1"
+DEVICE = "cpu" if REHEARSES else "cuda"
+UNITS, TINY = (4, 8) if REHEARSES else (64, 8)
+LAYERS, WIDTH, HEADS, ROWS, LENGTH = (2, 32, 2, 2, 8) if REHEARSES else (12, 1024, 16, 4, 512)
 PRETENDED = 8
+
+
+def synchronize() -> None:
+    """Wait for the card, if there is one."""
+    if not REHEARSES:
+        torch.cuda.synchronize()
 
 
 @contextmanager
@@ -50,11 +60,11 @@ def sharded(net: nn.Sequential, fully_shard: Callable | None) -> nn.Module:
 
 def tiny(fully_shard: Callable | None) -> Callable[[], float]:
     """Seconds that the host takes to issue forward and backward of many tiny layers."""
-    net = sharded(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).cuda(), fully_shard)
-    rows = torch.ones(2, TINY, device="cuda")
+    net = sharded(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).to(DEVICE), fully_shard)
+    rows = torch.ones(2, TINY, device=DEVICE)
 
     def issue() -> float:
-        torch.cuda.synchronize()
+        synchronize()
         begin = time.perf_counter()
         net(rows).sum().backward()
         taken = time.perf_counter() - begin
@@ -71,20 +81,20 @@ def transformer(fully_shard: Callable | None) -> nn.Module:
         nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         for _ in range(LAYERS)
     ]
-    return sharded(nn.Sequential(*layers).cuda(), fully_shard)
+    return sharded(nn.Sequential(*layers).to(DEVICE), fully_shard)
 
 
 def step_of(net: nn.Module) -> Callable[[], None]:
     """Forward, backward and AdamW, waited for."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    rows = torch.randn(ROWS, LENGTH, WIDTH, device="cuda")
+    rows = torch.randn(ROWS, LENGTH, WIDTH, device=DEVICE)
 
     def step() -> None:
         optimizer.zero_grad()
         with span("compute", "forward and backward"):
             net(rows).square().mean().backward()
         optimizer.step()
-        torch.cuda.synchronize()
+        synchronize()
 
     return step
 
@@ -137,11 +147,11 @@ def lanes() -> None:
 
 def steps(rounds: int) -> None:
     """Seconds per step and peak memory of one rank."""
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("gloo" if REHEARSES else "cpu:gloo,cuda:nccl")
     try:
         sides = {"weft": weft.fully_shard, "FSDP2": torch_fully_shard, "plain": None}
         print(f"\nmemory of a step, {LAYERS} transformer layers, one rank over NCCL")
-        for name, fully_shard in sides.items():
+        for name, fully_shard in sides.items() if not REHEARSES else ():
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             step = step_of(transformer(fully_shard))
@@ -163,10 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if REHEARSES:
+        card = "a rehearsal without a card: no figure means anything"
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        card = torch.cuda.get_device_name()
+    else:
         raise SystemExit("no GPU here: this benchmark needs one")
-    torch.cuda.set_device(0)
-    card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, medians of {options.rounds}")
     host_time(options.rounds)
     lanes()

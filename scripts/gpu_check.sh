@@ -1,43 +1,58 @@
 #!/bin/sh
-# What a single GPU can show: the tests that need one, and weft beside torch FSDP2. Writes docs/results/gpu.md.
+# What a single GPU can show: the tests that need one, once more under torch's stream sanitizer, and weft beside torch
+# FSDP2. Writes docs/results/gpu.md, also when something fails, then with the failure.
 #
 #     scripts/gpu_check.sh                        # PYTHON=python3.12 scripts/gpu_check.sh for another one
+#     scripts/gpu_check.sh --rehearse OUTPUT.md   # without a GPU: the same parts on the CPU, with checked streams
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 
-"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
-    echo "gpu_check: torch sees no GPU; run this on a machine that has one" >&2
+target=docs/results/gpu.md
+sanitizer=TORCH_CUDA_SANITIZER=1
+where='import platform, torch
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}")'
+if [ "${1:-}" = --rehearse ]; then
+    target=$2
+    export WEFT_REHEARSE=1
+    sanitizer=WEFT_REHEARSE=1 # that of torch wants CUDA
+    where='import platform, torch; print(f"no GPU: a rehearsal; torch {torch.__version__}, Python {platform.python_version()}")'
+elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu_check: torch sees no GPU; run this on a machine that has one, or --rehearse OUTPUT.md here" >&2
     exit 1
-}
+fi
 
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 status=0
+
+# part TITLE COMMAND...: its last lines, and how it ended.
+part() {
+    echo "## $1"
+    shift
+    code=0
+    text=$("$@" 2>&1) || code=$?
+    printf '\n```\n%s\n```\n\n' "$(printf '%s\n' "$text" | tail -n 60)"
+    if [ "$code" -ne 0 ]; then
+        echo "**Failed: exit status $code.**"
+        echo
+        status=1
+    fi
+}
+
 {
     echo "# On a GPU"
     echo
     echo "Written by \`scripts/gpu_check.sh\` on $(date -u +%Y-%m-%d), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)."
     echo
-    "$PYTHON" -c 'import platform, torch
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}")'
+    "$PYTHON" -c "$where"
     echo
-    echo "## Tests"
-    echo
-    echo '```'
-    "$PYTHON" -m pytest -q tests/gpu 2>&1 | tail -n 40
-    echo '```'
-    echo
-    echo "## Beside torch FSDP2"
-    echo
-    echo '```'
-    "$PYTHON" -m weft bench gpu --ranks 1 2>&1
-    echo '```'
-} >"$output" || status=$?
+    part "Tests" "$PYTHON" -m pytest -q tests/gpu
+    part "Tests under torch's stream sanitizer" env $sanitizer "$PYTHON" -m pytest -q tests/gpu/test_engine.py
+    part "Beside torch FSDP2" "$PYTHON" -m weft bench gpu --ranks 1
+} >"$output"
 cat "$output"
-mkdir -p docs/results
-cp "$output" docs/results/gpu.md
-# A pipe hides the exit code of pytest: its last line says what it was.
-if grep -qE '^[0-9]+ failed|[0-9]+ error' "$output"; then status=1; fi
+mkdir -p "$(dirname "$target")"
+cp "$output" "$target"
 exit "$status"

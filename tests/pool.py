@@ -63,15 +63,21 @@ class Pool:
         self.jobs = 0
 
     def run(
-        self, ranks: int, body: Callable, *args: Any, timeout: float = TIMEOUT_S, checked: bool = False, **kwargs: Any
+        self,
+        ranks: int,
+        body: Callable,
+        *args: Any,
+        timeout: float = TIMEOUT_S,
+        checked_streams: bool = False,
+        **kwargs: Any,
     ) -> list:
-        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks; `checked`: with checked streams."""
+        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks."""
         self._start(ranks)
         self.jobs += 1
         store = os.path.join(self.folder.name, f"store-{self.jobs}")
         name = (body.__module__, body.__qualname__)
         for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-            pipe.send((name, args, kwargs, rank, ranks, store, timeout, checked))
+            pipe.send((name, args, kwargs, rank, ranks, store, timeout, checked_streams))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:ranks])}

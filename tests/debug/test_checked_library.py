@@ -44,7 +44,7 @@ CASES = [
         slow=True,
     ),
     case(test_behaviour.test_options_for_speed_give_bit_equal_results, slow=True),
-    case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim_grads"),
+    case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim_grads", slow=True),
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
@@ -65,7 +65,7 @@ CASES = [
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
     case(test_two_roots.test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other),
     *(
-        case(test_failures.test_going_on_after_an_exception, fails=each, then=test_failures.trains, slow=number > 0)
+        case(test_failures.test_going_on_after_an_exception, fails=each, then=test_failures.trains, slow=True)
         for number, each in enumerate(test_failures.FAILURES)
     ),
     # experts, schedules, optimizers
@@ -85,4 +85,4 @@ CASES = [
 
 @pytest.mark.parametrize(("body", "ranks", "options"), CASES)
 def test_every_operator_comes_behind_what_it_needs(pool, body, ranks, options):
-    pool.run(ranks, body, checked=True, **options)
+    pool.run(ranks, body, checked_streams=True, **options)

@@ -66,7 +66,7 @@ def test_one_axis_equals_one_process(recompute):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
     "microbatches, flagged",
-    [(3, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, True), (3, False)])],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in [(3, True), (1, True), (3, False)]],
 )
 @distributed(4)
 def test_two_axes_equal_one_process(microbatches, flagged, recompute):

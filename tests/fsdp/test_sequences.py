@@ -717,7 +717,7 @@ def settings_of(examples: int) -> settings:
 RANDOM = st.randoms(use_true_random=True)
 
 
-@settings_of(40)
+@settings_of(25)
 @given(random=RANDOM)
 def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=4)

@@ -148,7 +148,7 @@ def walked(monkeypatch) -> list[tuple[str, Any, str, Any]]:
         monkeypatch.setattr(cls, "_to", changed)
 
     watch(Unit, "state", str)
-    watch(GroupGradients, "where", lambda each: each.describe().removeprefix("the gradients of "))
+    watch(GroupGradients, "where", lambda each: each._describe().removeprefix("the gradients of "))
     return found
 
 

@@ -1,16 +1,24 @@
-"""Ranks for tests on one GPU: real ones that share the card, and what ranks like this one would send."""
+"""Ranks for tests on one GPU: real ones that share the card, and what ranks like this one would send.
 
+A rehearsal (WEFT_REHEARSE=1) runs the same tests without a card: on CPU tensors over gloo, with checked streams.
+"""
+
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import weft.debug
 from weft.comm.collectives import Pending
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tests run: those without the mark `gpu` also where there is no GPU, so that they do not rot."""
+REHEARSES = DEVICE == "cpu" and os.environ.get("WEFT_REHEARSE") == "1"
+takes_time = pytest.mark.skipif(DEVICE == "cpu", reason="what takes time on a card takes none in a rehearsal")
 CYCLES = 20_000_000
 """Of a GPU's clock: some ten milliseconds."""
 
@@ -27,10 +35,15 @@ def on_one_card(body, ranks: int, backend: str, tmp_path, *args) -> None:
 
 
 def _serve(rank: int, ranks: int, backend: str, store: str, body, args) -> None:
-    torch.cuda.set_device(0)
+    if REHEARSES:
+        torch.set_num_threads(1)
+        backend = "gloo"
+    else:
+        torch.cuda.set_device(0)
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
-        body(*args)
+        with weft.debug.check_streams() if REHEARSES else nullcontext():
+            body(*args)
     finally:
         dist.destroy_process_group()
 

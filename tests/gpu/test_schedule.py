@@ -15,6 +15,7 @@ from tests.gpu.cards import (
     no_wait_of_the_host,
     on_one_card,
     reduce_scatter_over_twins,
+    takes_time,
 )
 from weft.comm import collectives
 from weft.comm.collectives import Pending
@@ -108,6 +109,7 @@ def test_no_step_runs_ahead_of_the_exchange_it_needs(mirrored):
 
 
 @pytest.mark.gpu
+@takes_time
 def test_the_exchange_runs_beside_the_computation(mirrored):
     model, microbatches = build(), data()
     for _ in range(2):

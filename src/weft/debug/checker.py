@@ -165,7 +165,7 @@ class StreamChecker:
         fresh = [each for each in made if each.untyped_storage()._cdata not in there]
         if not written and made and not fresh:
             return  # a view
-        host = self._as_host or (bool(given) and all(self._is_host(each) for each in given if _has_memory(each)))
+        host = self._as_host or self._only_host(given)
         if host:
             for each in fresh:
                 self.is_host(each)
@@ -178,6 +178,8 @@ class StreamChecker:
         if not name.startswith(_TOUCH_NOTHING):
             wrote = [*written, *fresh]
             reads = [each for each in given if not any(each is other for other in written)]
+            if host:  # numbers of others are brought by whoever asks for them
+                reads, wrote = ([e for e in some if e.ndim or self._is_host(e)] for some in (reads, wrote))
             for each in reads:
                 self._use(each, Memory.read, access, clock)
             for each in wrote:
@@ -186,6 +188,11 @@ class StreamChecker:
                 self._note(name, access, clock, reads, wrote)
         if not host and self._asks_device(func, args, kwargs, given, made):
             self._host.wait(dict(clock), name)
+
+    def _only_host(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the host computes this: a number may lie anywhere."""
+        wide = [each for each in tensors if _has_memory(each) and each.ndim] or [e for e in tensors if _has_memory(e)]
+        return bool(wide) and all(self._is_host(each) for each in wide)
 
     def freed(self, storage: Any) -> None:
         """The memory of `storage` goes back to the allocator."""
