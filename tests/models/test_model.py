@@ -176,13 +176,6 @@ def test_a_training_step_works_after_a_longer_sequence_in_inference_mode():
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_a_pattern_without_layers_is_an_embedding_a_norm_and_a_head():
-    model = seeded(small(""))
-    tokens, _ = batch(model.cfg)
-    expected = model.output_layer(model.decoder.final_layernorm(model.embedding(tokens)))
-    assert torch.equal(model(tokens), expected)
-
-
 @pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
 def test_an_axis_that_the_model_cannot_use_is_refused(axis):
     class TwoRanks:
