@@ -37,7 +37,13 @@ def assert_same_weights(model, expected):
         assert torch.equal(got[name], wanted[name]), name
 
 
-@pytest.mark.parametrize("grouped, lone", [("[*-][*-]", "*-*-"), ("[*-]*", "*-*"), ("[*]-[-]", "*--")])
+SPELLINGS = [
+    *[("[*-][*-]", "*-*-"), ("[*-]*", "*-*"), ("[*]-[-]", "*--"), ("[M*-]|[G*E]", "M*-G*E"), ("[G-]|M[+E]", "G-M+E")],
+    ("[*-]|", "|*-"),
+]
+
+
+@pytest.mark.parametrize("grouped, lone", SPELLINGS)
 def test_grouped_and_ungrouped_spellings_give_identical_outputs_and_gradients(grouped, lone):
     one, other = seeded(small(grouped)), seeded(small(lone))
     tokens, labels = batch(one.cfg)
@@ -84,8 +90,9 @@ def test_labels_of_another_shape_are_refused():
         model(tokens, labels=labels[:, 1:])
 
 
-def test_a_position_sees_only_itself_and_what_stands_before():
-    model = seeded(small())
+@pytest.mark.parametrize("pattern", ["[*-][*-]", "[+-]", "M", "G"])
+def test_a_position_sees_only_itself_and_what_stands_before(pattern):
+    model = seeded(small(pattern))
     tokens, _ = batch(model.cfg)
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] + 1) % model.cfg.vocab_size
@@ -122,7 +129,8 @@ def test_shallow_layers_start_the_same_whatever_follows_them():
 @pytest.mark.parametrize("order", [list, lambda modules: list(reversed(modules))], ids=["forward", "backward"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_materialised_module_by_module_equals_one_built_directly(when, order, tied):
-    cfg = small(tie_word_embeddings=tied)
+    pattern = "[*-][*-]" if tied else "M[G*E][*-]"
+    cfg = small(pattern, tie_word_embeddings=tied, num_experts=2, mlp_bias=True, attention_bias="all")
     expected = seeded(cfg)
     if when == "before construction":
         torch.manual_seed(0)
@@ -136,7 +144,8 @@ def test_a_model_materialised_module_by_module_equals_one_built_directly(when, o
     for module in order(owners):
         module.to_empty(device="cpu", recurse=False)
         for own in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            torch.nn.init.constant_(own, float("nan"))
+            with torch.no_grad():
+                own.fill_(float("nan") if own.is_floating_point() else -1)
         module.reset_parameters()
     assert_same_weights(model, expected)
     tokens, _ = batch(cfg)
@@ -144,7 +153,7 @@ def test_a_model_materialised_module_by_module_equals_one_built_directly(when, o
 
 
 def test_resetting_a_module_brings_its_initial_weights_back():
-    model = seeded(small())
+    model = seeded(small("M[G*E][*-]", attention_bias="all", zero_centered_norm=True))
     start = copy.deepcopy(model)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -185,6 +194,12 @@ def test_an_axis_that_the_model_cannot_use_is_refused(axis):
     meshes = Meshes(dense=None, expert=None, **{axis: TwoRanks()})
     with pytest.raises(ValueError, match=rf"{axis}=2.*use {axis}=1"):
         HybridModel(small(), meshes=meshes)
+
+
+def test_a_token_of_padding_has_no_gradient_in_the_embedding():
+    model = seeded(small(pad_token_id=3))
+    model(torch.tensor([[1, 3, 2]]), labels=torch.tensor([[3, 2, 1]])).backward()
+    assert (model.embedding.weight.grad.abs().sum(-1) > 0).nonzero().flatten().tolist() == [1, 2]
 
 
 def test_hooks_on_what_a_layer_does_not_call_are_refused_in_a_plain_run_too():

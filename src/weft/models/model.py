@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.mesh import Meshes
-from weft.models.blocks import Embedding
 from weft.models.config import HybridConfig
+from weft.models.layers import Cache, Embedding
 from weft.models.loss import cross_entropy
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
@@ -32,7 +32,7 @@ class HybridModel(nn.Module):
             require_usable(cfg, meshes)
         self.cfg = cfg
         source = WeightSource()
-        self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding")
+        self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding", cfg.pad_token_id)
         self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes)
         self.output_layer = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
@@ -59,15 +59,18 @@ class HybridModel(nn.Module):
         loss = cross_entropy(self.logits(x_BSD), labels)
         return sum(losses, loss) if self.training else loss
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Scores, or with labels the loss.
 
         tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
         s]` (already shifted), -100 where no loss is wanted. Returns [batch, seq, vocabulary], or the mean
         cross-entropy over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`). In
         training mode the routers' losses are added, in evaluation they are not.
+
+        cache: a dict, empty at first. `tokens` are then those that follow what it has seen, one or several, and it
+        remembers them: feeding a sequence in parts gives the scores that it gives at once.
         """
-        x_BSD, losses = self.decoder(self.embed(tokens))
+        x_BSD, losses = self.decoder(self.embed(tokens), cache)
         return self.logits(x_BSD) if labels is None else self.loss(x_BSD, labels, losses)
 
 

@@ -36,7 +36,7 @@ LAYER_KEYS = {
     "E": "mlp",
 }
 TERMINAL = "-E"
-BUILT = "*-E[]"
+BUILT = "MG*+-E[]|"
 
 
 class PatternError(ValueError):
