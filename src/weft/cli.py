@@ -1,4 +1,4 @@
-"""The command line: weft train | inspect | bench."""
+"""The command line: weft train | convert | pattern | inspect | bench."""
 
 import argparse
 import os
@@ -68,6 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=_inspect)
 
+    convert = commands.add_parser(
+        "convert",
+        help="turn a directory of Hugging Face files into weft's own, or back",
+        epilog=EXIT_CODES,
+    )
+    convert.add_argument("source", metavar="SOURCE")
+    convert.add_argument("target", metavar="TARGET", help="a new directory")
+    convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
+    convert.set_defaults(run=_convert)
+
+    pattern = commands.add_parser("pattern", help="show the layers of a pattern", epilog=EXIT_CODES)
+    pattern.add_argument("pattern", metavar="PATTERN", help='such as "M[*-]|M[*E]"')
+    pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
+    pattern.set_defaults(run=_pattern)
+
     bench = commands.add_parser(
         "bench",
         help="run a benchmark of this repository",
@@ -134,6 +149,41 @@ def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     except CheckpointError as error:
         print(f"weft inspect: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _convert(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.models import hf
+
+    hf.convert(options.source, options.target, options.family)
+    return 0
+
+
+def _pattern(options: argparse.Namespace, arguments: list[str]) -> int:
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.models import HybridConfig
+    from weft.models.pattern import PatternError
+    from weft.models.table import Row, rows_of
+    from weft.train.config import load_config
+
+    sizes = load_config(options.config).model if options.config else HybridConfig()
+    try:
+        rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
+    except PatternError as error:
+        print(error.shown, file=sys.stderr)
+        return 2
+    table = Table()
+    for field in dataclasses.fields(Row):
+        table.add_column(field.name, justify="right" if field.type is int else "left")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if name == "parameters" else str(value) for name, value in vars(row).items()))
+    table.add_section()
+    table.add_row(*[""] * 6, f"{sum(row.parameters for row in rows):,}")
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
     return 0
 
 

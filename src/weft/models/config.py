@@ -8,7 +8,6 @@ from weft.models.pattern import Pattern, parse, require_built
 from weft.moe.mlp import ACTS
 
 ROPE_SCALING: dict[str, tuple[set[str], set[str]]] = {
-    "default": (set(), set()),
     "linear": ({"factor"}, set()),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
     "yarn": (

@@ -3,7 +3,7 @@
 Pair i of a head's width at position p turns by the angle p * f_i, f_i = theta^(-2i / width). Which elements are a
 pair: i and i + width / 2, or with `interleave` 2i and 2i + 1. Longer contexts than a model was trained on change f:
 
-    default   f
+    none      f
     linear    f / factor
     llama3    f / factor for long waves, f for short ones, a line in between (Llama 3.1, arXiv:2407.21783)
     yarn      the same by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
@@ -24,7 +24,7 @@ FIRST_POSITIONS = 1024
 class RotaryEmbedding(nn.Module):
     """Turns the first `width` elements of each head, and leaves the others.
 
-    `scaling`: {"rope_type": one of those above, and its numbers}, as `HybridConfig.rope_scaling`; None: default.
+    `scaling`: {"rope_type": one of those above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
     One instance serves all layers of a stack. Its tables are buffers [positions, width] that checkpoints leave out;
     they grow when a longer sequence comes.
     """
@@ -38,7 +38,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.width = width
         self.theta = theta
-        self.scaling = dict(scaling or {"rope_type": "default"})
+        self.scaling = scaling
         self.interleave = interleave
         self.register_buffer("cos", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.register_buffer("sin", torch.empty(FIRST_POSITIONS, width), persistent=False)
@@ -88,15 +88,14 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
 
 
 def frequencies(
-    width: int, theta: float, scaling: Mapping[str, Any], device: torch.device | None = None
+    width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
     """Radians per position of each pair, [width / 2] fp32, and what cos and sin are multiplied with."""
     even = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     plain = 1.0 / theta ** (even / width)
-    kind = scaling["rope_type"]
-    if kind == "default":
+    if scaling is None:
         return plain, 1.0
-    factor = scaling["factor"]
+    kind, factor = scaling["rope_type"], scaling["factor"]
     if kind == "linear":
         return plain / factor, 1.0
     first = scaling["original_max_position_embeddings"]
