@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.models import HybridConfig
-from weft.models.pattern import BUILT, LAYER_KEYS, PatternError, parse
+from weft.models.pattern import LAYER_KEYS, PatternError, parse
 
 STRUCTURE = [  # pattern, position, offending part, a word of the rule
     ("[*-]x", 4, "x", "unknown symbol"),
@@ -36,8 +36,6 @@ STRUCTURE = [  # pattern, position, offending part, a word of the rule
     ("/*", 0, "/", "at least one layer"),
 ]
 
-UNAVAILABLE = {"*-/*-": 2, "[*-]/": 4}
-
 
 @pytest.mark.parametrize("text, position, part, rule", STRUCTURE, ids=[case[0] for case in STRUCTURE])
 def test_a_broken_rule_is_an_error_with_position_part_and_rule(text, position, part, rule):
@@ -54,15 +52,6 @@ def test_a_configuration_with_a_broken_pattern_cannot_be_made(text, position, pa
     with pytest.raises(PatternError) as error:
         HybridConfig(pattern=text)
     assert error.value.position == position
-
-
-@pytest.mark.parametrize("text", UNAVAILABLE)
-def test_parts_of_the_language_that_are_not_built_yet_are_refused_as_such(text):
-    parse(text)
-    with pytest.raises(PatternError, match="not available yet") as error:
-        HybridConfig(pattern=text)
-    assert error.value.position == UNAVAILABLE[text]
-    assert error.value.part not in BUILT
 
 
 def test_a_pattern_error_survives_the_way_between_processes():

@@ -233,7 +233,7 @@ MIXED = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
-WITH_EXPERTS = ["M[*-]M[*E]", "M*E-", "[GE][*-]", "[+E][M+-]", "[G*E]M"]
+WITH_EXPERTS = ["M[*-]M[*E]", "M*E-", "[GE][*-]", "[+E]M/[+E]", "[*-][*E]/[*E]/[*E]"]
 WITHOUT = ["M[M*]-", "[G-][*-]", "+-|M"]
 
 
@@ -263,7 +263,7 @@ def unpaired(model, microbatches):
 
 
 @distributed(2)
-@pytest.mark.parametrize("pattern", ["M[*-]M[*E]", "[GE][*-]", "[+E]"])
+@pytest.mark.parametrize("pattern", ["M[*-]M[*E]", "[GE][*-]", "[+E]/[+E]/[+E]"])
 def test_a_stack_of_every_kind_has_the_gradients_of_one_process_under_the_schedule(pattern):
     cfg = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED)
     expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=2), overlapped)
@@ -275,18 +275,16 @@ def test_a_stack_of_every_kind_has_the_gradients_of_one_process_under_the_schedu
 @pytest.mark.parametrize("pattern", [*WITH_EXPERTS, *WITHOUT])
 def test_every_mixed_pattern_has_the_gradients_of_one_process_in_every_way(pattern):
     """Spread experts and not, one after another, as nodes and overlapped, recomputed, under every strategy."""
-    for recompute, ep, (strategy, run) in itertools.product(
-        [(), ("attend", "experts")][dist.get_world_size() // 4 :],
-        (1, 2) if "E" in pattern else (1,),
-        [
-            ("no_shard", unpaired),
-            ("optim", one_after_another),
-            ("optim_grads", overlapped),
-            ("optim_grads_params", unpaired),
-        ],
-    ):
-        if run is overlapped and ep == 1:
-            run = unpaired
+    ways = [
+        ((), 1, "no_shard", unpaired),
+        ((), 2, "optim", one_after_another),
+        (("attend", "experts"), 2, "optim_grads", overlapped),
+        (("attend",), 2, "optim_grads_params", overlapped),
+        (("experts",), 1, "optim_grads_params", one_after_another),
+    ]
+    for recompute, ep, strategy, run in ways[dist.get_world_size() // 2 - 1 :: dist.get_world_size() // 2]:
+        if "E" not in pattern:
+            ep, run = 1, unpaired if run is overlapped else run
         cfg = dataclasses.replace(EXPERTS, pattern=pattern, recompute=recompute, **MIXED)
         expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=ep), run, strategy=strategy)
         at = f"{recompute}, ep={ep}, {strategy}, {run.__name__}"

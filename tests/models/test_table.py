@@ -6,12 +6,13 @@ from weft.models.table import rows_of
 
 
 def test_each_symbol_has_a_row_with_its_numbers_and_parameters():
-    cfg = HybridConfig(pattern="M[*-]|[*E]")
-    rows = rows_of(cfg)
+    cfg = HybridConfig(pattern="M[*-]|[*E]/[*E]")
+    *rows, predicting, last = rows_of(cfg)
+    assert (predicting.segment, predicting.unit, last.logical, last.symbol) == ("depth 1", "mtp.layers.0", 0, "E")
     assert "".join(row.symbol for row in rows) == "M*-*E"
     assert [row.physical for row in rows] == [1, 2, 3, 4, 5]
     assert [row.logical for row in rows] == [0, 1, 1, 2, 2]
-    assert [row.segment for row in rows] == [0, 0, 0, 1, 1]
+    assert [row.segment for row in rows] == ["0", "0", "0", "1", "1"]
     assert [row.unit for row in rows][2:] == ["decoder.layers.1", "decoder.layers.2", "decoder.layers.2"]
     trained = sum(weight.numel() for weight in HybridModel(cfg).decoder.layers.parameters())
     assert sum(row.parameters for row in rows) == trained

@@ -319,7 +319,7 @@ class Plain(nn.Module):
     def embed(self, tokens):
         return tokens
 
-    def loss(self, hidden, labels, losses):
+    def loss(self, hidden, tokens, labels, losses):
         return hidden
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.models.pattern import Pattern, parse, require_built
+from weft.models.pattern import Pattern, parse
 from weft.moe.mlp import ACTS
 
 ROPE_SCALING: dict[str, tuple[set[str], set[str]]] = {
@@ -158,7 +158,7 @@ class HybridConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
             raise ValueError(f"pattern={self.pattern!r}: the pattern is a string, such as '[*-][*-]'")
-        require_built(self.parsed)
+        parse(self.pattern)
         for name in _SIZES:
             self._require(name, _is_integer(getattr(self, name), 1), "a positive integer")
         for name in ("head_dim", "q_lora_rank", "sliding_window", "moe_latent_size"):

@@ -36,7 +36,6 @@ LAYER_KEYS = {
     "E": "mlp",
 }
 TERMINAL = "-E"
-BUILT = "MG*+-E[]|"
 
 
 class PatternError(ValueError):
@@ -180,12 +179,3 @@ def _prediction(text: str, depths: list[list[LogicalLayer]]) -> tuple[tuple[Logi
             raise PatternError(text, position, written, "every prediction part is spelled like the first")
         position += len(written) + 1
     return tuple(depths[0]), len(depths)
-
-
-def require_built(pattern: Pattern) -> None:
-    """Raise `PatternError` for the first part of the language that this version cannot build."""
-    for position, sign in enumerate(pattern.text):
-        if sign not in BUILT:
-            signs = {"|": "a pipeline segment border", "/": "a multi-token-prediction part"}
-            what = signs.get(sign) or f"a {LAYER_NAMES[sign]} layer"
-            raise PatternError(pattern.text, position, sign, f"{what} is not available yet; use {' '.join(BUILT)}")

@@ -87,8 +87,8 @@ class StagedModel(Protocol):
         """[batch, seq] int64 -> [batch, seq, hidden]."""
         ...
 
-    def loss(self, hidden: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """The last layer's output and what the layers add to the loss, first to last -> the loss, a scalar."""
+    def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """The last layer's output, and what the layers add to the loss, first to last -> the loss, a scalar."""
         ...
 
 

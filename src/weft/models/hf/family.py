@@ -136,6 +136,8 @@ class Family:
 
     def _check_symbols(self, cfg: HybridConfig) -> None:
         symbols = flat(cfg)
+        if cfg.parsed.depths:
+            raise ConversionError(f"{self.model_type} has no prediction depths here (pattern {cfg.pattern!r})")
         if strange := set(symbols) - set(self.tensors):
             raise ConversionError(f"{self.model_type} has no layer {listed(strange)} (pattern {cfg.pattern!r})")
         if self.symbols_per_layer == 2:
