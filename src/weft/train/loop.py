@@ -30,6 +30,7 @@ from weft.train.metrics import Metrics
 from weft.train.progress import Progress
 from weft.train.runs import Run, open_run
 from weft.train.schedule import Schedule
+from weft.train.source import Source
 from weft.train.state import Position
 from weft.train.stop import StopRequest
 from weft.train.timeline import HiddenExchange, read_timeline, write_timeline
@@ -92,6 +93,8 @@ class Trainer:
         )
         self.checkpoints.claim()
         self.saved_step = 0
+        if run.step is None and config.run.weights:
+            Source(config.run.weights).load(self.model)
         if run.step is not None:
             self.saved_step = self.checkpoints.load(self.state(), run.step)
         self.progress = Progress(

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.models.config import HybridConfig
-from weft.models.hf.directory import TensorFiles, TensorWriter
+from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import family_for, family_of, raw_of
 from weft.models.hf.family import KEPT, Raw
 from weft.models.hf.places import Same
 from weft.models.hf.weights import check_complete
 
-OURS = "weft-model.json"
 COMING_ALONG = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template*", "LICENSE*", "README*"),
@@ -72,7 +71,7 @@ def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str |
             for theirs, tensor in place.split(files[name][:]):
                 writer.put(theirs, tensor)
     kept: Raw = saved.get("kept", {}) if family.model_type == saved.get("family") else {}
-    _write_json(target / "config.json", {**kept, **raw})
+    _write_json(target / THEIRS, {**kept, **raw})
 
 
 def _write_json(path: Path, content: Any) -> None:

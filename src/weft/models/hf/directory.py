@@ -13,6 +13,8 @@ from torch import Tensor
 from weft.models.hf.errors import ConversionError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+THEIRS, OURS = "config.json", "weft-model.json"
+"""What describes the model, in a directory of theirs and of ours."""
 FILE_BYTES = 1 << 29
 """What a file holds at most, unless one tensor is larger: what a writer keeps in memory."""
 

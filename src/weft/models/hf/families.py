@@ -5,11 +5,13 @@ from pathlib import Path
 
 from weft.models.config import HybridConfig
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
+from weft.models.hf.directory import OURS, THEIRS
 from weft.models.hf.errors import ConversionError
-from weft.models.hf.family import Family, Raw
+from weft.models.hf.family import Family, Raw, tensor_names
 from weft.models.hf.llama import LLAMA
 from weft.models.hf.mixtral import MIXTRAL
 from weft.models.hf.nemotron_h import NEMOTRON_H
+from weft.models.hf.places import Place, Same
 from weft.models.hf.qwen3_next import QWEN3_NEXT
 
 FAMILIES = {family.model_type: family for family in (LLAMA, MIXTRAL, DEEPSEEK_V3, NEMOTRON_H, QWEN3_NEXT)}
@@ -18,9 +20,9 @@ FAMILIES = {family.model_type: family for family in (LLAMA, MIXTRAL, DEEPSEEK_V3
 def raw_of(directory: Path) -> Raw:
     """The content of the directory's config.json."""
     try:
-        return json.loads((directory / "config.json").read_text())
+        return json.loads((directory / THEIRS).read_text())
     except FileNotFoundError:
-        raise ConversionError(f"{directory} has no config.json: it is no directory of a Hugging Face model") from None
+        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model") from None
 
 
 def family_of(raw: Raw) -> Family:
@@ -32,13 +34,23 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path) -> HybridConfig:
-    """The configuration of the model in a Hugging Face directory.
+    """The configuration of the model in a directory, of Hugging Face files or converted.
 
     Raises `ConversionError` for a family that is not there, for quantized weights, and for a field that would change
     the result and has no counterpart.
     """
-    raw = raw_of(Path(directory))
+    directory = Path(directory)
+    if (directory / OURS).exists():
+        return HybridConfig(**json.loads((directory / OURS).read_text())["model"])
+    raw = raw_of(directory)
     return family_of(raw).config(raw)
+
+
+def places_of(directory: Path, cfg: HybridConfig) -> dict[str, Place]:
+    """Where the tensors of a model of `cfg` stand in a directory, which may spell the same symbols in other groups."""
+    if not (directory / OURS).exists():
+        return family_of(raw_of(directory)).places(cfg)
+    return dict(zip(tensor_names(cfg), map(Same, tensor_names(config_of(directory))), strict=True))
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:

@@ -108,11 +108,9 @@ class Family:
 
     def places(self, cfg: HybridConfig) -> dict[str, Place]:
         """Where each tensor of a model of `cfg` stands."""
-        with torch.device("meta"):
-            names = list(HybridModel(cfg).state_dict())
         layers = {layer.index: layer for layer in cfg.parsed.layers}
         found: dict[str, Place] = {}
-        for name in names:
+        for name in tensor_names(cfg):
             inside = re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\.(.+)", name)
             if inside is None:
                 module, _, kind = name.rpartition(".")
@@ -146,6 +144,12 @@ class Family:
                 raise ConversionError(
                     f"layers of {self.model_type} are pairs such as [*-], not those of {cfg.pattern!r}"
                 )
+
+
+def tensor_names(cfg: HybridConfig) -> list[str]:
+    """The names of our tensors, in an order that does not depend on groups."""
+    with torch.device("meta"):
+        return list(HybridModel(cfg).state_dict())
 
 
 def flat(cfg: HybridConfig) -> str:

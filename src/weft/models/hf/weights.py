@@ -1,4 +1,4 @@
-"""Weights between a model, sharded or not, and a Hugging Face directory; tensor by tensor, each rank what it keeps."""
+"""Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from weft.models.hf.directory import TensorFiles, TensorWriter
+from weft.models.hf.directory import THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError, listed
-from weft.models.hf.families import config_of, family_for, family_of, raw_of
+from weft.models.hf.families import config_of, family_for, places_of
 from weft.models.hf.family import flat, relevant
 from weft.models.hf.places import Place
 from weft.models.model import HybridModel
@@ -21,7 +21,7 @@ from weft.models.model import HybridModel
 
 @torch.no_grad()
 def load(model: HybridModel, directory: str | Path) -> None:
-    """Fill the weights of `model`, sharded or not, from a Hugging Face directory; each rank reads its part.
+    """Fill the weights of `model`, sharded or not, from a directory; each rank reads its part.
 
     Weights keep the dtype that they have in `model`. Raises `ConversionError` if the directory holds a model of another
     configuration, and if a tensor is missing, unused or of another shape.
@@ -37,7 +37,7 @@ def load(model: HybridModel, directory: str | Path) -> None:
     if flat(cfg) != flat(model.cfg):
         raise ConversionError(f"{directory} holds {cfg.pattern!r}, the model is {model.cfg.pattern!r}")
     files = TensorFiles(directory)
-    places = family_of(raw_of(directory)).places(model.cfg)
+    places = places_of(directory, model.cfg)
     check_complete(places, files)
     for name, tensor in _tensors(model):
         place = places[name]
@@ -67,7 +67,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
                 writer.put(theirs, part)
     if writes:
         raw["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-        (directory / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        (directory / THEIRS).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
 
 
 def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
