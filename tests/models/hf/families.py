@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.nemotron_h import NemotronHConfig, NemotronHForCausalLM
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
@@ -154,6 +157,43 @@ KINDS = {
             "dense and not": {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True},
             "one value head": {"linear_num_value_heads": 2, **rope(partial_rotary_factor=0.5)},
         },
+    ),
+    "qwen3": Kind(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {**COMMON, "num_hidden_layers": 2, "head_dim": 12, "intermediate_size": 40, **rope()},
+        {"plain": {}, "tied with biases": {"tie_word_embeddings": True, "attention_bias": True}},
+    ),
+    "qwen3_moe": Kind(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            **COMMON,
+            "num_hidden_layers": 2,
+            "head_dim": 12,
+            "intermediate_size": 40,
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            **rope(),
+        },
+        {"plain": {}, "dense and not": {"mlp_only_layers": [1], "norm_topk_prob": True}},
+    ),
+    "glm4_moe": Kind(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            **COMMON,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 40,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            **rope(partial_rotary_factor=0.5),
+        },
+        {"plain": {}, "biases and norms": {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}},
     ),
 }
 CASES = [(kind, variation) for kind, each in KINDS.items() for variation in each.variations]

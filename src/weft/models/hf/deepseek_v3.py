@@ -24,6 +24,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
     layers, dense = raw.get("num_hidden_layers", 61), raw.get("first_k_dense_replace", 3)
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
     ours = rope.read(raw)
@@ -40,12 +41,10 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    dense = flat(cfg).count("-")
-    if "-" in flat(cfg)[2 * dense :]:
-        raise ConversionError(f"deepseek_v3 has its dense layers first, and pattern {cfg.pattern!r} has not")
+    """And back."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
-        "first_k_dense_replace": dense,
+        "first_k_dense_replace": dense_first(cfg, "deepseek_v3"),
         "num_key_value_heads": cfg.num_attention_heads,
         "head_dim": cfg.qk_rope_head_dim,
         "qk_head_dim": cfg.qk_nope_head_dim + cfg.qk_rope_head_dim,
@@ -53,6 +52,14 @@ def write(cfg: HybridConfig) -> Raw:
         "n_shared_experts": cfg.shared_expert_intermediate_size // cfg.moe_intermediate_size,
         **rope.write(cfg),
     }
+
+
+def dense_first(cfg: HybridConfig, family: str) -> int:
+    """How many layers end in an MLP, all of which stand before the others, or `ConversionError`."""
+    dense = flat(cfg).count("-")
+    if "-" in flat(cfg)[2 * dense :]:
+        raise ConversionError(f"{family} has its dense layers first, and pattern {cfg.pattern!r} has not")
+    return dense
 
 
 def _scale(width: int, scaling: Raw | None) -> float | None:

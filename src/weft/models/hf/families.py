@@ -8,13 +8,18 @@ from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
 from weft.models.hf.directory import OURS, THEIRS
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, tensor_names
+from weft.models.hf.glm4_moe import GLM4_MOE
 from weft.models.hf.llama import LLAMA
 from weft.models.hf.mixtral import MIXTRAL
 from weft.models.hf.nemotron_h import NEMOTRON_H
 from weft.models.hf.places import Place, Same
+from weft.models.hf.qwen3 import QWEN3, QWEN3_MOE
 from weft.models.hf.qwen3_next import QWEN3_NEXT
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MIXTRAL, DEEPSEEK_V3, NEMOTRON_H, QWEN3_NEXT)}
+FAMILIES = {
+    family.model_type: family
+    for family in (LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H, QWEN3_NEXT)
+}
 
 
 def raw_of(directory: Path) -> Raw:

@@ -23,6 +23,7 @@ COMMON = {
 
 
 def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
         "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
@@ -32,6 +33,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
+    """And back."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "num_key_value_heads": cfg.num_key_value_heads,

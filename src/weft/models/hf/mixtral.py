@@ -15,10 +15,12 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
     return {"pattern": "[*E]" * raw.get("num_hidden_layers", 32), **rope.read(raw, theta=1e6)}
 
 
 def write(cfg: HybridConfig) -> Raw:
+    """And back."""
     return {"num_hidden_layers": len(flat(cfg)) // 2, "head_dim": cfg.attention_head_dim, **rope.write(cfg)}
 
 

@@ -22,6 +22,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
     blocks = raw.get("layers_block_type") or raw.get("layer_types")
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
@@ -37,6 +38,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
+    """And back."""
     return {
         "layers_block_type": [NAMES[symbol] for symbol in flat(cfg)],
         "time_step_min": cfg.time_step_limit_min,

@@ -7,6 +7,7 @@ from weft.models.hf import rope
 from weft.models.hf.family import Family, Raw, Table, experts, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
 from weft.models.hf.places import Rows
+from weft.models.hf.qwen3 import ends, written_ends
 
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 NAMES = {symbol: name for name, symbol in MIXERS.items()}
@@ -42,14 +43,13 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
     mixers = raw.get("layer_types") or [
         "linear_attention" if (number + 1) % interval else "full_attention" for number in range(count)
     ]
-    dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
-    ends = ["-" if number in dense or (number + 1) % step else "E" for number in range(count)]
     return {
-        "pattern": "".join(f"[{MIXERS[mixer]}{end}]" for mixer, end in zip(mixers, ends)),
+        "pattern": "".join(f"[{MIXERS[mixer]}{end}]" for mixer, end in zip(mixers, ends(raw, count))),
         "attention_bias": "all" if raw.get("attention_bias") else "none",
         "attention_output_gate": True,
         "qk_norm": "head",
@@ -60,12 +60,12 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
+    """And back."""
     symbols = flat(cfg)
     return {
         "num_hidden_layers": len(symbols) // 2,
         "layer_types": [NAMES[symbol] for symbol in symbols[::2]],
-        "mlp_only_layers": [number for number, symbol in enumerate(symbols[1::2]) if symbol == "-"],
-        "decoder_sparse_step": 1,
+        **written_ends(cfg),
         "head_dim": cfg.attention_head_dim,
         "attention_bias": cfg.attention_bias == "all",
         **rope.write(cfg),
