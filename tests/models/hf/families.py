@@ -10,6 +10,8 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.nemotron_h import NemotronHConfig, NemotronHForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -44,6 +46,16 @@ def rope(**given):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, **given}}
 
 
+DELTA_NET = {
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    **rope(partial_rotary_factor=0.25),
+}
 KINDS = {
     "llama": Kind(
         LlamaConfig,
@@ -138,19 +150,12 @@ KINDS = {
         Qwen3NextForCausalLM,
         {
             **COMMON,
-            "head_dim": 16,
-            "num_hidden_layers": 2,
-            "layer_types": ["linear_attention", "full_attention"],
+            **DELTA_NET,
             "intermediate_size": 40,
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 24,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 6,
-            **rope(partial_rotary_factor=0.25),
         },
         {
             "plain": {},
@@ -178,6 +183,25 @@ KINDS = {
             **rope(),
         },
         {"plain": {}, "dense and not": {"mlp_only_layers": [1], "norm_topk_prob": True}},
+    ),
+    "qwen3_5_text": Kind(
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        {**COMMON, **DELTA_NET, "intermediate_size": 40},
+        {"plain": {}, "one value head": {"linear_num_value_heads": 2, **rope(partial_rotary_factor=0.5)}},
+    ),
+    "qwen3_5_moe_text": Kind(
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        {
+            **COMMON,
+            **DELTA_NET,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+        {"plain": {}},
     ),
     "glm4_moe": Kind(
         Glm4MoeConfig,

@@ -14,12 +14,11 @@ from weft.models.hf.mixtral import MIXTRAL
 from weft.models.hf.nemotron_h import NEMOTRON_H
 from weft.models.hf.places import Place, Same
 from weft.models.hf.qwen3 import QWEN3, QWEN3_MOE
+from weft.models.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from weft.models.hf.qwen3_next import QWEN3_NEXT
 
-FAMILIES = {
-    family.model_type: family
-    for family in (LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H, QWEN3_NEXT)
-}
+ALL = (LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H)
+FAMILIES = {family.model_type: family for family in ALL}
 
 
 def raw_of(directory: Path) -> Raw:
