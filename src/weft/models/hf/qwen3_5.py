@@ -50,14 +50,8 @@ def _family(model_type: str, architecture: str, end: str, ending: Table, layers:
 
 FIELDS = QWEN3_NEXT.fields
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-COMMON = {
-    **{
-        name: field
-        for name, field in FIELDS.items()
-        if name not in (*OF_EXPERTS, "intermediate_size", "norm_topk_prob")
-    },
-    "vocab_size": ("vocab_size", 248320),
-}
+APART = (*OF_EXPERTS, "intermediate_size", "norm_topk_prob")
+COMMON = {name: field for name, field in FIELDS.items() if name not in APART} | {"vocab_size": ("vocab_size", 248320)}
 QWEN3_5 = _family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
