@@ -22,7 +22,7 @@ train-moe: install
 
 train-hybrid: install
 	$(BIN)/weft train configs/stdlib-hybrid.toml --ranks 2
-	$(BIN)/weft sample $$(ls -td runs/stdlib-hybrid* | head -1) --prompt "def "
+	$(BIN)/weft sample $$(ls -td runs/stdlib-hybrid* | head -1) --prompt "def read(self"
 
 test: install lint
 	$(BIN)/python -m pytest

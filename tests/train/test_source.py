@@ -1,5 +1,6 @@
 """Weights on disk: continued by `weft sample`, and where `weft train --from` starts."""
 
+import dataclasses
 import json
 
 import pytest
@@ -69,6 +70,13 @@ def test_a_run_a_checkpoint_and_a_directory_are_sampled_and_started_from(tmp_pat
     assert last["loss_depth_1"] > 0
     checkpoint = run / "checkpoints" / "step-00000004"
     texts = ["".join(Source(path).continued("line", tokens=10)) for path in (run, checkpoint)]
+    cfg = Source(run).model_config
+    models = [HybridModel(dataclasses.replace(cfg, pattern=pattern)) for pattern in (cfg.pattern, "ME[*E]/*E")]
+    for each in models:
+        Source(run).load(each)
+    assert all(map(torch.equal, *(each.parameters() for each in models)))
+    with pytest.raises(ConfigError, match="in any grouping"):
+        Source(run).load(HybridModel(dataclasses.replace(cfg, pattern="[*E][ME]/[*E]")))
     assert texts[0] == texts[1] and texts[0].startswith("line")
     # One step of almost no length from those weights has about their loss, and less than the first step from others.
     more = ["--set", "train.steps=1", "--set", "optimizer.lr=1e-9"]

@@ -1,7 +1,7 @@
 """Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from weft.checkpoint.directory import MANIFEST
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import generate
 from weft.models.hf.directory import OURS, THEIRS
+from weft.models.hf.family import spelled, tensor_names
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
 from weft.train.runs import CHECKPOINTS
@@ -21,6 +22,20 @@ from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
 """How the start of a character looks whose other bytes are still to come."""
+
+
+class _Renumbered(ModelState):
+    """A model's weights under the names that they have in a model of `cfg`, which groups the same symbols."""
+
+    def __init__(self, model: Any, cfg: HybridConfig) -> None:
+        super().__init__(model)
+        self.theirs = dict(zip(tensor_names(model.cfg), tensor_names(cfg), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.theirs[name]: tensor for name, tensor in super().state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: state[theirs] for name, theirs in self.theirs.items()})
 
 
 class Source:
@@ -55,12 +70,20 @@ class Source:
         return load_tokenizer(str(self.path / "tokenizer.json"))
 
     def load(self, model: Any) -> None:
-        """Fill the weights of `model`, sharded or not; all ranks call it."""
+        """Fill the weights of `model`, sharded or not; all ranks call it.
+
+        The model may group the same symbols in another way. Raises ConfigError if its symbols are others.
+        """
         if self.run is None:
             hf.load(model, self.path)
-        else:
-            with CheckpointManager(self.run / CHECKPOINTS) as checkpoints:
-                checkpoints.load({"model": ModelState(model)}, self.step)
+            return
+        if spelled(model.cfg) != spelled(self.model_config):
+            raise ConfigError(
+                f"model.pattern = {model.cfg.pattern!r}: {self.path} has the weights of {self.model_config.pattern!r}; "
+                "take that, in any grouping"
+            )
+        with CheckpointManager(self.run / CHECKPOINTS) as checkpoints:
+            checkpoints.load({"model": _Renumbered(model, self.model_config)}, self.step)
 
     def continued(
         self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0

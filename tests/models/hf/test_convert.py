@@ -5,15 +5,12 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.models.hf.families import CASES, KINDS
-from tests.pool import distributed
 from weft.cli import main
-from weft.mesh import init_meshes
-from weft.models import HybridConfig, HybridModel, hf, shard
+from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError
 
@@ -74,31 +71,6 @@ def test_a_model_that_is_saved_is_read_by_transformers(tmp_path):
     with torch.no_grad():
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert_close(loaded(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@distributed(2)
-def test_a_sharded_model_is_read_and_written_part_by_part(tmp_path):
-    theirs, written = tmp_path / "theirs", tmp_path / "written"
-    if dist.get_rank() == 0:
-        KINDS["qwen3_next"].make().save_pretrained(theirs)
-    dist.barrier()
-    meshes = init_meshes("cpu", ep=2)
-    cfg = hf.config_of(theirs)
-    with torch.device("meta"):
-        sharded = HybridModel(cfg, meshes)
-    shard(sharded, meshes)
-    hf.load(sharded, theirs)
-    whole = HybridModel(cfg)
-    hf.load(whole, theirs)
-    tokens = torch.arange(20)[None]
-    assert_close(sharded(tokens), whole(tokens), rtol=1e-4, atol=1e-5)
-    hf.save(sharded, written, "qwen3_next")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        expected, found = tensors(theirs), tensors(written)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_what_does_not_fit_one_file_is_written_into_several_with_an_index(tmp_path):

@@ -30,7 +30,7 @@ def write(cfg: HybridConfig) -> Raw:
         "attention_bias": cfg.attention_bias == "qkv",
         "use_qk_norm": cfg.qk_norm == "head",
         "n_shared_experts": cfg.shared_expert_intermediate_size // cfg.moe_intermediate_size,
-        **rope.write(cfg),
+        **rope.write(cfg, partial=True),
     }
 
 

@@ -5,12 +5,11 @@ import dataclasses
 import torch
 
 from weft.models.config import HybridConfig
-from weft.models.hf import qwen3_next
+from weft.models.hf import qwen3_next, rope
 from weft.models.hf.family import Family, Raw, Table, flat
 from weft.models.hf.llama import ATTENTION, MLP
 from weft.models.hf.places import Rows
 from weft.models.hf.qwen3_next import DELTA_NET, EXPERTS, NAMES, QWEN3_NEXT
-from weft.models.hf.rope import write as write_rope
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
@@ -34,7 +33,7 @@ def _family(model_type: str, architecture: str, end: str, ending: Table, layers:
             "layer_types": [NAMES[symbol] for symbol in flat(cfg)[::2]],
             "head_dim": cfg.attention_head_dim,
             "attention_bias": cfg.attention_bias == "all",
-            **write_rope(cfg),
+            **rope.write(cfg, partial=True),
         }
 
     return dataclasses.replace(

@@ -68,7 +68,7 @@ def write(cfg: HybridConfig) -> Raw:
         **written_ends(cfg),
         "head_dim": cfg.attention_head_dim,
         "attention_bias": cfg.attention_bias == "all",
-        **rope.write(cfg),
+        **rope.write(cfg, partial=True),
     }
 
 

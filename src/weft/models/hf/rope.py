@@ -19,9 +19,9 @@ def read(raw: Raw, *, theta: float = 10000.0, partial: float = 1.0) -> Raw:
     return {"rope_theta": float(base), "partial_rotary_factor": float(part), "rope_scaling": scaling}
 
 
-def write(cfg: HybridConfig) -> Raw:
-    """Theirs."""
+def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
+    """Theirs. `partial`: whether the family rotates parts of heads."""
     scaling = dict(cfg.rope_scaling or {"rope_type": "default"})
-    if cfg.partial_rotary_factor != 1.0:
+    if partial:
         scaling["partial_rotary_factor"] = cfg.partial_rotary_factor
     return {"rope_parameters": {"rope_theta": cfg.rope_theta, **scaling}}
