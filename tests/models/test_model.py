@@ -107,6 +107,20 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
     assert not torch.equal(seeded(cfg).embedding.weight, seeded(cfg, seed=1).embedding.weight)
 
 
+@pytest.mark.parametrize("pattern", ["MG[*E]-", "[+E]/[M-]"])
+def test_two_identical_runs_are_bit_equal(pattern):
+    found = []
+    for _ in range(2):
+        model = seeded(small(pattern, num_experts=4, moe_intermediate_size=8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        tokens, labels = batch(model.cfg, (2, 70))
+        for _ in range(2):
+            model(tokens, labels=labels).backward()
+            optimizer.step()
+        found.append(model)
+    assert_same_weights(*found)
+
+
 def test_two_models_in_a_row_differ_under_one_seed():
     torch.manual_seed(0)
     cfg = small()

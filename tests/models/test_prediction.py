@@ -9,6 +9,7 @@ from transformers.modeling_layers import MtpModel
 from tests.models.hf.families import KINDS
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.prediction import prediction_losses, shifted
+from weft.moe import load_statistics
 from weft.overlap import forward_backward
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -133,6 +134,15 @@ def test_keys_of_depths_are_numbered_from_0():
     keys = HybridModel(small("[*-]/-/-")).state_dict().keys()
     assert {key.split(".")[2] for key in keys if key.startswith("mtp.")} == {"0", "1"}
     assert "mtp.layers.1.layers.0.mlp.up_proj.weight" in keys
+
+
+def test_routers_of_depths_have_names_of_their_own():
+    model = HybridModel(small("[*E]/[*E]/[*E]"))
+    names = ["decoder.layers.0.mlp", "mtp.layers.0.layers.0.mlp", "mtp.layers.1.layers.0.mlp"]
+    assert list(load_statistics(model)) == names
+    tokens, labels = batch()
+    model(tokens, labels=labels)
+    assert [int(load.sum()) for load in load_statistics(model).values()] == [2 * tokens.numel()] * 3
 
 
 def test_the_trunk_starts_the_same_with_and_without_depths():

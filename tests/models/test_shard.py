@@ -274,20 +274,22 @@ def test_a_stack_of_every_kind_has_the_gradients_of_one_process_under_the_schedu
 @distributed(2, 4)
 @pytest.mark.parametrize("pattern", [*WITH_EXPERTS, *WITHOUT])
 def test_every_mixed_pattern_has_the_gradients_of_one_process_in_every_way(pattern):
-    """Spread experts and not, one after another, as nodes and overlapped, recomputed, under every strategy."""
+    """Spread experts and not, one after another, as nodes and overlapped, recomputed, by every strategy, HSDP too."""
+    ranks = dist.get_world_size()
     ways = [
-        ((), 1, "no_shard", unpaired),
-        ((), 2, "optim", one_after_another),
-        (("attend", "experts"), 2, "optim_grads", overlapped),
-        (("attend",), 2, "optim_grads_params", overlapped),
-        (("experts",), 1, "optim_grads_params", one_after_another),
+        ((), 1, 1, "no_shard", unpaired),
+        ((), 2, 1, "optim", one_after_another),
+        (("attend", "experts"), 2, 1, "optim_grads", overlapped),
+        (("attend",), 2, 2, "optim_grads_params", overlapped),  # on four ranks, two replicas of two shards
+        (("experts",), 1, 1, "optim_grads_params", one_after_another),
     ]
-    for recompute, ep, strategy, run in ways[dist.get_world_size() // 2 - 1 :: dist.get_world_size() // 2]:
+    for recompute, ep, replicas, strategy, run in ways if ranks == 2 else ways[2:4]:
         if "E" not in pattern:
             ep, run = 1, unpaired if run is overlapped else run
         cfg = dataclasses.replace(EXPERTS, pattern=pattern, recompute=recompute, **MIXED)
-        expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=ep), run, strategy=strategy)
-        at = f"{recompute}, ep={ep}, {strategy}, {run.__name__}"
+        meshes = init_meshes("cpu", ep=ep, dp_replicate=replicas if ranks == 4 else 1)
+        expected, found = gradients_of_both(cfg, meshes, run, strategy=strategy)
+        at = f"{recompute}, ep={ep}, replicas={replicas}, {strategy}, {run.__name__}"
         assert_close(found, expected, msg=lambda text, at=at: f"{at}: {text}")
 
 
