@@ -1,10 +1,10 @@
-# make train | train-moe | test | test-fast | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | test | test-fast | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe test test-fast fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid test test-fast fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -19,6 +19,10 @@ train: install
 
 train-moe: install
 	$(BIN)/weft train configs/stdlib-moe.toml --ranks 2
+
+train-hybrid: install
+	$(BIN)/weft train configs/stdlib-hybrid.toml --ranks 2
+	$(BIN)/weft sample $$(ls -td runs/stdlib-hybrid* | head -1) --prompt "def read(self"
 
 test: install lint
 	$(BIN)/python -m pytest

@@ -454,6 +454,35 @@ MUTATIONS = [
         "if False:",
         "fsdp/test_errors.py::test_a_mesh_of_another_type_is_refused",
     ),
+    # --- models ------------------------------------------------------------------------------------------------------
+    Mutation(
+        "decays are rounded like other weights",
+        "fsdp/fully_shard.py",
+        "keep=keeps_dtype(parameter)",
+        "keep=False",
+        "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
+    ),
+    Mutation(
+        "the state of a Mamba layer is not handed on",
+        "models/layers/mamba2.py",
+        'state["ssm"] = last',
+        'state["ssm"] = torch.zeros_like(last)',
+        "models/layers/test_decoding.py::test_a_sequence_in_parts_has_the_scores_of_the_sequence[M]",
+    ),
+    Mutation(
+        "a prediction depth reads the same tokens",
+        "models/prediction.py",
+        "embed(shifted(tokens, number, 0))",
+        "embed(tokens)",
+        "models/test_prediction.py::test_loss_and_gradients_are_those_of_transformers[2]",
+    ),
+    Mutation(
+        "a tensor on disk that nothing needs is passed over",
+        "models/hf/weights.py",
+        "if unused := set(files) - wanted:",
+        "if unused := set():",
+        "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
+    ),
 ]
 
 

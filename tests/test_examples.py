@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+import weft
 from tests.pool import distributed
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +75,7 @@ PAGES_WITH_TESTS = [
     "from-fsdp2",
     "from-megatron-fsdp",
     "optimizers",
+    "huggingface",
 ]
 
 
@@ -121,3 +124,16 @@ def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its
     assert continued["loaded"] == continued["uninterrupted"]
     torch.testing.assert_close([float(loss) for loss in continued["loaded"].split()], plain[8:], rtol=1e-5, atol=1e-5)
     assert (tmp_path / "llama" / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_a_hugging_face_directory_is_trained_with_experts_overlapped_and_written_back(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_experts": 4, "moe_intermediate_size": 16}
+    weft.models.hf.save(
+        weft.models.HybridModel(weft.models.HybridConfig(pattern="[*E][*E]", **sizes)), tmp_path / "theirs"
+    )
+    losses = losses_in(run("hf_hybrid.py", tmp_path / "theirs", tmp_path / "trained", "--steps", 40))
+    assert losses[-1] < losses[0] - 0.5
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert trained.config.model_type == "mixtral"

@@ -1,4 +1,4 @@
-"""The command line: weft train | inspect | bench."""
+"""The command line: weft train | sample | convert | pattern | inspect | bench."""
 
 import argparse
 import os
@@ -61,12 +61,42 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN_DIRECTORY",
         help="go on from the newest checkpoint of that run, or of the newest run of the configured name",
     )
+    train.add_argument(
+        "--from",
+        dest="weights",
+        metavar="DIRECTORY",
+        help="start from the weights alone of a run, a checkpoint or a model's directory; as run.weights does",
+    )
     train.set_defaults(run=_train)
+
+    sample = commands.add_parser("sample", help="continue a text with a trained model", epilog=EXIT_CODES)
+    sample.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a model's directory")
+    sample.add_argument("--prompt", default="\n", help="the text to continue (default: a line's end)")
+    sample.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token (default: 0.8)")
+    sample.add_argument("--top-p", type=float, default=0.95, help="draw from the best with this share (default: 0.95)")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.set_defaults(run=_sample)
 
     inspect = commands.add_parser("inspect", help="show what a checkpoint or a run directory holds")
     inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=_inspect)
+
+    convert = commands.add_parser(
+        "convert",
+        help="turn a directory of Hugging Face files into weft's own, or back",
+        epilog=EXIT_CODES,
+    )
+    convert.add_argument("source", metavar="SOURCE")
+    convert.add_argument("target", metavar="TARGET", help="a new directory")
+    convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
+    convert.set_defaults(run=_convert)
+
+    pattern = commands.add_parser("pattern", help="show the layers of a pattern", epilog=EXIT_CODES)
+    pattern.add_argument("pattern", metavar="PATTERN", help='such as "M[*-]|M[*E]"')
+    pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
+    pattern.set_defaults(run=_pattern)
 
     bench = commands.add_parser(
         "bench",
@@ -97,6 +127,8 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ConfigError(
             f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; leave --ranks out"
         )
+    if options.weights is not None:
+        options.overrides.append(f"run.weights={options.weights}")
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:
         from weft.train.worker import work
@@ -134,6 +166,62 @@ def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     except CheckpointError as error:
         print(f"weft inspect: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _sample(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.checkpoint.directory import CheckpointError
+    from weft.train.source import Source
+
+    try:
+        for part in Source(options.source).continued(
+            options.prompt,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+        ):
+            print(part, end="", flush=True)
+    except CheckpointError as error:
+        print(f"weft sample: {error}", file=sys.stderr)
+        return 1
+    finally:
+        print()
+    return 0
+
+
+def _convert(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.models import hf
+
+    hf.convert(options.source, options.target, options.family)
+    return 0
+
+
+def _pattern(options: argparse.Namespace, arguments: list[str]) -> int:
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.models import HybridConfig
+    from weft.models.pattern import PatternError
+    from weft.models.table import Row, rows_of
+    from weft.train.config import load_config
+
+    sizes = load_config(options.config).model if options.config else HybridConfig()
+    try:
+        rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
+    except PatternError as error:
+        print(error.shown, file=sys.stderr)
+        return 2
+    table = Table()
+    for field in dataclasses.fields(Row):
+        table.add_column(field.name, justify="right" if field.type is int else "left")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if name == "parameters" else str(value) for name, value in vars(row).items()))
+    table.add_section()
+    table.add_row(*[""] * 6, f"{sum(row.parameters for row in rows):,}")
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
     return 0
 
 

@@ -21,9 +21,9 @@ WRONG = [  # options, what the message shows
     ({"head_dim": 0}, ["head_dim=0", "or None"]),
     ({"head_dim": 7}, ["head_dim=7", "even"]),
     ({"hidden_size": 12, "num_attention_heads": 4}, ["3 wide", "hidden_size=12", "even"]),
-    ({"rope_theta": 0}, ["rope_theta=0", "positive number"]),
+    ({"rope_theta": -1}, ["rope_theta=-1", "0 for none"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "positive number"]),
-    ({"rope_theta": float("inf")}, ["rope_theta=inf", "positive number"]),
+    ({"rope_theta": float("inf")}, ["rope_theta=inf", "number, 0 for none"]),
     ({"num_experts": 0}, ["num_experts=0", "positive integer"]),
     ({"shared_expert_intermediate_size": -8}, ["shared_expert_intermediate_size=-8", "0 for no"]),
     ({"router_score": "relu"}, ["router_score='relu'", "'softmax' or 'sigmoid'"]),
@@ -33,6 +33,26 @@ WRONG = [  # options, what the message shows
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "True or False"]),
     ({"mtp_loss_coef": "0.3"}, ["mtp_loss_coef='0.3'", "number"]),
     ({"pattern": None}, ["pattern=None", "string"]),
+    ({"head_dim": 9}, ["9 wide", "even head_dim"]),
+    ({"pattern": "[+-]", "qk_rope_head_dim": 7}, ["qk_rope_head_dim=7", "even"]),
+    ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor=1.5", "at most 1"]),
+    ({"head_dim": 8, "partial_rotary_factor": 0.4}, ["of which 3 are rotated", "even"]),
+    ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling={'factor': 2.0}", "rope_type is 'linear' or"]),
+    ({"rope_scaling": {"rope_type": "linear"}}, ["'linear' needs factor", "nothing else"]),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "gamma": 1}}, ["'gamma'", "knows nothing else"]),
+    ({"rope_scaling": {"rope_type": "linear"}, "rope_theta": 0.0}, ["None where rope_theta is 0"]),
+    ({"attention_bias": True}, ["attention_bias=True", "'none' or 'qkv' or 'all'"]),
+    ({"sliding_window": 0}, ["sliding_window=0", "or None"]),
+    ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' or 'relu2'"]),
+    ({"pad_token_id": 256}, ["pad_token_id=256", "below vocab_size=256"]),
+    ({"pattern": "M", "mamba_n_groups": 3}, ["mamba_n_groups=3", "divisor of mamba_num_heads=8"]),
+    (
+        {"pattern": "M", "time_step_limit_max": 0.5, "time_step_limit_min": 1.0},
+        ["time_step_limit_max=0.5", "more than"],
+    ),
+    ({"pattern": "M", "time_step_min": 1.0}, ["time_step_min=1.0", "at most time_step_max=0.1"]),
+    ({"pattern": "G", "linear_num_value_heads": 6}, ["linear_num_value_heads=6", "multiple of linear_num_key_heads=4"]),
+    ({"pattern": "[*E]", "shared_expert_gate": True}, ["shared_expert_gate=True", "set shared_expert_intermediate"]),
     ({"pattern": "[*E]", "n_group": 3}, ["n_group=3", "divisor of num_experts=8"]),
     ({"pattern": "[*E]", "topk_group": 2}, ["topk_group=2", "at most n_group=1"]),
     (
@@ -61,6 +81,10 @@ def test_a_configuration_cannot_change_but_can_be_replaced():
     wider = dataclasses.replace(cfg, pattern="*", hidden_size=2 * cfg.hidden_size)
     assert [layer.symbols for layer in wider.parsed.layers] == ["*"]
     assert HybridConfig(**dataclasses.asdict(wider)) == wider
+
+
+def test_a_head_that_is_not_rotated_may_have_an_odd_width():
+    assert HybridConfig(pattern="*", head_dim=9, rope_theta=0.0).attention_head_dim == 9
 
 
 def test_the_width_of_a_head_follows_from_the_hidden_size_unless_given():

@@ -10,7 +10,7 @@ import torch
 
 from tests.pool import distributed
 from weft.models import HybridConfig, HybridModel
-from weft.models.pattern import BUILT, LAYER_KEYS, PatternError
+from weft.models.pattern import LAYER_KEYS, PatternError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
@@ -39,10 +39,15 @@ def test_the_configuration_table_lists_every_field_with_its_default():
     assert rows == fields
 
 
-def test_the_pattern_table_lists_every_symbol_with_its_key_and_whether_it_is_built():
-    rows = re.findall(r"^\| `(.)` \| .* \| `(\w+)` \| (yes|not yet) \|", PAGE, re.MULTILINE)
+def test_the_pattern_table_lists_every_symbol_with_its_key_and_its_file():
+    rows = re.findall(r"^\| `(.)` \| .* \| `(\w+)` \| `(\w+).py` \|", PAGE, re.MULTILINE)
     assert {symbol: key for symbol, key, _ in rows} == LAYER_KEYS
-    assert {symbol for symbol, _, built in rows if built == "yes"} == set(BUILT) & set(LAYER_KEYS)
+    model = HybridModel(HybridConfig(pattern="MG*-E"))
+    files = {layer.symbols: type(next(layer.children())).__module__ for layer in model.decoder.layers}
+    files |= {"+": type(HybridModel(HybridConfig(pattern="+")).decoder.layers[0].self_attention).__module__}
+    assert {symbol: file for symbol, _, file in rows} == {
+        symbol: module.rpartition(".")[2] for symbol, module in files.items()
+    }
 
 
 def test_the_listed_keys_are_those_of_the_model():

@@ -216,3 +216,99 @@ def test_spread_experts_built_on_the_meta_device_start_from_the_same_weights():
     shard(model, meshes)
     for name, weight in model.named_parameters():
         assert torch.equal(full(weight), whole.get_parameter(name)), name
+
+
+MIXED = {
+    "num_attention_heads": 2,
+    "mamba_num_heads": 2,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+WITH_EXPERTS = ["M[*-]M[*E]", "M*E-", "[GE][*-]", "[+E]M/[+E]", "[*-][*E]/[*E]/[*E]"]
+WITHOUT = ["M[M*]-", "[G-][*-]", "+-|M"]
+
+
+def gradients_of_both(cfg, meshes, run, **options):
+    """Mean losses and gradients of two microbatches, of one process with all data and of ranks that share it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens, labels = torch.randint(37, (2, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
+    found = []
+    for given in (None, meshes):
+        model = with_experts(cfg, given)
+        mine = slice(None) if given is None else slice(rank, None, ranks)
+        pairs = list(zip(tokens[mine].chunk(2), labels[mine].chunk(2)))
+        if given is not None:
+            shard(model, meshes, **options)
+        losses = torch.stack((one_after_another if given is None else run)(model, pairs))
+        if given is not None:
+            dist.all_reduce(losses)
+            losses /= ranks
+        found.append((losses, {name: full(weight.grad) for name, weight in model.named_parameters()}))
+    return found
+
+
+def unpaired(model, microbatches):
+    return weft.overlap.forward_backward(
+        model, microbatches, overlap=False, delay_wgrad=True, loss_scale=1 / len(microbatches)
+    )
+
+
+@distributed(2)
+@pytest.mark.parametrize("pattern", ["M[*-]M[*E]", "[GE][*-]", "[+E]/[+E]/[+E]"])
+def test_a_stack_of_every_kind_has_the_gradients_of_one_process_under_the_schedule(pattern):
+    cfg = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED)
+    expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=2), overlapped)
+    assert_close(found, expected)
+
+
+@pytest.mark.slow
+@distributed(2, 4)
+@pytest.mark.parametrize("pattern", [*WITH_EXPERTS, *WITHOUT])
+def test_every_mixed_pattern_has_the_gradients_of_one_process_in_every_way(pattern):
+    """Spread experts and not, one after another, as nodes and overlapped, recomputed, by every strategy, HSDP too."""
+    ranks = dist.get_world_size()
+    ways = [
+        ((), 1, 1, "no_shard", unpaired),
+        ((), 2, 1, "optim", one_after_another),
+        (("attend", "experts"), 2, 1, "optim_grads", overlapped),
+        (("attend",), 2, 2, "optim_grads_params", overlapped),  # on four ranks, two replicas of two shards
+        (("experts",), 1, 1, "optim_grads_params", one_after_another),
+    ]
+    for recompute, ep, replicas, strategy, run in ways if ranks == 2 else ways[2:4]:
+        if "E" not in pattern:
+            ep, run = 1, unpaired if run is overlapped else run
+        cfg = dataclasses.replace(EXPERTS, pattern=pattern, recompute=recompute, **MIXED)
+        meshes = init_meshes("cpu", ep=ep, dp_replicate=replicas if ranks == 4 else 1)
+        expected, found = gradients_of_both(cfg, meshes, run, strategy=strategy)
+        at = f"{recompute}, ep={ep}, replicas={replicas}, {strategy}, {run.__name__}"
+        assert_close(found, expected, msg=lambda text, at=at: f"{at}: {text}")
+
+
+@distributed(2)
+def test_decays_keep_their_dtype_where_everything_else_computes_in_bf16():
+    cfg = dataclasses.replace(EXPERTS, pattern="MG", **MIXED)
+    meshes = init_meshes("cpu")
+    model = with_experts(cfg, meshes)
+    shard(model, meshes, mp_policy=weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen = {}
+    for name, module in model.named_modules():
+        names = [own for own, _ in module.named_parameters(recurse=False)]
+
+        def note(module, args, output, name=name, names=names):
+            seen.update({f"{name}.{own}": getattr(module, own).dtype for own in names})
+
+        module.register_forward_hook(note)
+    model(torch.zeros(2, 9, dtype=torch.int64), labels=torch.ones(2, 9, dtype=torch.int64)).backward()
+    kept = {name for name, dtype in seen.items() if dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in kept} == {"A_log", "D", "dt_bias"} and len(kept) == 5
+    assert set(seen.values()) == {torch.float32, torch.bfloat16}
+    assert all(weight.grad.dtype == torch.float32 for weight in model.parameters())

@@ -28,7 +28,7 @@ from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.models import HybridConfig, HybridModel
-from weft.models.blocks import Attention
+from weft.models.layers import Attention
 from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer, forward_backward_order
@@ -319,7 +319,7 @@ class Plain(nn.Module):
     def embed(self, tokens):
         return tokens
 
-    def loss(self, hidden, labels, losses):
+    def loss(self, hidden, tokens, labels, losses):
         return hidden
 
 

@@ -42,7 +42,7 @@ from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
-from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
@@ -68,6 +68,7 @@ __all__ = [
     "describe",
     "find_nonfinite",
     "fully_shard",
+    "keep_dtype",
     "memory_report",
     "padding_of",
     "parameter_norms",

@@ -23,7 +23,7 @@ from weft.fsdp.mesh_dims import data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.plan import GroupPlan
-from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
+from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype, precision_of
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
@@ -118,12 +118,11 @@ def fully_shard(
     real = materialize(owners, own, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
     bring_buffers(owners, device)
 
-    kinds = _by_kind(own, parallel)
+    kinds = _by_kind(own, parallel, policy)
     groups = []
-    for members in kinds:
+    for recipe, members in kinds:
         slots, values = [own[p] for p in members], [real.get(p, p) for p in members]
         cutting = [granularity_of(p, slot.name, shard_placement_fn) for p, slot in zip(members, slots)]
-        recipe = policy.resolve(members[0].dtype)
         plan = GroupPlan.of(values, cutting, mesh, placements, recipe, device, offload)
         spread, passing = [parallel[p] for p in members], [p in real for p in members]
         groups.append(ParameterGroup(plan, slots, values, spread, passing))
@@ -135,7 +134,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         divide_factor=gradient_divide_factor,
     )
-    for group, members in zip(groups, kinds):
+    for group, (_, members) in zip(groups, kinds):
         for form in (members, group.sharded_parameters):
             for parameter, slot in zip(form, group.slots):
                 _sharded_elsewhere[parameter] = (weakref.ref(unit), weakref.ref(slot))
@@ -331,13 +330,16 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
 
 
 def _by_kind(
-    parameters: Iterable[nn.Parameter], parallel: Mapping[nn.Parameter, TensorParallel | None]
-) -> list[list[nn.Parameter]]:
-    """What becomes one group each: equal dtype and `requires_grad`, those with tensor-parallel slices first."""
-    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    parameters: Iterable[nn.Parameter],
+    parallel: Mapping[nn.Parameter, TensorParallel | None],
+    policy: MixedPrecisionPolicy,
+) -> list[tuple[Recipe, list[nn.Parameter]]]:
+    """What becomes one group each: equal dtypes and `requires_grad`, those with tensor-parallel slices first."""
+    kinds: dict[tuple[torch.dtype, Recipe, bool], list[nn.Parameter]] = {}
     for parameter in sorted(parameters, key=lambda p: not ((tp := parallel[p]) and tp.is_spread)):
-        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-    return list(kinds.values())
+        recipe = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter))
+        kinds.setdefault((parameter.dtype, recipe, parameter.requires_grad), []).append(parameter)
+    return [(recipe, members) for (_, recipe, _), members in kinds.items()]
 
 
 def _checked_parameter(

@@ -44,9 +44,9 @@ class MixedPrecisionPolicy:
             if (dtype := getattr(self, name)) is not None and dtype not in _COMPUTED_IN:
                 raise ValueError(f"{name}={dtype!r}: choose one of {', '.join(map(str, _COMPUTED_IN))}, or None")
 
-    def resolve(self, dtype: torch.dtype) -> "Recipe":
-        """The dtypes for parameters whose own dtype is `dtype`."""
-        if not dtype.is_floating_point:
+    def resolve(self, dtype: torch.dtype, *, keep: bool = False) -> "Recipe":
+        """The dtypes for parameters whose own dtype is `dtype`; `keep`: which keep it."""
+        if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         main = self.main_params_dtype or dtype
         compute = self.param_dtype or dtype
@@ -74,6 +74,19 @@ class MixedPrecisionPolicy:
                     "return a dataclass, or register the class with torch.utils._pytree.register_pytree_node"
                 )
         return cast
+
+
+def keep_dtype(parameter: torch.nn.Parameter) -> None:
+    """Mark a parameter that computes, travels and accumulates in its own dtype, whatever the policy of its unit.
+
+    For the few that a narrower dtype would spoil, such as the decays of a recurrence. Before `fully_shard`.
+    """
+    vars(parameter)["keeps_dtype"] = True
+
+
+def keeps_dtype(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` is marked so."""
+    return getattr(parameter, "keeps_dtype", False)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.mesh import Meshes
-from weft.models.blocks import Embedding
 from weft.models.config import HybridConfig
+from weft.models.layers import Cache, Embedding
 from weft.models.loss import cross_entropy
+from weft.models.prediction import PredictionDepth, Predictions
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
@@ -16,8 +17,8 @@ from weft.overlap import StagedLayer
 
 
 class HybridModel(nn.Module):
-    """An embedding, a stack of the layers that `cfg.pattern` describes, and a head that scores the next
-    token.
+    """An embedding, a stack of the layers that `cfg.pattern` describes, a head that scores the next token, and
+    prediction depths if the pattern has them.
 
     Initial weights depend on the seed and on nothing else: neither on `meshes` nor, on the meta device, on
     the order in which modules are materialised (`to_empty` and `reset_parameters`). With tied embeddings the
@@ -32,16 +33,22 @@ class HybridModel(nn.Module):
             require_usable(cfg, meshes)
         self.cfg = cfg
         source = WeightSource()
-        self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding")
+        self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding", cfg.pad_token_id)
         self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes)
         self.output_layer = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
         )
+        self.mtp = Predictions(cfg, source / "mtp", meshes) if cfg.parsed.depths else None
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
         """The logical layers, as `weft.overlap` runs them."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    @property
+    def depths(self) -> Sequence[PredictionDepth]:
+        """The prediction depths, first to last."""
+        return [] if self.mtp is None else list(self.mtp.layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
@@ -49,26 +56,36 @@ class HybridModel(nn.Module):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
-        x_BSD = self.decoder.final_layernorm(x_BSD)
+        return self._scores(self.decoder.final_layernorm(x_BSD))
+
+    def loss(self, x_BSD: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
+        hidden_BSD = self.decoder.final_layernorm(x_BSD)
+        loss = cross_entropy(self._scores(hidden_BSD), labels)
+        if not self.training:
+            return loss
+        if self.mtp is not None:
+            losses = [*losses, *self.mtp.losses(hidden_BSD, tokens, labels, self.embed, self._scores)]
+        return sum(losses, loss)
+
+    def _scores(self, hidden_BSD: Tensor) -> Tensor:
         if self.output_layer is None:
-            return F.linear(x_BSD, self.embedding.weight)
-        return self.output_layer(x_BSD)
+            return F.linear(hidden_BSD, self.embedding.weight)
+        return self.output_layer(hidden_BSD)
 
-    def loss(self, x_BSD: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """The mean cross-entropy and, in training mode, what the layers add to it; a scalar."""
-        loss = cross_entropy(self.logits(x_BSD), labels)
-        return sum(losses, loss) if self.training else loss
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Scores, or with labels the loss.
 
         tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
         s]` (already shifted), -100 where no loss is wanted. Returns [batch, seq, vocabulary], or the mean
         cross-entropy over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`). In
-        training mode the routers' losses are added, in evaluation they are not.
+        training mode the losses of routers and prediction depths are added, in evaluation they are not.
+
+        cache: a dict, empty at first. `tokens` are then those that follow what it has seen, one or several, and it
+        remembers them: feeding a sequence in parts gives the scores that it gives at once.
         """
-        x_BSD, losses = self.decoder(self.embed(tokens))
-        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, labels, losses)
+        x_BSD, losses = self.decoder(self.embed(tokens), cache)
+        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses)
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:

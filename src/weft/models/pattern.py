@@ -2,7 +2,7 @@
 
     symbol   layer                        key in a checkpoint
     M        Mamba-2                      mixer
-    G        gated delta net              linear_attention
+    G        gated delta net              mixer
     *        self-attention (GQA, RoPE)   self_attention
     +        multi-head latent attention  self_attention
     -        dense MLP                    mlp
@@ -29,14 +29,13 @@ LAYER_NAMES = {
 }
 LAYER_KEYS = {
     "M": "mixer",
-    "G": "linear_attention",
+    "G": "mixer",
     "*": "self_attention",
     "+": "self_attention",
     "-": "mlp",
     "E": "mlp",
 }
 TERMINAL = "-E"
-BUILT = "*-E[]"
 
 
 class PatternError(ValueError):
@@ -48,6 +47,11 @@ class PatternError(ValueError):
         self.position = position
         self.part = part
         self.rule = rule
+
+    @property
+    def shown(self) -> str:
+        """The pattern with carets under the offending part, and the rule below."""
+        return f"{self.pattern}\n{' ' * self.position}{'^' * max(1, len(self.part))} {self.rule}"
 
     def __reduce__(self) -> tuple:
         return type(self), (self.pattern, self.position, self.part, self.rule)
@@ -75,6 +79,27 @@ class Pattern:
     def layers(self) -> tuple[LogicalLayer, ...]:
         """The logical layers of the main part, all segments one after another."""
         return tuple(layer for segment in self.segments for layer in segment)
+
+    def stage(self, pp_rank: int, chunk: int = 0, *, pp_size: int) -> tuple[LogicalLayer, ...]:
+        """The logical layers that pipeline rank `pp_rank` of `pp_size` holds in its `chunk`-th model chunk.
+
+        Segments go round the ranks: rank r has the segments r, r + pp_size, r + 2 pp_size, ... Their number is thus a
+        multiple of `pp_size`, else `PatternError`. Raises `ValueError` for a rank or a chunk that does not exist.
+        """
+        count = len(self.segments)
+        if pp_size < 1 or count % pp_size:
+            borders = [place for place, sign in enumerate(self.text) if sign == "|"]
+            raise PatternError(
+                self.text,
+                borders[-1] if borders else 0,
+                "|" if borders else self.text,
+                f"{count} pipeline segment{'s' * (count > 1)} cannot be dealt to pp={pp_size} ranks; write as many '|' "
+                f"as make the number of segments a multiple of {pp_size}",
+            )
+        for name, value, end in (("pp_rank", pp_rank, pp_size), ("chunk", chunk, count // pp_size)):
+            if not 0 <= value < end:
+                raise ValueError(f"{name}={value}: pattern {self.text!r} on pp={pp_size} ranks has 0 to {end - 1}")
+        return self.segments[chunk * pp_size + pp_rank]
 
 
 def parse(text: str) -> Pattern:
@@ -134,6 +159,9 @@ def parse(text: str) -> Pattern:
                 raise error(f"two members of one group would share the checkpoint key {LAYER_KEYS[sign]!r}")
     if opened is not None:
         raise PatternError(text, opened, text[opened:], "'[' opens a group; put its ']' after its last layer")
+    if not any(main):
+        rule = "the main part has at least one layer, and only segments beside others may be empty"
+        raise PatternError(text, 0, text[:1], rule)
     return Pattern(text, tuple(map(tuple, main)), *_prediction(text, depths))
 
 
@@ -151,12 +179,3 @@ def _prediction(text: str, depths: list[list[LogicalLayer]]) -> tuple[tuple[Logi
             raise PatternError(text, position, written, "every prediction part is spelled like the first")
         position += len(written) + 1
     return tuple(depths[0]), len(depths)
-
-
-def require_built(pattern: Pattern) -> None:
-    """Raise `PatternError` for the first part of the language that this version cannot build."""
-    for position, sign in enumerate(pattern.text):
-        if sign not in BUILT:
-            signs = {"|": "a pipeline segment border", "/": "a multi-token-prediction part"}
-            what = signs.get(sign) or f"a {LAYER_NAMES[sign]} layer"
-            raise PatternError(pattern.text, position, sign, f"{what} is not available yet; use {' '.join(BUILT)}")

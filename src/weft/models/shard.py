@@ -12,12 +12,12 @@ from weft.models.model import HybridModel, require_usable
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     """Shard `model` in place and return it.
 
-    Every logical layer becomes one unit over `meshes.dense`, from the first to the last; experts that are spread
-    over ranks become units of their own over `meshes.expert`, whose gradients are averaged over all data-parallel
-    ranks like the others and whose parameters are DTensors of all experts, over `meshes.ep` too. The root unit, last,
-    takes the embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
-    root's only. So does the `output_dtype` of `mp_policy`: it is what the model returns; between its layers and on the
-    wire to experts everything stays in `param_dtype`.
+    Every logical layer becomes one unit over `meshes.dense`, from the first to the last, and so does every prediction
+    depth; experts that are spread over ranks become units of their own over `meshes.expert`, whose gradients are
+    averaged over all data-parallel ranks like the others and whose parameters are DTensors of all experts, over
+    `meshes.ep` too. The root unit, last, takes the embedding, the final norm and the head. `options` go to each
+    `weft.fully_shard` call, `runtime` to the root's only. So does the `output_dtype` of `mp_policy`: it is what the
+    model returns; between its layers and on the wire to experts everything stays in `param_dtype`.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
@@ -25,13 +25,21 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
         root["mp_policy"] = policy = precision_of(given)
         options["mp_policy"] = replace(policy, output_dtype=None)
     for layer in model.decoder.layers:
-        if layer.dispatcher is not None:
-            for experts in layer.expert_modules():
-                experts.spread(meshes.ep)
-                fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
+        _shard_experts(layer, meshes, options)
         fsdp.fully_shard(layer, mesh=meshes.dense, **options)
+    for depth in model.depths:
+        for layer in depth.layers:
+            _shard_experts(layer, meshes, options)
+        fsdp.fully_shard(depth, mesh=meshes.dense, **options)
     fsdp.fully_shard(model, mesh=meshes.dense, **{**options, **root})
     return model
+
+
+def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
+    if layer.dispatcher is not None:
+        for experts in layer.expert_modules():
+            experts.spread(meshes.ep)
+            fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
 
 
 def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:

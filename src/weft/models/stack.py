@@ -7,8 +7,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import Meshes
-from weft.models.blocks import MLP, Attention, Experts, RMSNorm, RotaryEmbedding, dispatcher_of
 from weft.models.config import HybridConfig
+from weft.models.layers import (
+    MLP,
+    Attention,
+    Cache,
+    Experts,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    RMSNorm,
+    RotaryEmbedding,
+    dispatcher_of,
+    rotary_of,
+)
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
 from weft.moe import Dispatcher
 from weft.moe.source import WeightSource
@@ -38,9 +50,12 @@ class Layer(nn.Module):
             block = _block(symbol, cfg, source / str(number), rotary, dispatcher)
             self.add_module(LAYER_KEYS[symbol], block)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, S, D] -> [B, S, D], and what the layer adds to the loss, a scalar or None."""
-        return run_stages(self, x_BSD)
+    def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
+        """[B, S, D] -> [B, S, D], and what the layer adds to the loss, a scalar or None.
+
+        With a cache, `x_BSD` are the positions after those that it knows (see `HybridModel.forward`).
+        """
+        return run_stages(self, x_BSD, *([] if cache is None else [cache]))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -71,7 +86,7 @@ class Layer(nn.Module):
             )
         return terminal
 
-    def attend(self, x_BSD: Tensor) -> Crossing:
+    def attend(self, x_BSD: Tensor, cache: Cache | None = None) -> Crossing:
         """All blocks before the terminal one, and what that has to compute before its experts."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
@@ -81,7 +96,8 @@ class Layer(nn.Module):
             )
         for block in self.children():
             if block is not terminal:
-                x_BSD = self._recomputed("attend", block, x_BSD)
+                state = None if cache is None else cache.setdefault(block, {})
+                x_BSD = self._recomputed("attend", block, x_BSD, state)
         return Crossing(x_BSD) if terminal is None else terminal.split(x_BSD)
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
@@ -110,16 +126,16 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         symbols = "".join(layer.symbols for layer in layers)
-        rotary = RotaryEmbedding(cfg.attention_head_dim, cfg.rope_theta) if "*" in symbols else None
+        rotary = rotary_of(cfg, symbols)
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
         self.layers: Any = nn.ModuleList(Layer(cfg, layer, source, rotary, dispatcher) for layer in layers)
-        self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, list[Tensor]]:
         """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""
         losses = []
         for layer in self.layers:
-            x_BSD, loss = layer(x_BSD)
+            x_BSD, loss = layer(x_BSD, cache)
             if loss is not None:
                 losses.append(loss)
         return x_BSD, losses
@@ -132,10 +148,8 @@ def _block(
     rotary: RotaryEmbedding | None,
     dispatcher: Dispatcher | None,
 ) -> nn.Module:
-    if symbol == "*" and rotary is not None:
-        return Attention(cfg, source, rotary)
-    if symbol == "-":
-        return MLP(cfg, source)
     if symbol == "E":
         return Experts(cfg, source, dispatcher)
-    raise ValueError(f"no block is built for the symbol {symbol!r}")
+    if symbol in "*+":
+        return (Attention if symbol == "*" else LatentAttention)(cfg, source, rotary)
+    return {"M": Mamba2, "G": GatedDeltaNet, "-": MLP}[symbol](cfg, source)

@@ -9,10 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.fsdp.gradients.direct import local_part
-from weft.moe.linear import Linear
+from weft.moe.mlp import ACTS, GATED, activated
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
-from weft.moe.swiglu import swiglu
 
 BACKENDS = ("grouped_mm", "loop")
 ALIGNMENT_BYTES = 16
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts (arXiv:2002.05202), one 3-D parameter per projection.
+    """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`), one 3-D parameter per projection.
 
     `backend`: "grouped_mm" multiplies the rows of all experts in one call, "loop" expert after expert: the
     reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
@@ -40,6 +39,7 @@ class GroupedExperts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        act: str = "silu",
         backend: str = "grouped_mm",
         first_expert: int = 0,
         source: WeightSource | None = None,
@@ -49,10 +49,13 @@ class GroupedExperts(nn.Module):
         for name, size in {**sizes, "intermediate_size": intermediate_size}.items():
             require_size(name, size)
         require("backend", backend, backend in BACKENDS, "'grouped_mm' or 'loop'")
+        require("act", act, act in ACTS, " or ".join(map(repr, ACTS)))
         self.backend = backend
+        self.act = act
         self.first_expert = first_expert
         self.source = source or WeightSource()
-        self.gate_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
+        if act in GATED:
+            self.gate_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
         self.up_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
         self.down_proj = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
         self.reset_parameters()
@@ -77,20 +80,20 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
-        weights = tuple(local_part(weight) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        weights = tuple(local_part(weight) for weight in self.parameters())
         if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)
-        gate_proj, up_proj, down_proj = weights
+        *gate_proj, up_proj, down_proj = weights
         multiply = _grouped if self.backend == "grouped_mm" and self._fits(rows) else _loop
-        inner = swiglu(multiply(rows, gate_proj, offsets), multiply(rows, up_proj, offsets))
-        output = multiply(inner, down_proj, offsets)
+        gate = multiply(rows, gate_proj[0], offsets) if gate_proj else None
+        output = multiply(activated(gate, multiply(rows, up_proj, offsets)), down_proj, offsets)
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
         return output
 
     def _fits(self, rows: Tensor) -> bool:
-        widths = {"hidden_size": self.gate_proj.shape[1], "intermediate_size": self.gate_proj.shape[2]}
+        widths = {"hidden_size": self.up_proj.shape[1], "intermediate_size": self.up_proj.shape[2]}
         odd = [f"{name}={width}" for name, width in widths.items() if width * rows.itemsize % ALIGNMENT_BYTES]
         if odd:
             _log_once(
@@ -100,22 +103,8 @@ class GroupedExperts(nn.Module):
         return not odd and rows.shape[0] > 0
 
     def extra_repr(self) -> str:
-        experts, hidden_size, intermediate_size = self.gate_proj.shape
-        return f"{experts}, {hidden_size}, {intermediate_size}, backend={self.backend!r}"
-
-
-class SharedExpert(nn.Module):
-    """The expert that every token visits: SwiGLU (arXiv:2002.05202)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, source: WeightSource) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, source / "gate_proj")
-        self.up_proj = Linear(hidden_size, intermediate_size, source / "up_proj")
-        self.down_proj = Linear(intermediate_size, hidden_size, source / "down_proj")
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        return self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
+        experts, hidden_size, intermediate_size = self.up_proj.shape
+        return f"{experts}, {hidden_size}, {intermediate_size}, act={self.act!r}, backend={self.backend!r}"
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

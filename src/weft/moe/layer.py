@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from weft.fsdp.runtime.passes import in_backward
 from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
-from weft.moe.experts import GroupedExperts, SharedExpert
+from weft.moe.experts import GroupedExperts
 from weft.moe.linear import Linear
+from weft.moe.mlp import FeedForward
 from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
 from weft.moe.require import require, require_size
 from weft.moe.router import Router, Routing, count
@@ -30,9 +31,12 @@ class Sent(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Each token visits `top_k` of `num_experts` SwiGLU experts, which are spread over the dispatcher's ranks.
+    """Each token visits `top_k` of `num_experts` experts, which are spread over the dispatcher's ranks.
 
     `dispatcher`: None keeps all experts here. Layers share one, as long as they have the same number of experts.
+    `act`: the kind of all MLPs (see `weft.moe.mlp`). `bias`: of the shared expert's and the latent projections.
+    `latent_size`: width in which tokens travel to the routed experts and are computed there, with a projection before
+    and one after (Nemotron-H); None: the hidden size.
     `shared_intermediate_size`: inner width of an expert that every token visits, 0 for none;
     `shared_expert_gate` multiplies it by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
     `backend`: of `GroupedExperts`. `router_options` go to `Router`.
@@ -50,6 +54,9 @@ class MoE(nn.Module):
         top_k: int,
         *,
         dispatcher: Dispatcher | None = None,
+        act: str = "silu",
+        bias: bool = False,
+        latent_size: int | None = None,
         shared_intermediate_size: int = 0,
         shared_expert_gate: bool = False,
         backend: str = "grouped_mm",
@@ -68,13 +75,21 @@ class MoE(nn.Module):
             raise ValueError("shared_expert_gate=True: there is no shared expert to gate; set shared_intermediate_size")
         self.experts = GroupedExperts(
             len(self.dispatcher.experts),
-            hidden_size,
+            latent_size or hidden_size,
             intermediate_size,
+            act=act,
             backend=backend,
             first_expert=self.dispatcher.experts.start,
             source=source / "experts",
         )
-        self.shared_expert = SharedExpert(hidden_size, size, source / "shared_expert") if size else None
+        self.latent_in = self.latent_out = None
+        if latent_size is not None:
+            require_size("latent_size", latent_size)
+            self.latent_in = Linear(hidden_size, latent_size, source / "latent_in", bias=bias)
+            self.latent_out = Linear(latent_size, hidden_size, source / "latent_out", bias=bias)
+        self.shared_expert = (
+            FeedForward(hidden_size, size, source / "shared_expert", act=act, bias=bias) if size else None
+        )
         self.shared_expert_gate = Linear(hidden_size, 1, source / "shared_expert_gate") if shared_expert_gate else None
         self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self.reset_parameters()
@@ -94,7 +109,8 @@ class MoE(nn.Module):
         rows = order.numel() if routing.kept is None else handle.sent
         batch, seq, _ = hidden.shape
         handle.permutation = permutation(order, rows, routing.kept, self.router.top_k, (batch, seq))
-        return Sent(spread(hidden.flatten(0, 1), handle.permutation), routing.weights, shared, routing.loss, handle)
+        sent = hidden if self.latent_in is None else self.latent_in(hidden)
+        return Sent(spread(sent.flatten(0, 1), handle.permutation), routing.weights, shared, routing.loss, handle)
 
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
         """The experts of this rank on the rows that arrived; [received, hidden] -> the same."""
@@ -105,6 +121,8 @@ class MoE(nn.Module):
         """The weighted sum of the rows that came back, and the shared expert's; -> [batch, seq, hidden]."""
         assert handle.permutation is not None
         output = weigh(rows, weights, handle.permutation).unflatten(0, handle.permutation.shape)
+        if self.latent_out is not None:
+            output = self.latent_out(output)
         return output if shared is None else output + shared
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

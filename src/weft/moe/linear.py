@@ -6,12 +6,14 @@ from weft.moe.source import INITIAL_STD, WeightSource
 
 
 class Linear(nn.Linear):
-    """`x @ weight.T` without bias; [..., in] -> [..., out]."""
+    """`x @ weight.T + bias`; [..., in] -> [..., out]."""
 
-    def __init__(self, in_features: int, out_features: int, source: WeightSource) -> None:
+    def __init__(self, in_features: int, out_features: int, source: WeightSource, *, bias: bool = False) -> None:
         self.source = source  # torch's constructor resets the weight
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Set the initial weight."""
+        """Set the initial weight, and a bias of zero."""
         self.source.normal_(self.weight, INITIAL_STD)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)

@@ -44,8 +44,15 @@ class WeightSource:
     @torch.no_grad()
     def normal_(self, tensor: Tensor, std: float) -> None:
         """Fill `tensor` from a normal distribution with mean 0; nothing happens on the meta device."""
-        if tensor.is_meta:
-            return
+        if not tensor.is_meta:
+            tensor.normal_(0.0, std, generator=self._generator(tensor.device))
+
+    @torch.no_grad()
+    def uniform_(self, tensor: Tensor, low: float, high: float) -> None:
+        """Fill `tensor` with numbers from `low` to `high`; nothing happens on the meta device."""
+        if not tensor.is_meta:
+            tensor.uniform_(low, high, generator=self._generator(tensor.device))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
         digest = hashlib.blake2b(f"{self.root.get()}{self.path}".encode(), digest_size=8).digest()
-        generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-        tensor.normal_(0.0, std, generator=generator)
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -87,8 +87,8 @@ class StagedModel(Protocol):
         """[batch, seq] int64 -> [batch, seq, hidden]."""
         ...
 
-    def loss(self, hidden: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """The last layer's output and what the layers add to the loss, first to last -> the loss, a scalar."""
+    def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """The last layer's output, and what the layers add to the loss, first to last -> the loss, a scalar."""
         ...
 
 
@@ -103,9 +103,12 @@ def beside_forward(module: nn.Module) -> str:
     return "has hooks" if any(getattr(module, kind) for kind in kinds) else ""
 
 
-def run_stages(layer: StagedLayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The layer's stages one after another: its output [batch, seq, hidden] and what it adds to the loss."""
-    crossing = layer.attend(hidden)
+def run_stages(layer: StagedLayer, hidden: Tensor, *beside: Any) -> tuple[Tensor, Tensor | None]:
+    """The layer's stages one after another: its output [batch, seq, hidden] and what it adds to the loss.
+
+    `beside`: what this layer's `attend` takes besides, such as a cache.
+    """
+    crossing = layer.attend(hidden, *beside)
     rows = crossing.rows
     if layer.stages == ("attend",):
         return rows, crossing.loss

@@ -181,7 +181,7 @@ class _MicrobatchPass:
 
     def _head_forward(self) -> None:
         def function(hidden: Tensor, *losses: Tensor) -> list[Tensor]:
-            return [self._units.policy.cast_output(self._model.loss(hidden, self._labels, losses))]
+            return [self._units.policy.cast_output(self._model.loss(hidden, self._tokens, self._labels, losses))]
 
         inputs = [self._hidden, *self._losses]
         (self._scored,) = self._head.forward(function, inputs, self._owner(self._model))

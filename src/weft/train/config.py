@@ -237,6 +237,8 @@ class RunConfig:
     """The run's own folder in it."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's folder."""
+    weights: str = ""
+    """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 
     def __post_init__(self) -> None:
         _require(

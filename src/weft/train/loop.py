@@ -19,6 +19,7 @@ import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
 from weft.models import HybridModel, shard
+from weft.models.prediction import prediction_losses
 from weft.overlap import forward_backward
 from weft.train.bigram import Bigram
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
@@ -29,6 +30,7 @@ from weft.train.metrics import Metrics
 from weft.train.progress import Progress
 from weft.train.runs import Run, open_run
 from weft.train.schedule import Schedule
+from weft.train.source import Source
 from weft.train.state import Position
 from weft.train.stop import StopRequest
 from weft.train.timeline import HiddenExchange, read_timeline, write_timeline
@@ -91,6 +93,8 @@ class Trainer:
         )
         self.checkpoints.claim()
         self.saved_step = 0
+        if run.step is None and config.run.weights:
+            Source(config.run.weights).load(self.model)
         if run.step is not None:
             self.saved_step = self.checkpoints.load(self.state(), run.step)
         self.progress = Progress(
@@ -155,10 +159,11 @@ class Trainer:
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
         started = time.perf_counter()
-        learning_rate = self.schedule.advance()
+        config, learning_rate = self.config, self.schedule.advance()
         microbatches = [(t.to(self.device), labels.to(self.device)) for t, labels in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
+        depth_losses = prediction_losses(self.model)
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
             norms = weft.parameter_norms(self.model)
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
@@ -172,9 +177,11 @@ class Trainer:
         # One small all-reduce a step carries everything that ranks have to agree on.
         mean = losses.double().mean() / self.ranks
         router_mean = router_losses.double() / (len(microbatches) * self.ranks)
-        shared = torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested)])
+        depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
+        shared = torch.cat([torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested)]), depth_means])
         dist.all_reduce(shared)
-        loss_value, router_value, stops = shared.tolist()
+        loss_value, router_value, stops, *depths = shared.tolist()
+        depth_share = config.model.mtp_loss_coef * sum(depths) / len(depths) if depths else 0.0
         position = self.position
         position.step += 1
         tokens_done = self.config.train.global_batch_size * self.config.data.sequence_length
@@ -184,7 +191,8 @@ class Trainer:
         seconds = time.perf_counter() - started
         position.seconds += seconds
         values = {
-            "loss": loss_value - router_value,
+            "loss": loss_value - router_value - depth_share,
+            **{f"loss_depth_{number}": value for number, value in enumerate(depths, start=1)},
             **({"router_loss": router_value} if self.experts.has_losses else {}),
             "lr": learning_rate,
             "gradient_norm": float(norm),
@@ -358,8 +366,9 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 def _recompute_layers(model: HybridModel) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    for number, layer in enumerate(model.decoder.layers):
-        model.decoder.layers[number] = checkpoint_wrapper(layer)
+    for stack in (model.decoder, *model.depths):
+        for number, layer in enumerate(stack.layers):
+            stack.layers[number] = checkpoint_wrapper(layer)
 
 
 def _seed_all(seed: int, rank: int) -> None:

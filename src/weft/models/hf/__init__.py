@@ -1,0 +1,12 @@
+"""Weights of other libraries' models: from a directory of Hugging Face files, and back.
+
+A family is a file: a table of tensor names and of configuration fields. Nothing is left out in silence: a field that
+changes the result and has no counterpart, a tensor that is missing or unused, all are errors that name it.
+"""
+
+from weft.models.hf import directory
+from weft.models.hf.convert import convert
+from weft.models.hf.families import FAMILIES, config_of, family_for, family_of
+from weft.models.hf.weights import load, save
+
+__all__ = ["FAMILIES", "config_of", "convert", "directory", "family_for", "family_of", "load", "save"]

@@ -1,0 +1,14 @@
+"""What goes wrong when models are read and written."""
+
+from collections.abc import Iterable
+
+
+class ConversionError(ValueError):
+    """A model that cannot be read, held or written as it was asked."""
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Names for a message, in order, the first few of many."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,70 @@
+"""All families, and which of them a configuration belongs to."""
+
+import json
+from pathlib import Path
+
+from weft.models.config import HybridConfig
+from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
+from weft.models.hf.directory import OURS, THEIRS
+from weft.models.hf.errors import ConversionError
+from weft.models.hf.family import Family, Raw, tensor_names
+from weft.models.hf.glm4_moe import GLM4_MOE
+from weft.models.hf.llama import LLAMA
+from weft.models.hf.mixtral import MIXTRAL
+from weft.models.hf.nemotron_h import NEMOTRON_H
+from weft.models.hf.places import Place, Same
+from weft.models.hf.qwen3 import QWEN3, QWEN3_MOE
+from weft.models.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from weft.models.hf.qwen3_next import QWEN3_NEXT
+
+ALL = (LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H)
+FAMILIES = {family.model_type: family for family in ALL}
+
+
+def raw_of(directory: Path) -> Raw:
+    """The content of the directory's config.json."""
+    try:
+        return json.loads((directory / THEIRS).read_text())
+    except FileNotFoundError:
+        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model") from None
+
+
+def family_of(raw: Raw) -> Family:
+    """The family that a config.json names."""
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise ConversionError(f"model_type={kind!r}: there are {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def config_of(directory: str | Path) -> HybridConfig:
+    """The configuration of the model in a directory, of Hugging Face files or converted.
+
+    Raises `ConversionError` for a family that is not there, for quantized weights, and for a field that would change
+    the result and has no counterpart.
+    """
+    directory = Path(directory)
+    if (directory / OURS).exists():
+        return HybridConfig(**json.loads((directory / OURS).read_text())["model"])
+    raw = raw_of(directory)
+    return family_of(raw).config(raw)
+
+
+def places_of(directory: Path, cfg: HybridConfig) -> dict[str, Place]:
+    """Where the tensors of a model of `cfg` stand in a directory, which may spell the same symbols in other groups."""
+    if not (directory / OURS).exists():
+        return family_of(raw_of(directory)).places(cfg)
+    return dict(zip(tensor_names(cfg), map(Same, tensor_names(config_of(directory))), strict=True))
+
+
+def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:
+    """A family that can hold a model of `cfg`, the one that is named or the first that can, and its config.json."""
+    if model_type is not None and model_type not in FAMILIES:
+        raise ConversionError(f"model_type={model_type!r}: there are {', '.join(FAMILIES)}")
+    reasons = []
+    for name in [model_type] if model_type is not None else FAMILIES:
+        try:
+            return FAMILIES[name], FAMILIES[name].raw(cfg)
+        except (ValueError, KeyError) as error:
+            reasons.append(str(error))
+    raise ConversionError(f"no family can hold this model: {'. '.join(reasons)}")

@@ -1,0 +1,182 @@
+"""What a family of published models is: tables, from which both directions follow."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.models.config import HybridConfig
+from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.places import PerExpert, Place, Same
+from weft.models.model import HybridModel
+from weft.models.pattern import LAYER_KEYS, TERMINAL
+
+Raw = dict[str, Any]
+"""The content of a config.json."""
+Bound = Callable[[str, HybridConfig], Place]
+"""A place in the layer of that prefix."""
+Table = Mapping[str, str | Bound]
+"""Our modules or parameters inside of a layer to theirs."""
+
+KEPT = frozenset(
+    (
+        *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
+        *("max_position_embeddings", "model_type", "num_hidden_layers", "output_router_logits"),
+        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "torch_dtype", "transformers_version"),
+        *("use_cache", "pad_token_id"),
+    )
+)
+"""Fields that no result depends on; they come along."""
+TRAINING = frozenset(
+    (
+        *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
+        *("time_step_floor", "chunk_size"),
+    )
+)
+"""Our fields that no result depends on."""
+OF_SYMBOLS = {
+    "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window partial_rotary_factor",
+    "*+": "num_attention_heads attention_bias attention_scale rope_theta rope_interleave rope_scaling",
+    "+": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    "M": "mamba_num_heads mamba_head_dim ssm_state_size mamba_n_groups conv_kernel conv_bias mamba_bias "
+    "time_step_limit_min time_step_limit_max",
+    "G": "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
+    "-": "intermediate_size",
+    "-E": "hidden_act mlp_bias",
+    "E": "num_experts num_experts_per_tok moe_intermediate_size moe_latent_size shared_expert_intermediate_size "
+    "shared_expert_gate router_score norm_topk_prob routed_scaling_factor n_group topk_group expert_bias "
+    "capacity_factor",
+}
+"""Our fields that matter to some symbols only."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The tables of a family.
+
+    `fields`: their name to ours and its default there. `required`: what they must have, because the result depends on
+    it and there is no other. `kept`: more of their fields that no result depends on. `read` and `write` do what the
+    table of fields cannot. `outer`: our modules outside of layers to theirs. `layer`: the prefix of layer {}, which
+    holds `symbols_per_layer` symbols. `tensors`: for each symbol, our modules (or parameters) to theirs.
+    """
+
+    model_type: str
+    architecture: str
+    layer: str
+    outer: Mapping[str, str]
+    tensors: Mapping[str, Table]
+    fields: Mapping[str, tuple[str, Any]]
+    read: Callable[[Raw], Raw]
+    write: Callable[[HybridConfig], Raw]
+    symbols_per_layer: int = 2
+    required: Mapping[str, Any] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+
+    def config(self, raw: Raw) -> HybridConfig:
+        """Our configuration of a config.json."""
+        if (quantized := raw.get("quantization_config")) is not None:
+            method = quantized.get("quant_method", "an unnamed method")
+            raise ConversionError(f"quantization_config: the weights are quantized by {method!r}; take others")
+        for name, value in self.required.items():
+            if raw.get(name, value) != value:
+                raise ConversionError(f"{name}={raw[name]!r}: weft's {self.model_type} has {value!r} only")
+        ours = {name: raw.get(theirs, default) for theirs, (name, default) in self.fields.items()}
+        ours |= self.read(raw)
+        known = {*self.fields, *self.required, *self.kept, *KEPT, *self.write(HybridConfig(**ours))}
+        if unknown := raw.keys() - known - {"rope_theta", "rope_scaling"}:
+            raise ConversionError(f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it")
+        return HybridConfig(**ours)
+
+    def raw(self, cfg: HybridConfig) -> Raw:
+        """The config.json of our configuration. Raises `ConversionError` if this family cannot hold it."""
+        self._check_symbols(cfg)
+        theirs = {name: getattr(cfg, ours) for name, (ours, _) in self.fields.items()}
+        theirs = {"architectures": [self.architecture], "model_type": self.model_type} | theirs
+        theirs |= {**self.required, **self.write(cfg)}
+        again = self.config(theirs)
+        different = [
+            f"{name}={getattr(cfg, name)!r} (it has {getattr(again, name)!r})"
+            for name in relevant(cfg)
+            if _plain(cfg, name) != _plain(again, name)
+        ]
+        if different:
+            raise ConversionError(f"{self.model_type} cannot hold {'; '.join(different)}")
+        return theirs
+
+    def places(self, cfg: HybridConfig) -> dict[str, Place]:
+        """Where each tensor of a model of `cfg` stands."""
+        layers = {layer.index: layer for layer in cfg.parsed.layers}
+        found: dict[str, Place] = {}
+        for name in tensor_names(cfg):
+            inside = re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\.(.+)", name)
+            if inside is None:
+                module, _, kind = name.rpartition(".")
+                found[name] = Same(f"{self.outer[module]}.{kind}")
+                continue
+            layer = layers[int(inside[1])]
+            place = next(place for place, symbol in enumerate(layer.symbols) if LAYER_KEYS[symbol] == inside[2])
+            number = (layer.physical - 1 + place) // self.symbols_per_layer
+            found[name] = self._place(layer.symbols[place], inside[3], self.layer.format(number), cfg)
+        return found
+
+    def _place(self, symbol: str, name: str, prefix: str, cfg: HybridConfig) -> Place:
+        table = self.tensors[symbol]
+        module, _, kind = name.rpartition(".")
+        theirs = table.get(name)
+        if theirs is None and module in table:
+            theirs = f"{table[module]}.{kind}"
+        if theirs is None:
+            raise ConversionError(f"{self.model_type} has no place for {name!r} of a layer {symbol!r}")
+        return theirs(prefix, cfg) if callable(theirs) else Same(prefix + theirs)
+
+    def _check_symbols(self, cfg: HybridConfig) -> None:
+        symbols = flat(cfg)
+        if cfg.parsed.depths:
+            raise ConversionError(f"{self.model_type} has no prediction depths here (pattern {cfg.pattern!r})")
+        if strange := set(symbols) - set(self.tensors):
+            raise ConversionError(f"{self.model_type} has no layer {listed(strange)} (pattern {cfg.pattern!r})")
+        if self.symbols_per_layer == 2:
+            pairs = [symbols[place : place + 2] for place in range(0, len(symbols), 2)]
+            if any(len(pair) < 2 or pair[0] in TERMINAL or pair[1] not in TERMINAL for pair in pairs):
+                raise ConversionError(
+                    f"layers of {self.model_type} are pairs such as [*-], not those of {cfg.pattern!r}"
+                )
+
+
+def tensor_names(cfg: HybridConfig) -> list[str]:
+    """The names of our tensors, in an order that does not depend on groups."""
+    with torch.device("meta"):
+        return list(HybridModel(cfg).state_dict())
+
+
+def flat(cfg: HybridConfig) -> str:
+    """The symbols of the main part, one after another."""
+    return "".join(layer.symbols for layer in cfg.parsed.layers)
+
+
+def spelled(cfg: HybridConfig) -> tuple[str, str, int]:
+    """The symbols without groups and segments: of the main part, of one prediction depth, and how many there are."""
+    pattern = cfg.parsed
+    return flat(cfg), "".join(layer.symbols for layer in pattern.prediction), pattern.depths
+
+
+def relevant(cfg: HybridConfig) -> list[str]:
+    """The fields that the result of a model of `cfg` depends on."""
+    symbols = set(flat(cfg))
+    apart = {name: set(which) for which, names in OF_SYMBOLS.items() for name in names.split()}
+    names = [each.name for each in dataclasses.fields(cfg) if each.name not in TRAINING]
+    return [name for name in names if name not in apart or apart[name] & symbols]
+
+
+def experts(template: str) -> Bound:
+    """The matrices of all experts, `template` with the expert's number."""
+    return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
+
+
+def _plain(cfg: HybridConfig, name: str) -> Any:
+    if name == "pattern":
+        return flat(cfg)
+    return cfg.attention_head_dim if name == "head_dim" else getattr(cfg, name)

@@ -1,0 +1,115 @@
+"""Qwen3 and Qwen3-MoE (arXiv:2505.09388): attention with norms of queries and keys; SwiGLU or experts."""
+
+from collections.abc import Sequence
+
+from weft.models.config import HybridConfig
+from weft.models.hf import rope
+from weft.models.hf.errors import ConversionError
+from weft.models.hf.family import Family, Raw, Table, experts, flat
+from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERTS: Table = {
+    "norm": "post_attention_layernorm",
+    "router": "mlp.gate",
+    **{f"experts.{name}": experts(f"mlp.experts.{{}}.{name}.weight") for name in PROJECTIONS},
+}
+
+
+def ends(raw: Raw, layers: int) -> list[str]:
+    """What each layer ends in: experts, but for those in `mlp_only_layers` and between steps."""
+    dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+    return ["-" if number in dense or (number + 1) % step else "E" for number in range(layers)]
+
+
+def written_ends(cfg: HybridConfig) -> Raw:
+    """The same, back."""
+    places: Sequence[int] = [number for number, symbol in enumerate(flat(cfg)[1::2]) if symbol == "-"]
+    return {"mlp_only_layers": places, "decoder_sparse_step": 1}
+
+
+def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    layers = raw.get("num_hidden_layers", 32)
+    if windowed := set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise ConversionError(f"layer_types: weft's qwen3 has full_attention only, not {', '.join(sorted(windowed))}")
+    return {
+        "pattern": "[*-]" * layers,
+        "attention_bias": "all" if raw.get("attention_bias") else "none",
+        "qk_norm": "head",
+        **rope.read(raw),
+    }
+
+
+def write(cfg: HybridConfig) -> Raw:
+    """And back."""
+    layers = len(flat(cfg)) // 2
+    return {
+        "num_hidden_layers": layers,
+        "head_dim": cfg.attention_head_dim,
+        "attention_bias": cfg.attention_bias == "all",
+        **rope.write(cfg),
+    }
+
+
+def read_moe(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    layers = raw.get("num_hidden_layers", 24)
+    return {
+        **read(raw),
+        "pattern": "".join(f"[*{end}]" for end in ends(raw, layers)),
+        "num_experts": raw.get("num_experts") or raw.get("num_local_experts", 128),  # releases have the first
+    }
+
+
+def write_moe(cfg: HybridConfig) -> Raw:
+    """And back."""
+    return {**write(cfg), **written_ends(cfg)}
+
+
+FIELDS = {
+    **COMMON,
+    "vocab_size": ("vocab_size", 151936),
+    "intermediate_size": ("intermediate_size", 22016),
+    "num_key_value_heads": ("num_key_value_heads", 32),
+    "head_dim": ("head_dim", 128),
+    "rms_norm_eps": ("rms_norm_eps", 1e-6),
+}
+REQUIRED = {"attention_dropout": 0.0, "use_sliding_window": False}
+KEPT = frozenset({"max_window_layers", "sliding_window", "layer_types"})
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    layer="model.layers.{}.",
+    outer=OUTER,
+    tensors={"*": ATTENTION, "-": MLP},
+    fields=FIELDS,
+    read=read,
+    write=write,
+    required=REQUIRED,
+    kept=KEPT,
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    layer="model.layers.{}.",
+    outer=OUTER,
+    tensors={"*": ATTENTION, "-": MLP, "E": EXPERTS},
+    fields={
+        **FIELDS,
+        "hidden_size": ("hidden_size", 2048),
+        "intermediate_size": ("intermediate_size", 6144),
+        "num_key_value_heads": ("num_key_value_heads", 4),
+        "head_dim": ("head_dim", None),
+        "moe_intermediate_size": ("moe_intermediate_size", 768),
+        "num_experts": ("num_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "norm_topk_prob": ("norm_topk_prob", False),
+    },
+    read=read_moe,
+    write=write_moe,
+    required=REQUIRED,
+    kept=KEPT | {"num_local_experts"},
+)

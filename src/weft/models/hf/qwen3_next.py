@@ -1,0 +1,105 @@
+"""Qwen3-Next: gated delta nets and gated attention, experts beside a gated shared one, zero-centred norms."""
+
+import torch
+
+from weft.models.config import HybridConfig
+from weft.models.hf import rope
+from weft.models.hf.family import Family, Raw, Table, experts, flat
+from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
+from weft.models.hf.places import Rows
+from weft.models.hf.qwen3 import ends, written_ends
+
+MIXERS = {"linear_attention": "G", "full_attention": "*"}
+NAMES = {symbol: name for name, symbol in MIXERS.items()}
+
+
+def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
+    """Ours is q, k, v, z, b, a, each of all heads; theirs are two matrices with the parts of each key head together."""
+    heads, shared = cfg.linear_num_key_heads, cfg.linear_num_value_heads // cfg.linear_num_key_heads
+    keys, values = cfg.linear_key_head_dim, cfg.linear_value_head_dim * shared
+    sizes = {"in_proj_qkvz": heads * 2 * (keys + values), "in_proj_ba": heads * 2 * shared}
+    first, second = torch.arange(sum(sizes.values())).split(list(sizes.values()))
+    parts = [
+        *first.view(heads, -1).split((keys, keys, values, values), dim=1),
+        *second.view(heads, -1).split((shared, shared), dim=1),
+    ]
+    names = {f"{prefix}linear_attn.{name}.weight": size for name, size in sizes.items()}
+    return Rows(names, torch.cat([part.flatten() for part in parts]))
+
+
+DELTA_NET: Table = {
+    "norm": "input_layernorm",
+    "in_proj.weight": in_proj,
+    "gated_norm": "linear_attn.norm",
+    **{name: f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "out_proj")},
+}
+EXPERTS: Table = {
+    "norm": "post_attention_layernorm",
+    "router": "mlp.gate",
+    "shared_expert_gate": "mlp.shared_expert_gate",
+    **{f"shared_expert.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"experts.{name}": experts(f"mlp.experts.{{}}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")},
+}
+
+
+def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
+    mixers = raw.get("layer_types") or [
+        "linear_attention" if (number + 1) % interval else "full_attention" for number in range(count)
+    ]
+    return {
+        "pattern": "".join(f"[{MIXERS[mixer]}{end}]" for mixer, end in zip(mixers, ends(raw, count))),
+        "attention_bias": "all" if raw.get("attention_bias") else "none",
+        "attention_output_gate": True,
+        "qk_norm": "head",
+        "zero_centered_norm": True,
+        "shared_expert_gate": True,
+        **rope.read(raw, partial=0.25),
+    }
+
+
+def write(cfg: HybridConfig) -> Raw:
+    """And back."""
+    symbols = flat(cfg)
+    return {
+        "num_hidden_layers": len(symbols) // 2,
+        "layer_types": [NAMES[symbol] for symbol in symbols[::2]],
+        **written_ends(cfg),
+        "head_dim": cfg.attention_head_dim,
+        "attention_bias": cfg.attention_bias == "all",
+        **rope.write(cfg, partial=True),
+    }
+
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    layer="model.layers.{}.",
+    outer=OUTER,
+    tensors={"*": ATTENTION, "G": DELTA_NET, "-": MLP, "E": EXPERTS},
+    fields={
+        **COMMON,
+        "hidden_size": ("hidden_size", 2048),
+        "num_attention_heads": ("num_attention_heads", 16),
+        "num_key_value_heads": ("num_key_value_heads", 2),
+        "head_dim": ("head_dim", 256),
+        "vocab_size": ("vocab_size", 151936),
+        "intermediate_size": ("intermediate_size", 5632),
+        "moe_intermediate_size": ("moe_intermediate_size", 512),
+        "shared_expert_intermediate_size": ("shared_expert_intermediate_size", 512),
+        "num_experts": ("num_experts", 512),
+        "num_experts_per_tok": ("num_experts_per_tok", 10),
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "linear_conv_kernel_dim": ("linear_conv_kernel_dim", 4),
+        "linear_key_head_dim": ("linear_key_head_dim", 128),
+        "linear_value_head_dim": ("linear_value_head_dim", 128),
+        "linear_num_key_heads": ("linear_num_key_heads", 16),
+        "linear_num_value_heads": ("linear_num_value_heads", 32),
+        "rms_norm_eps": ("rms_norm_eps", 1e-6),
+    },
+    read=read,
+    write=write,
+    required={"attention_dropout": 0.0},
+    kept=frozenset({"full_attention_interval"}),
+)

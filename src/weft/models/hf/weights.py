@@ -1,0 +1,106 @@
+"""Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from weft.models.hf.directory import THEIRS, TensorFiles, TensorWriter
+from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.families import config_of, family_for, places_of
+from weft.models.hf.family import flat, relevant
+from weft.models.hf.places import Place
+from weft.models.model import HybridModel
+
+
+@torch.no_grad()
+def load(model: HybridModel, directory: str | Path) -> None:
+    """Fill the weights of `model`, sharded or not, from a directory; each rank reads its part.
+
+    Weights keep the dtype that they have in `model`. Raises `ConversionError` if the directory holds a model of another
+    configuration, and if a tensor is missing, unused or of another shape.
+    """
+    directory = Path(directory)
+    cfg = config_of(directory)
+    if different := [
+        f"{name}={getattr(model.cfg, name)!r}, there {getattr(cfg, name)!r}"
+        for name in relevant(cfg)
+        if name != "pattern" and getattr(model.cfg, name) != getattr(cfg, name)
+    ]:
+        raise ConversionError(f"{directory} holds another model: {'; '.join(different)}; build it with hf.config_of")
+    if flat(cfg) != flat(model.cfg):
+        raise ConversionError(f"{directory} holds {cfg.pattern!r}, the model is {model.cfg.pattern!r}")
+    files = TensorFiles(directory)
+    places = places_of(directory, model.cfg)
+    check_complete(places, files)
+    for name, tensor in _tensors(model):
+        place = places[name]
+        if (shape := place.shape(files)) != list(tensor.shape):
+            raise ConversionError(f"{listed(place.names, 3)} has the shape {shape}, {name} {list(tensor.shape)}")
+        for start, mine in _parts(name, tensor):
+            rows = place.rows(files, start[0], start[0] + mine.shape[0])
+            mine.copy_(rows[tuple(slice(at, at + size) for at, size in zip((0, *start[1:]), mine.shape))])
+
+
+@torch.no_grad()
+def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
+    """Write `model`, sharded or not, as a Hugging Face directory of the family `model_type`, or of one that fits.
+
+    All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it.
+    """
+    directory = Path(directory)
+    family, raw = family_for(model.cfg, model_type)
+    places = family.places(model.cfg)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+    with TensorWriter(directory) if writes else _Nowhere() as writer:
+        for name, tensor in _tensors(model):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for theirs, part in places[name].split(whole) if writes else ():
+                writer.put(theirs, part)
+    if writes:
+        raw["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+        (directory / THEIRS).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+
+
+def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
+    """Raise `ConversionError` unless `files` has exactly the tensors of `places`."""
+    wanted = {name for place in places.values() for name in place.names}
+    complaints = []
+    if missing := wanted - set(files):
+        complaints.append(f"missing: {listed(missing)}")
+    if unused := set(files) - wanted:
+        complaints.append(f"unused: {listed(unused)}")
+    if complaints:
+        raise ConversionError(f"{files.directory} does not fit its configuration: {'; '.join(complaints)}")
+
+
+class _Nowhere(TensorWriter):
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are saved, in the order of a state dict."""
+    return iter(model.state_dict(keep_vars=True).items())
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """What this rank has of `tensor`: where each piece starts in the whole, and the piece."""
+    if not isinstance(tensor, DTensor):
+        yield (0,) * max(tensor.dim(), 1), tensor
+        return
+    for chunk in tensor.__create_chunk_list__():  # type: ignore[attr-defined]
+        if all(chunk.sizes):
+            start = tuple(chunk.offsets)
+            yield start, tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""Causal self-attention, groups of query heads sharing a key and value head (GQA; arXiv:2305.13245).
+
+q, k, v = W_q x, W_k x, W_v x      per head; norms over a head or over all of them, then rotation, of q and k
+o       = softmax(scale q k^T) v   over the positions up to one's own, in a window if there is one
+y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.config import HybridConfig
+from weft.models.layers.block import Block, State
+from weft.models.layers.norm import RMSNorm
+from weft.models.layers.rotary import RotaryEmbedding
+from weft.moe.linear import Linear
+from weft.moe.source import WeightSource
+
+
+class Attention(Block):
+    """Grouped-query attention. Its state are the keys and values so far, [B, T, heads, C]."""
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None) -> None:
+        super().__init__(cfg)
+        width, bias = cfg.attention_head_dim, cfg.attention_bias
+        self.heads = cfg.num_attention_heads
+        self.key_value_heads = cfg.num_key_value_heads
+        self.scale = cfg.attention_scale
+        self.window = cfg.sliding_window
+        self.gated = cfg.attention_output_gate
+        queries, keys = self.heads * width, self.key_value_heads * width
+        of_queries = queries * (2 if self.gated else 1)
+        self.q_proj = Linear(cfg.hidden_size, of_queries, source / "q_proj", bias=bias != "none")
+        self.k_proj = Linear(cfg.hidden_size, keys, source / "k_proj", bias=bias != "none")
+        self.v_proj = Linear(cfg.hidden_size, keys, source / "v_proj", bias=bias != "none")
+        self.o_proj = Linear(queries, cfg.hidden_size, source / "o_proj", bias=bias == "all")
+        self.norm_of = cfg.qk_norm
+        self.q_norm, self.k_norm = (self._norm(cfg, size) for size in (queries, keys))
+        self.rotary = rotary
+
+    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+        """See `Block.mix`."""
+        q_BSHC, gate_BSHC = self.q_proj(x_BSD).unflatten(-1, (self.heads, -1)), None
+        if self.gated:
+            q_BSHC, gate_BSHC = q_BSHC.chunk(2, dim=-1)
+        k_BSHC = self.k_proj(x_BSD).unflatten(-1, (self.key_value_heads, -1))
+        v_BSHC = self.v_proj(x_BSD).unflatten(-1, (self.key_value_heads, -1))
+        q_BSHC, k_BSHC = self._normed(self.q_norm, q_BSHC), self._normed(self.k_norm, k_BSHC)
+        start = state["k"].shape[1] if state else 0
+        if self.rotary is not None:
+            q_BSHC, k_BSHC = self.rotary(q_BSHC, start), self.rotary(k_BSHC, start)
+        k_BTHC, v_BTHC = remembered(state, k=k_BSHC, v=v_BSHC)
+        o_BSHC = causal_attention(q_BSHC, k_BTHC, v_BTHC, scale=self.scale, window=self.window)
+        if gate_BSHC is not None:
+            o_BSHC = o_BSHC * gate_BSHC.sigmoid()
+        return self.o_proj(o_BSHC.flatten(-2))
+
+    def _norm(self, cfg: HybridConfig, size: int) -> nn.Module | None:
+        widths = {"none": None, "head": cfg.attention_head_dim, "full": size}
+        width = widths[cfg.qk_norm]
+        return None if width is None else RMSNorm(width, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+
+    def _normed(self, norm: nn.Module | None, x_BSHC: Tensor) -> Tensor:
+        if norm is None:
+            return x_BSHC
+        return norm(x_BSHC) if self.norm_of == "head" else norm(x_BSHC.flatten(-2)).view_as(x_BSHC)
+
+
+def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
+    """Each of `new`, [B, S, ...], behind what `state` has under its name, [B, T, ...] together, and kept there."""
+    if state is None:
+        return list(new.values())
+    for name, tensor in new.items():
+        state[name] = torch.cat((state[name], tensor), dim=1) if name in state else tensor
+    return [state[name] for name in new]
+
+
+def causal_attention(
+    q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, *, scale: float | None, window: int | None = None
+) -> Tensor:
+    """Softmax attention of the last S of T positions, each on itself and on what stands before.
+
+    `scale`: None, C^-0.5. `window`: how many positions one sees, itself included; None: all. -> [B, S, H, C of v].
+    """
+    queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
+    windowed = window is not None and window < seen
+    plain = queries == seen and not windowed
+    mask = None
+    if not plain and (queries > 1 or windowed):
+        ones = torch.ones(queries, seen, dtype=torch.bool, device=q_BSHC.device)
+        mask = ones.tril(seen - queries)
+        if windowed:
+            mask = mask.triu(seen - queries - window + 1)  # type: ignore[operator]
+    o_BHSC = F.scaled_dot_product_attention(
+        q_BSHC.transpose(1, 2),
+        k_BTHC.transpose(1, 2),
+        v_BTHC.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=plain,
+        scale=scale,
+        enable_gqa=q_BSHC.shape[2] != k_BTHC.shape[2],
+    )
+    return o_BHSC.transpose(1, 2)

@@ -1,0 +1,46 @@
+"""What all layers share: the residual stream, and what they keep of the positions before."""
+
+from torch import Tensor, nn
+
+from weft.models.config import HybridConfig
+from weft.models.layers.norm import RMSNorm
+from weft.moe.source import INITIAL_STD, WeightSource
+
+State = dict[str, Tensor]
+"""What one block keeps of the positions before, by name, to go on after them; empty before the first."""
+Cache = dict[nn.Module, State]
+"""The state of each block of a model."""
+
+
+class Embedding(nn.Embedding):
+    """One vector per token; [...] int64 -> [..., hidden].
+
+    `padding_idx`: a token whose vector gets no gradient from here.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, source: WeightSource, padding_idx: int | None = None) -> None:
+        self.source = source  # torch's constructor resets the weight
+        super().__init__(vocab_size, hidden_size, padding_idx=padding_idx)
+
+    def reset_parameters(self) -> None:
+        """Set the initial weight."""
+        self.source.normal_(self.weight, INITIAL_STD)
+
+
+class Block(nn.Module):
+    """A pre-norm residual layer: `x + mix(norm(x))`. The residual stream passes through `forward` only."""
+
+    def __init__(self, cfg: HybridConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+
+    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+        """What the layer adds to the residual stream, from its normalised input; [B, S, D] -> [B, S, D].
+
+        With a state, `x_BSD` are the positions that follow those which it knows, and afterwards it knows them too.
+        """
+        raise NotImplementedError
+
+    def forward(self, x_BSD: Tensor, state: State | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return x_BSD + self.mix(self.norm(x_BSD), state)

@@ -1,0 +1,42 @@
+"""The short convolution over time that comes before a recurrence.
+
+y_t = silu(b + sum over k of w_k x_(t - K + 1 + k)), each channel by itself, zeros before the first position.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.layers.block import State
+from weft.moe.source import WeightSource
+
+
+class CausalConvolution(nn.Module):
+    """[B, S, channels] -> the same; its state are the last K - 1 inputs.
+
+    The weight is [channels, 1, K], as torch.nn.Conv1d has it.
+    """
+
+    def __init__(self, channels: int, kernel: int, source: WeightSource, *, bias: bool) -> None:
+        super().__init__()
+        self.source = source
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial weight, uniform as torch's, and a bias of zero."""
+        bound = self.weight.shape[-1] ** -0.5
+        self.source.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x_BSC: Tensor, state: State | None) -> Tensor:
+        """Convolve, and keep in the state what the next position needs."""
+        before = self.weight.shape[-1] - 1
+        known = state.get("conv") if state is not None else None
+        x_BSC = F.pad(x_BSC, (0, 0, before, 0)) if known is None else torch.cat((known, x_BSC), dim=1)
+        if state is not None:
+            state["conv"] = x_BSC[:, x_BSC.shape[1] - before :]
+        y_BCS = F.conv1d(x_BSC.transpose(1, 2), self.weight, self.bias, groups=self.weight.shape[0])
+        return F.silu(y_BCS.transpose(1, 2))

@@ -1,0 +1,149 @@
+"""Gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464): a memory that is corrected where it is wrong.
+
+S_t = exp(g_t) S_(t-1)                       the memory [dk, dv] of each head, in fp32, fades
+S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   and at the key k_t it moves towards v_t
+o_t = S_t^T q_t
+
+`delta_stepwise` is these three lines. `delta_chunked` is the same in chunks of L positions: what the positions of a
+chunk write depends on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3), which is
+solved for all chunks at once; then only the states go from chunk to chunk.
+
+Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.fsdp import keep_dtype
+from weft.models.config import HybridConfig
+from weft.models.layers.block import Block, State
+from weft.models.layers.chunks import between, chunks
+from weft.models.layers.convolution import CausalConvolution
+from weft.models.layers.norm import GatedNorm
+from weft.moe.linear import Linear
+from weft.moe.source import WeightSource
+
+CHUNK = 64
+TINY = 1e-6
+"""Added to the squared length of a key or query before its root."""
+
+
+class GatedDeltaNet(Block):
+    """The gated delta net layer: projection, short convolution, delta rule, gated norm, projection.
+
+    `in_proj` gives q, k, v, the output gate z, and per value head b and a: beta = sigmoid(b), g = -exp(A_log)
+    softplus(a + dt_bias). Queries and keys have length 1, queries dk^-0.5. Its state is S [B, value heads, dk, dv] and
+    the convolution's.
+    """
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+        super().__init__(cfg)
+        keys, self.value_heads = cfg.linear_num_key_heads, cfg.linear_num_value_heads
+        of_keys, of_values = keys * cfg.linear_key_head_dim, self.value_heads * cfg.linear_value_head_dim
+        self.key_heads = keys
+        self.source = source
+        self.widths = 2 * of_keys + of_values, of_values, self.value_heads, self.value_heads
+        self.inner_widths = of_keys, of_keys, of_values
+        self.in_proj = Linear(cfg.hidden_size, sum(self.widths), source / "in_proj")
+        self.conv1d = CausalConvolution(self.widths[0], cfg.linear_conv_kernel_dim, source / "conv1d", bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
+        self.gated_norm = GatedNorm(cfg.linear_value_head_dim, cfg.rms_norm_eps, gate_first=False)
+        self.out_proj = Linear(of_values, cfg.hidden_size, source / "out_proj")
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """exp(A_log) uniform between 0.01 and 16, dt_bias = 1."""
+        for parameter in (self.A_log, self.dt_bias):
+            keep_dtype(parameter)
+        (self.source / "A_log").uniform_(self.A_log, 0.01, 16.0)
+        self.A_log.log_()
+        nn.init.ones_(self.dt_bias)
+
+    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+        """See `Block.mix`."""
+        qkv, z, b, a = self.in_proj(x_BSD).split(self.widths, dim=-1)
+        q, k, v = self.conv1d(qkv, state).split(self.inner_widths, dim=-1)
+        q_BSHC, k_BSHC = (each.unflatten(-1, (self.key_heads, -1)) for each in (q, k))
+        v_BSHC, z_BSHC = (each.unflatten(-1, (self.value_heads, -1)) for each in (v, z))
+        g_BSH = -self.A_log.exp() * F.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
+        known = state.get("delta") if state is not None else None
+        one = state is not None and x_BSD.shape[1] == 1
+        rule = delta_stepwise if one else delta_chunked
+        o_BSHC, last = rule(q_BSHC, k_BSHC, v_BSHC, g_BSH, b.sigmoid(), known)
+        if state is not None:
+            state["delta"] = last
+        return self.out_proj(self.gated_norm(o_BSHC, z_BSHC).flatten(-2))
+
+
+def delta_stepwise(
+    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHC: Tensor, g_BSH: Tensor, beta_BSH: Tensor, state_BHCC: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, position after position.
+
+    q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; g <= 0, beta: [B, S, value heads]; value head j reads key
+    head j // (value heads / key heads). -> o [B, S, value heads, dv] fp32, and the last state [B, value heads, dk, dv].
+    """
+    q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
+    q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
+    outputs = []
+    for t in range(v.shape[1]):
+        key = k[:, t, :, :, None]
+        S = g[:, t, :, None, None].exp() * S
+        missing = v[:, t] - (S * key).sum(-2)
+        S = S + key * (beta[:, t, :, None] * missing)[..., None, :]
+        outputs.append((S * q[:, t, :, :, None]).sum(-2))
+    return torch.stack(outputs, dim=1), S
+
+
+def delta_chunked(
+    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHC: Tensor, g_BSH: Tensor, beta_BSH: Tensor, state_BHCC: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `delta_stepwise` computes, by products of matrices."""
+    q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
+    positions, heads, width = v.shape[1], k.shape[2], v.shape[-1]
+    length = min(CHUNK, positions)
+    # Positions that are added at the end have g = 0 and beta = 0: they neither fade nor write.
+    q_BHKLC, k_BHKLC = (chunks(each, length).permute(0, 3, 1, 2, 4) for each in (q, k))
+    v_BHRKLC = chunks(v, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5)
+    g_BHRKL, beta_BHRKL = (chunks(e, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2) for e in (g, beta))
+    fade_BHRKL = g_BHRKL.cumsum(-1)  # the log of the decay since the chunk's start
+    total_BHRK1 = fade_BHRKL[..., -1:]
+    decay_BHRKLL = between(fade_BHRKL)
+
+    # What a chunk writes is u - w S: (1 + tril(beta k k^T * decay, -1)) [u, w] = [beta v, beta decay k].
+    k_BH1KLC, beta_BHRKL1 = k_BHKLC.unsqueeze(2), beta_BHRKL[..., None]
+    system = beta_BHRKL1 * (k_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL
+    right = torch.cat((beta_BHRKL1 * v_BHRKLC, (beta_BHRKL * fade_BHRKL.exp())[..., None] * k_BH1KLC), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u, w = solved.split((width, solved.shape[-1] - width), dim=-1)
+
+    # From chunk to chunk.
+    to_end = ((total_BHRK1 - fade_BHRKL).exp()[..., None] * k_BH1KLC).mT.unbind(3)
+    fades = total_BHRK1.exp()[..., None].unbind(3)
+    S = S.unflatten(1, (heads, -1))
+    before, written = [], []
+    for u_L, w_L, k_L, fade in zip(u.unbind(3), w.unbind(3), to_end, fades):
+        before.append(S)
+        written.append(u_L - w_L @ S)
+        S = fade * S + k_L @ written[-1]
+
+    # What the state before a chunk and its own positions give.
+    q_BH1KLC = q_BHKLC.unsqueeze(2)
+    from_start = (fade_BHRKL.exp()[..., None] * q_BH1KLC) @ torch.stack(before, dim=3)
+    o_BHRKLC = from_start + ((q_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL) @ torch.stack(written, dim=3)
+    o_BSHC = o_BHRKLC.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
+    return o_BSHC[:, :positions], S.flatten(1, 2)
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In fp32 at least, queries and keys scaled to their lengths, with a state of zeros if there is none."""
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    q, k = (each * (each.square().sum(-1, keepdim=True) + TINY).rsqrt() for each in (q.to(dtype), k.to(dtype)))
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+    return q * q.shape[-1] ** -0.5, k, v.to(dtype), g.to(dtype), beta.to(dtype), state.to(dtype)

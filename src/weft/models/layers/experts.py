@@ -1,0 +1,62 @@
+"""The mixture of experts as a layer: `x + moe(norm(x))`."""
+
+from torch import Tensor, nn
+
+from weft.mesh import Meshes
+from weft.models.config import HybridConfig
+from weft.models.layers.norm import RMSNorm
+from weft.moe import AllToAll, Dispatcher, Handle, MoE
+from weft.moe.source import WeightSource
+from weft.overlap import Crossing
+
+
+class Experts(MoE):
+    """It ends a logical layer."""
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource, dispatcher: Dispatcher | None) -> None:
+        super().__init__(
+            cfg.hidden_size,
+            cfg.moe_intermediate_size,
+            cfg.num_experts,
+            cfg.num_experts_per_tok,
+            dispatcher=dispatcher,
+            act=cfg.hidden_act,
+            bias=cfg.mlp_bias,
+            latent_size=cfg.moe_latent_size,
+            shared_intermediate_size=cfg.shared_expert_intermediate_size,
+            shared_expert_gate=cfg.shared_expert_gate,
+            source=source,
+            score=cfg.router_score,
+            norm_topk_prob=cfg.norm_topk_prob,
+            scaling_factor=cfg.routed_scaling_factor,
+            num_groups=cfg.n_group,
+            topk_groups=cfg.topk_group,
+            expert_bias=cfg.expert_bias,
+            aux_loss_coef=cfg.aux_loss_coef,
+            z_loss_coef=cfg.z_loss_coef,
+            capacity_factor=cfg.capacity_factor,
+        )
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+
+    def split(self, x_BSD: Tensor) -> Crossing:
+        """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
+        rows, weights, shared, loss, handle = self.send(self.norm(x_BSD))
+        kept = {"residual": x_BSD, "weights": weights}
+        if shared is not None:
+            kept["shared"] = shared
+        return Crossing(rows, kept, handle, loss)
+
+    def expert_modules(self) -> list[nn.Module]:
+        """What only `run_experts` calls."""
+        return [self.experts]
+
+    def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
+        """The weighted rows and the residual stream; -> [B, S, D]."""
+        return kept["residual"] + self.receive(rows, kept["weights"], kept.get("shared"), handle)
+
+
+def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
+    """What moves tokens to experts on other ranks; None where every expert is here."""
+    if meshes is None or meshes.ep is None:
+        return None
+    return AllToAll(meshes.ep, cfg.num_experts)

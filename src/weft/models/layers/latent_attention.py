@@ -1,0 +1,67 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+q         = W_qb norm(W_qa x)     per head: a part without rotation, and one that is rotated
+c, k_rope = W_kva x               a latent, and one rotated key that all heads share
+k, v      = W_kvb norm(c)         per head: its own part of the key, and the value
+y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
+
+Decoding keeps norm(c) and k_rope only.
+"""
+
+import torch
+from torch import Tensor
+
+from weft.models.config import HybridConfig
+from weft.models.layers.attention import causal_attention, remembered
+from weft.models.layers.block import Block, State
+from weft.models.layers.norm import RMSNorm
+from weft.models.layers.rotary import RotaryEmbedding
+from weft.moe.linear import Linear
+from weft.moe.source import WeightSource
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of both latents, in every published model, whatever the other norms have."""
+
+
+class LatentAttention(Block):
+    """Multi-head latent attention. Its state are the latents [B, T, rank] and the shared keys [B, T, 1, rotated].
+
+    Where `q_lora_rank` is None, queries come from x by one projection.
+    """
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None) -> None:
+        super().__init__(cfg)
+        self.heads = cfg.num_attention_heads
+        self.scale = cfg.attention_scale
+        self.key_widths = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
+        self.latent_widths = cfg.kv_lora_rank, cfg.qk_rope_head_dim
+        self.up_widths = cfg.qk_nope_head_dim, cfg.v_head_dim
+        hidden, bias, rank = cfg.hidden_size, cfg.attention_bias == "all", cfg.q_lora_rank
+        queries = self.heads * sum(self.key_widths)
+        if rank is None:
+            self.q_proj = Linear(hidden, queries, source / "q_proj")
+        else:
+            self.q_a_proj = Linear(hidden, rank, source / "q_a_proj", bias=bias)
+            self.q_a_norm = RMSNorm(rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(rank, queries, source / "q_b_proj")
+        self.kv_a_proj = Linear(hidden, sum(self.latent_widths), source / "kv_a_proj", bias=bias)
+        self.kv_a_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(cfg.kv_lora_rank, self.heads * sum(self.up_widths), source / "kv_b_proj")
+        self.o_proj = Linear(self.heads * cfg.v_head_dim, hidden, source / "o_proj", bias=bias)
+        self.low_rank_queries = rank is not None
+        self.rotary = rotary
+
+    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+        """See `Block.mix`."""
+        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BSD))) if self.low_rank_queries else self.q_proj(x_BSD)
+        q_BSHC, q_rope_BSHC = q.unflatten(-1, (self.heads, -1)).split(self.key_widths, dim=-1)
+        latent_BSC, k_rope_BSC = self.kv_a_proj(x_BSD).split(self.latent_widths, dim=-1)
+        k_rope_BS1C = k_rope_BSC.unsqueeze(2)
+        if self.rotary is not None:
+            start = state["rope"].shape[1] if state else 0
+            q_rope_BSHC, k_rope_BS1C = self.rotary(q_rope_BSHC, start), self.rotary(k_rope_BS1C, start)
+        latent_BTC, k_rope_BT1C = remembered(state, latent=self.kv_a_norm(latent_BSC), rope=k_rope_BS1C)
+        k_BTHC, v_BTHC = self.kv_b_proj(latent_BTC).unflatten(-1, (self.heads, -1)).split(self.up_widths, dim=-1)
+        q_BSHC = torch.cat((q_BSHC, q_rope_BSHC), dim=-1)
+        k_BTHC = torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1)
+        return self.o_proj(causal_attention(q_BSHC, k_BTHC, v_BTHC, scale=self.scale).flatten(-2))

@@ -1,0 +1,152 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a state space of one decay per head and position.
+
+h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in fp32
+y_t = h_t C_t + D x_t
+
+Heads in a group share B and C. `ssd_stepwise` is these two lines. `ssd_chunked` is the same in chunks of L positions:
+within a chunk it is attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), between chunks the states go on.
+
+Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.fsdp import keep_dtype
+from weft.models.config import HybridConfig
+from weft.models.layers.block import Block, State
+from weft.models.layers.chunks import between, chunks
+from weft.models.layers.convolution import CausalConvolution
+from weft.models.layers.norm import GatedNorm
+from weft.moe.linear import Linear
+from weft.moe.source import WeightSource
+
+
+class Mamba2(Block):
+    """The Mamba-2 layer: projection, short convolution, state space, gated norm, projection.
+
+    Its state is h [B, H, P, N] and the convolution's. dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`.
+    """
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+        super().__init__(cfg)
+        heads, width = cfg.mamba_num_heads, cfg.mamba_head_dim
+        inner, shared = heads * width, cfg.mamba_n_groups * cfg.ssm_state_size
+        self.heads, self.groups = heads, cfg.mamba_n_groups
+        self.chunk_size = cfg.chunk_size
+        self.steps = cfg.time_step_min, cfg.time_step_max, cfg.time_step_floor
+        self.limit = cfg.time_step_limit_min, cfg.time_step_limit_max
+        self.source = source
+        self.widths = inner, inner + 2 * shared, heads
+        self.inner_widths = inner, shared, shared
+        self.in_proj = Linear(cfg.hidden_size, sum(self.widths), source / "in_proj", bias=cfg.mamba_bias)
+        self.conv1d = CausalConvolution(self.widths[1], cfg.conv_kernel, source / "conv1d", bias=cfg.conv_bias)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.gated_norm = GatedNorm(inner, cfg.rms_norm_eps, groups=self.groups, gate_first=True)
+        self.out_proj = Linear(inner, cfg.hidden_size, source / "out_proj", bias=cfg.mamba_bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A from -1 to -H, D = 1, and steps that are log-uniform from `time_step_min` to `time_step_max`."""
+        for parameter in (self.A_log, self.D, self.dt_bias):
+            keep_dtype(parameter)
+        self.A_log.copy_(torch.arange(1, self.heads + 1, device=self.A_log.device).log())
+        nn.init.ones_(self.D)
+        low, high, floor = self.steps
+        (self.source / "dt_bias").uniform_(self.dt_bias, math.log(low), math.log(high))
+        step = self.dt_bias.exp().clamp(min=floor)
+        self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
+
+    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+        """See `Block.mix`."""
+        z, xBC, dt_BSH = self.in_proj(x_BSD).split(self.widths, dim=-1)
+        x, B, C = self.conv1d(xBC, state).split(self.inner_widths, dim=-1)
+        x_BSHP = x.unflatten(-1, (self.heads, -1))
+        B_BSGN, C_BSGN = (each.unflatten(-1, (self.groups, -1)) for each in (B, C))
+        dt_BSH = F.softplus(dt_BSH.to(self.dt_bias.dtype) + self.dt_bias).clamp(*self.limit)
+        known = state.get("ssm") if state is not None else None
+        one = state is not None and x_BSD.shape[1] == 1
+        scan = ssd_stepwise if one else ssd_chunked
+        y_BSHP, last = scan(x_BSHP, dt_BSH, -self.A_log.exp(), B_BSGN, C_BSGN, known, self.chunk_size)
+        if state is not None:
+            state["ssm"] = last
+        y_BSHP = y_BSHP + self.D[:, None] * x_BSHP
+        return self.out_proj(self.gated_norm(y_BSHP.flatten(-2), z))
+
+
+def ssd_stepwise(
+    x_BSHP: Tensor,
+    dt_BSH: Tensor,
+    A_H: Tensor,
+    B_BSGN: Tensor,
+    C_BSGN: Tensor,
+    state_BHPN: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, position after position: y without the D term [B, S, H, P] fp32, and the last state."""
+    x, dt, A, B, C, h = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
+    B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
+    outputs = []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None, None]
+        h = (step * A[:, None, None]).exp() * h + step * x[:, t, :, :, None] * B[:, t, :, None]
+        outputs.append((h * C[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, dim=1), h
+
+
+def ssd_chunked(
+    x_BSHP: Tensor,
+    dt_BSH: Tensor,
+    A_H: Tensor,
+    B_BSGN: Tensor,
+    C_BSGN: Tensor,
+    state_BHPN: Tensor | None = None,
+    chunk_size: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """What `ssd_stepwise` computes, by products of matrices."""
+    x, dt, A, B, C, first = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
+    positions, groups = x.shape[1], B.shape[2]
+    length = min(chunk_size, positions)
+    # Positions that are added at the end have dt = 0: they neither decay nor write.
+    x, dt, B, C = (chunks(each, length) for each in (x * dt[..., None], dt, B, C))
+    B_BKGLN, C_BKGLN = B.transpose(2, 3), C.transpose(2, 3)
+    x_BKGRLP = x.transpose(2, 3).unflatten(2, (groups, -1))
+    decay_BKHL = (dt * A).transpose(2, 3).cumsum(-1)  # the log of the decay since the chunk's start
+    total_BKH = decay_BKHL[..., -1]
+
+    # Within a chunk.
+    scores_BKG1LL = (C_BKGLN @ B_BKGLN.mT).unsqueeze(3)
+    y_BKGRLP = (scores_BKG1LL * between(decay_BKHL).unflatten(2, (groups, -1))) @ x_BKGRLP
+
+    # What each chunk adds to the state, and the state before each chunk: all decays from chunk to chunk are one matrix.
+    to_end_BKGRL1 = (total_BKH[..., None] - decay_BKHL).exp().unflatten(2, (groups, -1)).unsqueeze(-1)
+    added_BKGRPN = (x_BKGRLP * to_end_BKGRL1).mT @ B_BKGLN.unsqueeze(3)
+    states = torch.cat((first.unflatten(1, (groups, -1)).unsqueeze(1), added_BKGRPN), dim=1)
+    states_BHKX = states.flatten(2, 3).transpose(1, 2).flatten(-2)
+    since_BHK = F.pad(total_BKH.transpose(1, 2), (1, 0)).cumsum(-1)
+    states_BHKPN = (between(since_BHK) @ states_BHKX).unflatten(-1, first.shape[-2:])
+    before_BKGRPN = states_BHKPN[:, :, :-1].transpose(1, 2).unflatten(2, (groups, -1))
+    last_BHPN = states_BHKPN[:, :, -1]
+
+    # What the state before a chunk gives to its positions.
+    from_start_BKGRL1 = decay_BKHL.exp().unflatten(2, (groups, -1)).unsqueeze(-1)
+    y_BKGRLP = y_BKGRLP + (C_BKGLN.unsqueeze(3) @ before_BKGRPN.mT) * from_start_BKGRL1
+    y_BSHP = y_BKGRLP.flatten(2, 3).transpose(2, 3).flatten(1, 2)
+    return y_BSHP[:, :positions], last_BHPN
+
+
+def _wide(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In fp32 at least, with a state of zeros if there is none."""
+    dtype = torch.promote_types(dt.dtype, torch.float32)
+    batch, _, heads, width = x.shape
+    if state is None:
+        state = x.new_zeros(batch, heads, width, B.shape[-1], dtype=dtype)
+    return x.to(dtype), dt.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype), state.to(dtype)

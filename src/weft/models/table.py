@@ -1,0 +1,47 @@
+"""A pattern as a table: what each symbol becomes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.models.config import HybridConfig
+from weft.models.model import HybridModel
+from weft.models.pattern import LAYER_KEYS, LAYER_NAMES
+
+
+@dataclass(frozen=True)
+class Row:
+    """One symbol: `physical` counts symbols from 1, `logical` groups and lone symbols from 0.
+
+    `segment`: its number from 0, or the depth for a prediction part.
+
+    `unit`: what it is sharded with. `parameters`: how many numbers it trains.
+    """
+
+    symbol: str
+    layer: str
+    physical: int
+    logical: int
+    segment: str
+    unit: str
+    parameters: int
+
+
+def rows_of(cfg: HybridConfig) -> list[Row]:
+    """The rows of the pattern of `cfg`; no memory is used for weights."""
+    with torch.device("meta"):
+        model = HybridModel(cfg)
+    pattern = cfg.parsed
+    parts = [(str(number), "decoder", layers) for number, layers in enumerate(pattern.segments)]
+    parts += [(f"depth {number + 1}", f"mtp.layers.{number}", pattern.prediction) for number in range(pattern.depths)]
+    rows = []
+    for segment, stack, layers in parts:
+        for layer in layers:
+            name = f"{stack}.layers.{layer.index}"
+            unit = name if stack == "decoder" else stack
+            for place, symbol in enumerate(layer.symbols):
+                block = model.get_submodule(f"{name}.{LAYER_KEYS[symbol]}")
+                count = sum(weight.numel() for weight in block.parameters())
+                number = layer.physical + place
+                rows.append(Row(symbol, LAYER_NAMES[symbol], number, layer.index, segment, unit, count))
+    return rows

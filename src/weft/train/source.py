@@ -1,0 +1,128 @@
+"""Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.checkpoint import CheckpointManager, ModelState, committed_steps
+from weft.checkpoint.directory import MANIFEST
+from weft.models import HybridConfig, HybridModel, hf
+from weft.models.generate import generate
+from weft.models.hf.directory import OURS, THEIRS
+from weft.models.hf.family import spelled, tensor_names
+from weft.train.config import TrainConfig, load_config
+from weft.train.errors import ConfigError
+from weft.train.runs import CHECKPOINTS
+from weft.train.tokenizer import Tokenizer, load_tokenizer
+
+UNFINISHED = "\ufffd"
+"""How the start of a character looks whose other bytes are still to come."""
+
+
+class _Renumbered(ModelState):
+    """A model's weights under the names that they have in a model of `cfg`, which groups the same symbols."""
+
+    def __init__(self, model: Any, cfg: HybridConfig) -> None:
+        super().__init__(model)
+        self.theirs = dict(zip(tensor_names(model.cfg), tensor_names(cfg), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.theirs[name]: tensor for name, tensor in super().state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: state[theirs] for name, theirs in self.theirs.items()})
+
+
+class Source:
+    """Weights on disk, with the configuration and the tokenizer that belong to them.
+
+    Raises ConfigError for a path that is no run, checkpoint or directory of a model.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        self.step: int | None = None
+        self.run: Path | None = None
+        if any((path / name).is_file() for name in (THEIRS, OURS)):
+            return
+        if (path / MANIFEST).is_file():
+            self.run, self.step = path.resolve().parents[1], int(path.resolve().name.rpartition("-")[2])
+        elif steps := committed_steps(path / CHECKPOINTS):
+            self.run, self.step = path, steps[-1]
+        if self.run is None or not (self.run / "config.toml").is_file():
+            raise ConfigError(f"{path}: is no run with a checkpoint, no checkpoint of a run, and no model's directory")
+
+    @cached_property
+    def model_config(self) -> HybridConfig:
+        """Of the model that the weights are for."""
+        return hf.config_of(self.path) if self.run is None else self._run_config.model
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Of the text that the model knows. Raises ConfigError where there is none."""
+        if self.run is not None:
+            return load_tokenizer(self._run_config.data.tokenizer)
+        return load_tokenizer(str(self.path / "tokenizer.json"))
+
+    def load(self, model: Any) -> None:
+        """Fill the weights of `model`, sharded or not; all ranks call it.
+
+        The model may group the same symbols in another way. Raises ConfigError if its symbols are others.
+        """
+        if self.run is None:
+            hf.load(model, self.path)
+            return
+        if spelled(model.cfg) != spelled(self.model_config):
+            raise ConfigError(
+                f"model.pattern = {model.cfg.pattern!r}: {self.path} has the weights of {self.model_config.pattern!r}; "
+                "take that, in any grouping"
+            )
+        with CheckpointManager(self.run / CHECKPOINTS) as checkpoints:
+            checkpoints.load({"model": _Renumbered(model, self.model_config)}, self.step)
+
+    def continued(
+        self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0
+    ) -> Iterator[str]:
+        """`prompt`, and what a model with these weights adds to it, part by part; at most `tokens` tokens.
+
+        It ends where the model ends a text. The same seed gives the same text.
+        """
+        encoded = self.tokenizer.encode(prompt.encode())
+        if not len(encoded):
+            raise ConfigError("the prompt is empty: give a text to continue")
+        model = HybridModel(self.model_config)
+        self.load(model)
+        yield prompt
+        known = torch.tensor(encoded.astype("int64"))[None]
+        generator = torch.Generator().manual_seed(seed)
+        options: Any = {"temperature": temperature, "top_p": top_p, "generator": generator}
+        chosen: list[int] = []
+        shown = ""
+        for _, token in zip(range(tokens), generate(model.eval(), known, **options)):
+            if int(token) in self._ends:
+                break
+            chosen.append(int(token))
+            text = self.tokenizer.decode(np.asarray(chosen))
+            if not text.endswith(UNFINISHED):
+                yield text[len(shown) :]
+                shown = text
+
+    @property
+    def _ends(self) -> set[int]:
+        """The tokens that end a text."""
+        if self.run is not None:
+            return set()
+        ours = self.path / OURS
+        fields = json.loads(ours.read_text())["kept"] if ours.exists() else json.loads((self.path / THEIRS).read_text())
+        ends = fields.get("eos_token_id")
+        return set(ends) if isinstance(ends, list) else {ends} - {None}
+
+    @cached_property
+    def _run_config(self) -> TrainConfig:
+        assert self.run is not None
+        return load_config(self.run / "config.toml")

@@ -1,0 +1,175 @@
+"""Directories into ours and back, and weights into sharded models."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.models.hf.families import CASES, KINDS
+from weft.cli import main
+from weft.models import HybridConfig, HybridModel, hf
+from weft.models.hf.directory import TensorFiles, TensorWriter
+from weft.models.hf.errors import ConversionError
+
+
+def tensors(directory):
+    files = TensorFiles(directory)
+    return {name: files[name][:] for name in files}
+
+
+def replace_tensors(directory, files):
+    with TensorWriter(directory) as writer:
+        for name, tensor in files.items():
+            writer.put(name, tensor)
+
+
+def config(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
+def rewrite(directory, **changes):
+    (directory / "config.json").write_text(json.dumps({**config(directory), **changes}))
+
+
+@pytest.fixture
+def there(tmp_path):
+    """A directory with a small Qwen3-Next."""
+    KINDS["qwen3_next"].make().save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
+def test_a_directory_converted_and_back_is_the_same_bit_for_bit(tmp_path, kind, variation):
+    model = KINDS[kind].make(variation).to(torch.bfloat16)
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
+    model.save_pretrained(theirs)
+    (theirs / "tokenizer.json").write_text("{}")
+    hf.convert(theirs, ours)
+    hf.convert(ours, back)
+    expected, found = tensors(theirs), tensors(back)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    assert (back / "tokenizer.json").read_text() == "{}" and (back / "generation_config.json").exists()
+    again, original = config(back), config(theirs)
+    changed = {name for name, value in original.items() if again.get(name, value) != value}
+    assert all(original[name] is None for name in changed)  # a width that followed from others is spelled out
+    loaded = AutoModelForCausalLM.from_pretrained(back, dtype=torch.bfloat16).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_a_model_that_is_saved_is_read_by_transformers(tmp_path):
+    torch.manual_seed(0)
+    model = HybridModel(HybridConfig(pattern="[*E]*E", num_experts=4, head_dim=8, vocab_size=61)).eval()
+    hf.save(model, tmp_path)
+    assert config(tmp_path)["model_type"] == "mixtral"
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert_close(loaded(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_one_file_is_written_into_several_with_an_index(tmp_path):
+    torch.manual_seed(0)
+    expected = {f"tensor {number}": torch.randn(10, number + 1) for number in range(5)}  # 40 to 200 bytes
+    with TensorWriter(tmp_path, file_bytes=200) as writer:
+        for name, tensor in expected.items():
+            writer.put(name, tensor)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors"))[-1] == "model-00004-of-00004.safetensors"
+    found = tensors(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_tensor_that_is_missing_or_unused_is_named(there):
+    files = tensors(there)
+    files["model.extra"] = files.pop("model.norm.weight")
+    replace_tensors(there, files)
+    with pytest.raises(ConversionError, match=r"missing: model\.norm\.weight; unused: model\.extra"):
+        hf.load(HybridModel(hf.config_of(there)), there)
+    with pytest.raises(ConversionError, match=r"missing: model\.norm\.weight; unused: model\.extra"):
+        hf.convert(there, there.parent / "ours")
+    assert not (there.parent / "ours").exists()
+
+
+def test_a_tensor_of_another_shape_is_named(there):
+    files = tensors(there)
+    replace_tensors(there, {**files, "lm_head.weight": files["lm_head.weight"][:5]})
+    with pytest.raises(ConversionError, match=r"lm_head.weight has the shape \[5, 32\], output_layer"):
+        hf.load(HybridModel(hf.config_of(there)), there)
+
+
+CHANGES = [
+    ({"clip_qkv": 8.0}, "no clip_qkv in weft"),
+    ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0}}, "'longrope'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
+    ({"model_type": "bert"}, "model_type='bert': there are llama"),
+]
+
+
+@pytest.mark.parametrize("changes, message", CHANGES, ids=[next(iter(changes)) for changes, _ in CHANGES])
+def test_a_field_that_changes_the_result_and_is_not_supported_is_named(there, changes, message):
+    rewrite(there, **changes)
+    with pytest.raises(ValueError, match=message):
+        hf.config_of(there)
+
+
+OLDER = {
+    "llama": ("yarn", {"rope_parameters": None, "rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "nemotron_h": ("plain", {"layers_block_type": None, "hybrid_override_pattern": "ME*-"}),
+    "qwen3_next": ("plain", {"layer_types": None, "full_attention_interval": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_older_spellings_of_fields_mean_the_same(tmp_path, kind):
+    variation, changes = OLDER[kind]
+    KINDS[kind].make(variation).save_pretrained(tmp_path)
+    expected = hf.config_of(tmp_path)
+    if "rope_scaling" in changes:
+        changes["rope_scaling"]["original_max_position_embeddings"] = 16
+    rewrite(tmp_path, **changes)
+    assert hf.config_of(tmp_path) == expected
+
+
+UNHELD = [
+    ({"pattern": "[M*-]"}, "llama has no layer M"),
+    ({"pattern": "[*E]", "capacity_factor": 1.0}, r"mixtral cannot hold capacity_factor=1.0 \(it has None\)"),
+    ({"pattern": "[*-]", "zero_centered_norm": True}, r"llama cannot hold zero_centered_norm=True \(it has False\)"),
+    ({"pattern": "*-M", "time_step_limit_min": 0.1}, "nemotron_h cannot hold .*rope_theta=10000.0"),
+    ({"pattern": "*-*"}, r"layers of llama are pairs such as \[\*-\]"),
+]
+
+
+@pytest.mark.parametrize("options, message", UNHELD, ids=[options["pattern"] for options, _ in UNHELD])
+def test_a_model_that_no_family_can_hold_is_refused_with_the_reasons(options, message):
+    with pytest.raises(ConversionError, match=message):
+        hf.family_for(HybridConfig(**options))
+
+
+def test_a_directory_of_another_model_is_refused(there):
+    cfg = hf.config_of(there)
+    with pytest.raises(ConversionError, match=r"num_experts_per_tok=1, there 2"):
+        hf.load(HybridModel(dataclasses.replace(cfg, num_experts_per_tok=1)), there)
+    with pytest.raises(ConversionError, match=r"holds '\[GE\]\[\*E\]', the model is '\[GE\]'"):
+        hf.load(HybridModel(dataclasses.replace(cfg, pattern="[GE]")), there)
+
+
+def test_converting_onto_something_is_refused(there):
+    with pytest.raises(ConversionError, match="not empty"):
+        hf.convert(there, there)
+
+
+def test_the_command_converts_and_names_what_is_wrong(there, capsys):
+    ours, back = there.parent / "ours", there.parent / "back"
+    assert main(["convert", str(there), str(ours)]) == 0
+    assert main(["convert", str(ours), str(back)]) == 0
+    assert hf.config_of(back) == hf.config_of(there)
+    assert main(["convert", str(ours), str(there.parent / "other"), "--family", "llama"]) == 2
+    assert "llama has no layer" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Models read from what transformers wrote compute what transformers computes."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.models.hf.families import CASES, KINDS
+from weft.models import HybridModel, hf
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def both(tmp_path, kind, variation):
+    """The model of transformers, and ours, read from its directory."""
+    theirs = KINDS[kind].make(variation)
+    theirs.save_pretrained(tmp_path)
+    ours = HybridModel(hf.config_of(tmp_path))
+    hf.load(ours, tmp_path)
+    return theirs, ours.eval()
+
+
+def written(model, directory):
+    """The gradients of ours, by the names on disk, and their sum of squares where they have none."""
+    family, _ = hf.family_for(model.cfg, json.loads((directory / "config.json").read_text())["model_type"])
+    places = family.places(model.cfg)
+    return {
+        theirs: gradient
+        for name, weight in model.named_parameters()
+        for theirs, gradient in places[name].split(weight.grad)
+    }
+
+
+@pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, kind, variation):
+    theirs, ours = both(tmp_path, kind, variation)
+    tokens, labels = torch.randint(61, (2, 2, 21), generator=torch.Generator().manual_seed(1))
+    expected = theirs(input_ids=tokens, use_cache=False).logits
+    assert_close(ours(tokens), expected, **CLOSE)
+
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    ours(tokens, labels=labels).backward()
+    # Their gradients under the names on disk: written as weights are.
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    files = hf.directory.TensorFiles(tmp_path / "gradients")
+    gradients = written(ours, tmp_path)
+    assert {name for name in files if not name.endswith("e_score_correction_bias")} == set(gradients)
+    for name, gradient in gradients.items():
+        assert_close(gradient, files[name][:], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+HYBRIDS = ["nemotron_h", "qwen3_next"]
+
+
+@pytest.mark.parametrize("length", [8, 64, 70])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_lengths_that_are_and_are_not_multiples_of_a_chunk_give_the_same_scores(tmp_path, kind, length):
+    theirs, ours = both(tmp_path, kind, "plain")
+    tokens = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert_close(ours(tokens), theirs(input_ids=tokens).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_at_the_end_changes_neither_scores_nor_gradients_before_it(tmp_path, kind):
+    theirs, ours = both(tmp_path, kind, "plain")
+    tokens, labels = torch.randint(61, (2, 2, 21), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, 13:], labels[0, 13:] = 0, -100
+    expected = theirs(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    kept = mask.bool()
+    assert_close(ours(tokens)[kept], expected[kept], **CLOSE)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    ours(tokens, labels=labels).backward()
+    assert_close(ours.embedding.weight.grad, theirs.get_input_embeddings().weight.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_close_to_fp32_as_that_of_transformers(tmp_path, kind):
+    theirs, ours = both(tmp_path, kind, "plain")
+    tokens = torch.randint(61, (4, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = theirs(input_ids=tokens).logits
+        found = ours.to(torch.bfloat16)(tokens).float()
+        rounded = theirs.to(torch.bfloat16)(input_ids=tokens).logits.float()
+    # Of the median token: where two experts score almost the same, rounding chooses, and one token's error is large.
+    errors = [(logits - exact).norm(dim=-1).median() for logits in (found, rounded)]
+    assert errors[0] < 1.1 * errors[1]  # of which a tenth is chance

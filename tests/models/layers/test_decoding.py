@@ -1,0 +1,65 @@
+"""A sequence that is fed in parts, each layer remembering what came before."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.pool import distributed
+from weft.mesh import init_meshes
+from weft.models import HybridConfig, HybridModel, shard
+
+KINDS = {
+    "M": {"mamba_n_groups": 2, "time_step_limit_min": 0.01, "time_step_limit_max": 0.5, "mamba_bias": True},
+    "G": {"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    "*": {"sliding_window": 5, "qk_norm": "head", "attention_output_gate": True, "partial_rotary_factor": 0.5},
+    "+": {"q_lora_rank": 12, "rope_interleave": True, "attention_bias": "all"},
+    "[M*E][G-]": {},
+    "[+E]": {"rope_theta": 0.0, "hidden_act": "relu2", "moe_latent_size": 16},
+}
+
+
+def small(pattern, **options):
+    common = {
+        "vocab_size": 37,
+        "hidden_size": 32,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "moe_intermediate_size": 16,
+    }
+    return HybridConfig(pattern=pattern, **{**common, "linear_key_head_dim": 8, "linear_value_head_dim": 8, **options})
+
+
+def fed_in_parts(model, tokens, sizes):
+    cache = {}
+    with torch.no_grad():
+        return torch.cat([model(part, cache=cache) for part in tokens.split(sizes, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("pattern, options", KINDS.items(), ids=KINDS)
+def test_a_sequence_in_parts_has_the_scores_of_the_sequence(pattern, options):
+    torch.manual_seed(0)
+    model = HybridModel(small(pattern, **options))
+    tokens = torch.randint(37, (2, 80))
+    expected = model(tokens)
+    for sizes in ([66, 1, 1, 12], [1] * 3 + [77], [40, 40]):
+        assert_close(fed_in_parts(model, tokens, sizes), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_step_alone_has_the_scores_of_the_sequence():
+    torch.manual_seed(0)
+    model = HybridModel(small("[M*-][G*E]"))
+    tokens = torch.randint(37, (1, 12))
+    assert_close(fed_in_parts(model, tokens, [1] * 12), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+@distributed(2)
+def test_a_sharded_model_decodes_like_one_process():
+    meshes = init_meshes("cpu", ep=2)
+    models = []
+    for given in (None, meshes):
+        torch.manual_seed(3)
+        models.append(HybridModel(small("M[G*E]"), given))
+    whole, sharded = models
+    shard(sharded, meshes)
+    tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert_close(fed_in_parts(sharded, tokens, [7, 1, 1]), whole(tokens).detach(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,70 @@
+from itertools import islice
+
+import pytest
+import torch
+
+from tests.models.hf.families import KINDS
+from weft.models import HybridConfig, HybridModel, hf
+from weft.models.generate import generate
+
+
+def small():
+    torch.manual_seed(0)
+    return HybridModel(HybridConfig(pattern="[M*-]G", vocab_size=37, hidden_size=32)).eval()
+
+
+def first(model, count, seed=0, **options):
+    prompt = torch.arange(10)[None]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat(list(islice(generate(model, prompt, generator=generator, **options), count))).tolist()
+
+
+def test_the_best_tokens_are_those_of_full_forwards():
+    model, tokens = small(), torch.arange(10)[None]
+    for _ in range(12):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+    assert first(model, 12, temperature=0) == tokens[0, 10:].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_tokens_are_those_of_transformers(tmp_path, kind):
+    theirs = KINDS[kind].make()
+    theirs.save_pretrained(tmp_path)
+    ours = HybridModel(hf.config_of(tmp_path))
+    hf.load(ours, tmp_path)
+    prompt = torch.arange(10)[None]
+    theirs.generation_config.eos_token_id = None
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(prompt, max_new_tokens=8, **options)
+    assert first(ours.eval(), 8, temperature=0) == expected[0, 10:].tolist()
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_something_else():
+    model = small()
+    assert first(model, 20) == first(model, 20)
+    assert first(model, 20) != first(model, 20, seed=1)
+
+
+def test_a_small_share_or_temperature_leaves_the_best():
+    model = small()
+    best = first(model, 10, temperature=0)
+    assert first(model, 10, top_p=1e-6) == best
+    assert first(model, 10, temperature=1e-6) == best
+
+
+def test_drawn_tokens_have_the_shares_of_the_scores():
+    scores = torch.tensor([0.5, 0.3, 0.2]).log()
+
+    def model(tokens, cache):
+        return scores.expand(len(tokens), 1, 3)
+
+    drawn = next(generate(model, torch.zeros(20000, 1).long(), generator=torch.Generator().manual_seed(0)))
+    assert torch.allclose(drawn.bincount() / 20000, scores.exp(), atol=0.02)
+    drawn = next(generate(model, torch.zeros(20000, 1).long(), top_p=0.6, generator=torch.Generator().manual_seed(0)))
+    assert torch.allclose(drawn.bincount() / 20000, torch.tensor([0.625, 0.375]), atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_values_without_meaning_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        first(small(), 1, **options)

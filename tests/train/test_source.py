@@ -1,0 +1,86 @@
+"""Weights on disk: continued by `weft sample`, and where `weft train --from` starts."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.train.command import weft, write_config
+from weft.cli import main
+from weft.models import HybridConfig, HybridModel, hf
+from weft.train.errors import ConfigError
+from weft.train.source import Source
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A directory as others publish it, with a tokenizer of single bytes."""
+    torch.manual_seed(0)
+    directory = tmp_path / "published"
+    hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16)), directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({sign: number for number, sign in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_a_directory_and_what_it_is_converted_to_continue_a_text_alike(published, tmp_path, capsys):
+    hf.convert(published, tmp_path / "ours")
+    texts = []
+    for source in (published, tmp_path / "ours"):
+        assert main(["sample", str(source), "--prompt", "def", "--tokens", "20"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("def") and len(texts[0]) > 8
+    assert "".join(Source(published).continued("def", tokens=20, seed=1)) != texts[0].rstrip("\n")
+
+
+def test_a_text_ends_where_the_model_ends_it(published):
+    best = list(Source(published).continued("a", tokens=5, temperature=0))
+    (ending,) = Source(published).tokenizer.encode(best[1].encode())
+    fields = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps({**fields, "eos_token_id": [int(ending)]}))
+    assert list(Source(published).continued("a", tokens=5, temperature=0)) == ["a"]
+
+
+def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
+    assert main(["sample", str(tmp_path)]) == 2
+    assert "is no run with a checkpoint" in capsys.readouterr().err
+
+
+def test_a_directory_without_tokenizer_is_refused(published):
+    (published / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        next(Source(published).continued("a"))
+
+
+@pytest.mark.slow
+def test_a_run_a_checkpoint_and_a_directory_are_sampled_and_started_from(tmp_path):
+    """Two ranks, a hybrid with experts on both of them and a prediction depth."""
+    options = {"mamba_num_heads": 2, "mamba_head_dim": 8, "num_experts": 2, "moe_intermediate_size": 8}
+    model = {f"model__{name}": value for name, value in options.items()}
+    shape = {"train__steps": 4, "train__overlap": True, "sharding__ep": 2, **model}
+    config = write_config(tmp_path, model__pattern="[ME][*E]/[*E]", **shape)
+    assert weft("train", config, "--ranks", 2).returncode == 0
+    run = tmp_path / "runs" / "tiny"
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line][-1]
+    assert last["loss_depth_1"] > 0
+    checkpoint = run / "checkpoints" / "step-00000004"
+    texts = ["".join(Source(path).continued("line", tokens=10)) for path in (run, checkpoint)]
+    cfg = Source(run).model_config
+    models = [HybridModel(dataclasses.replace(cfg, pattern=pattern)) for pattern in (cfg.pattern, "ME[*E]/*E")]
+    for each in models:
+        Source(run).load(each)
+    assert all(map(torch.equal, *(each.parameters() for each in models)))
+    with pytest.raises(ConfigError, match="in any grouping"):
+        Source(run).load(HybridModel(dataclasses.replace(cfg, pattern="[*E][ME]/[*E]")))
+    assert texts[0] == texts[1] and texts[0].startswith("line")
+    # One step of almost no length from those weights has about their loss, and less than the first step from others.
+    more = ["--set", "train.steps=1", "--set", "optimizer.lr=1e-9"]
+    assert weft("train", config, "--ranks", 2, "--from", run, *more).returncode == 0
+    lines = [(tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()[0] for name in ("tiny", "tiny-2")]
+    first, started = (json.loads(line)["loss"] for line in lines)
+    assert started < first
