@@ -81,9 +81,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.config import ConfigError, load_config
-    from weft.train.launch import launch
-    from weft.train.runs import open_run, remove_if_unused
-    from weft.train.world import place_from
+    from weft.train.run.launch import launch
+    from weft.train.run.runs import open_run, remove_if_unused
+    from weft.train.run.world import place_from
 
     if options.config is None and isinstance(options.resume, str):
         # `--resume CONFIG.toml`: the only path there is names the configuration.
@@ -99,7 +99,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         )
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:
-        from weft.train.worker import work
+        from weft.train.run.worker import work
 
         work(place, options.config, options.overrides, options.resume, command)
 

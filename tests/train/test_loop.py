@@ -12,8 +12,8 @@ from weft.moe import load_statistics
 from weft.train.config import OptimizerConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.loop import Trainer, make_optimizer, train
-from weft.train.runs import Run, open_run, remove_if_unused
-from weft.train.stop import StopRequest
+from weft.train.run.runs import Run, open_run, remove_if_unused
+from weft.train.run.stop import StopRequest
 
 
 class StopAt(StopRequest):

@@ -20,18 +20,18 @@ from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, Rando
 from weft.comm.timeline import Timeline
 from weft.models import HybridModel, shard
 from weft.overlap import forward_backward
-from weft.train.bigram import Bigram
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
 from weft.train.data import Batches, Validation, load_corpus
+from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
-from weft.train.runs import Run, open_run
+from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.run.runs import Run, open_run
+from weft.train.run.stop import StopRequest
 from weft.train.schedule import Schedule
 from weft.train.state import Position
-from weft.train.stop import StopRequest
-from weft.train.timeline import HiddenExchange, read_timeline, write_timeline
 
 
 class Trainer:
@@ -269,7 +269,7 @@ class Trainer:
         self.say(self.corpus.description)
 
     def _report(self) -> None:
-        from weft.train.report import write_report  # draws with matplotlib, which takes seconds to import
+        from weft.train.report.page import write_report  # draws with matplotlib, which takes seconds to import
 
         baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(*self.validation.pairs())
         baseline /= self.corpus.bytes_per_token

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
 from weft.train.config import load_config
-from weft.train.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.loop import Trainer, open_run_together
-from weft.train.runs import Run
-from weft.train.stop import StopRequest
-from weft.train.world import Place
+from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
+from weft.train.run.runs import Run
+from weft.train.run.stop import StopRequest
+from weft.train.run.world import Place
 
 
 def work(place: Place, path: str, overrides: list[str], resume: str | bool, command: str) -> NoReturn:

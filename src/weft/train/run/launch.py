@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from weft.checkpoint.directory import committed_steps
-from weft.train.runs import LOGS, Run
-from weft.train.world import STORE
+from weft.train.run.runs import LOGS, Run
+from weft.train.run.world import STORE
 
 RUN = "WEFT_RUN"
 """Environment variable of a started rank: its run as JSON."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.train import expert_figures, figures
 from weft.train.metrics import read_metrics
 from weft.train.progress import format_bytes, format_count
-from weft.train.timeline import HiddenExchange, read_timeline
+from weft.train.report import expert_figures, figures
+from weft.train.report.timeline import HiddenExchange, read_timeline
 
 BASELINE = "bigram table"
 
