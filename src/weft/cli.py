@@ -126,7 +126,7 @@ def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
 
 
 def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
-    from weft.checkpoint.directory import CheckpointError
+    from weft.checkpoint import CheckpointError
     from weft.checkpoint.inspect import show
 
     try:

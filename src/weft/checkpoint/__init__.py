@@ -1,8 +1,9 @@
 """Checkpoints that cannot be half-written, on torch Distributed Checkpoint."""
 
-from weft.checkpoint.directory import CheckpointError, committed_steps, verify
+from weft.checkpoint.directory import committed_steps
 from weft.checkpoint.loading import CheckpointMismatch
 from weft.checkpoint.manager import CheckpointManager
+from weft.checkpoint.manifest import CheckpointError, verify
 from weft.checkpoint.state import ModelState, OptimizerState, RandomState, Stateful
 
 __all__ = [
