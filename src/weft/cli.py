@@ -59,7 +59,13 @@ def _parser() -> argparse.ArgumentParser:
         const=True,
         default=False,
         metavar="RUN_DIRECTORY",
-        help="go on from the newest checkpoint of that run, or of the newest run of the configured name",
+        help="go on from the newest intact checkpoint of that run, with its configuration unless one is named, or of "
+        "the newest run of the configured name",
+    )
+    train.add_argument(
+        "--resume-or-start",
+        action="store_true",
+        help="as --resume; a new run where there is nothing to resume (for schedulers that start a job again)",
     )
     train.set_defaults(run=_train)
 
@@ -81,15 +87,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.config import ConfigError, load_config
+    from weft.train.run.changes import CONFIG
     from weft.train.run.launch import launch
-    from weft.train.run.runs import open_run, remove_if_unused
+    from weft.train.run.runs import open_run, remove_if_unused, resuming
     from weft.train.run.world import place_from
 
-    if options.config is None and isinstance(options.resume, str):
-        # `--resume CONFIG.toml`: the only path there is names the configuration.
-        options.config, options.resume = options.resume, True
-    if options.config is None:
-        raise ConfigError("no configuration is named: weft train CONFIG.toml")
+    config_path = options.config
+    if config_path is None and isinstance(options.resume, str):
+        if Path(options.resume).is_dir():
+            config_path = str(Path(options.resume) / CONFIG)
+        else:  # `--resume CONFIG.toml`: the only path there is names the configuration
+            config_path = options.config = options.resume
+            options.resume = True
+    if config_path is None:
+        raise ConfigError("no configuration is named: weft train CONFIG.toml, or weft train --resume RUN_DIRECTORY")
+    if options.resume_or_start:
+        if options.resume:
+            raise ConfigError("--resume-or-start looks for the run itself: leave --resume out")
+        options.resume = True
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
     place = place_from(os.environ)
@@ -101,15 +116,15 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if place is not None:
         from weft.train.run.worker import work
 
-        work(place, options.config, options.overrides, options.resume, command)
+        work(place, config_path, options.overrides, options.resume, command, or_start=options.resume_or_start)
 
     import torch
 
     ranks = options.ranks or torch.cuda.device_count() or 1
-    config = load_config(options.config, options.overrides)
+    config = load_config(config_path, options.overrides)
     config.validate(ranks)
-    run = open_run(config.run, options.resume or config.run.resume, command)
-    code = launch(arguments, ranks, run, f"{command} --resume {shlex.quote(str(run.directory))}")
+    run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
+    code = launch(arguments, ranks, run, resuming(command, run.directory))
     if code == 2:
         remove_if_unused(run)
     return code
@@ -117,7 +132,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
     """What a person types to start the same again, without --resume."""
-    words = ["weft", "train", options.config]
+    words = ["weft", "train", *([options.config] if options.config else [])]
     for override in options.overrides:
         words += ["--set", override]
     if with_ranks and options.ranks:

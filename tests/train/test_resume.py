@@ -107,13 +107,33 @@ def test_sigterm_saves_too(tmp_path):
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-def test_a_damaged_checkpoint_is_refused_in_one_line_and_the_one_before_it_is_intact(tmp_path):
-    config = write_config(tmp_path, train__steps=2, checkpoint__every=1, train__validate_every=0)
+def test_a_run_goes_on_from_the_newest_intact_checkpoint_and_is_refused_in_one_line_without_one(tmp_path):
+    config = write_config(tmp_path, train__steps=3, checkpoint__every=1, train__validate_every=0)
     assert weft("train", config, "--ranks", 1).returncode == 0
-    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
-    (checkpoints / "step-00000002" / "__0_0.distcp").write_bytes(b"")
-    refused = weft("train", config, "--ranks", 1, "--resume")
+    run = tmp_path / "runs" / "tiny"
+    checkpoints, losses = run / "checkpoints", metrics(run)
+    (checkpoints / "step-00000003" / "__0_0.distcp").write_bytes(b"")
+    content = bytearray((checkpoints / "step-00000002" / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoints / "step-00000002" / "__0_0.distcp").write_bytes(content)
+    with (run / "metrics.jsonl").open("ab") as lines:
+        lines.write(b'{"step": 1, "lo\xff\0\0\n')
+
+    resumed = weft("train", "--resume", run, "--set", "checkpoint.keep=1")
+    assert resumed.returncode == 0, resumed.stderr
+    for words in (
+        f"{checkpoints}/step-00000003 is damaged: __0_0.distcp has 0 bytes",
+        f"{checkpoints}/step-00000002 is damaged: the checksum of __0_0.distcp differs",
+        f"going on with {run} from step 1",
+    ):
+        assert words in resumed.stdout
+    assert metrics(run) == losses
+    verify(checkpoints / "step-00000001")
+    verify(checkpoints / "step-00000003")
+
+    for path in checkpoints.glob("step-????????/__0_0.distcp"):
+        path.write_bytes(b"")
+    refused = weft("train", "--resume", run)
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
-    assert "is damaged: __0_0.distcp has 0 bytes" in refused.stderr
-    verify(checkpoints / "step-00000001")
+    assert "no checkpoint is intact: " in refused.stderr

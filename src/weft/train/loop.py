@@ -25,9 +25,11 @@ from weft.train.data import Batches, Validation, load_corpus
 from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
+from weft.train.files import replace_text
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.run.changes import CONFIG, changed
 from weft.train.run.runs import Run, open_run
 from weft.train.run.stop import StopRequest
 from weft.train.schedule import Schedule
@@ -89,10 +91,14 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             run.checkpoints, keep=config.checkpoint.keep, progress=lambda line: self.progress.note(line)
         )
-        self.checkpoints.claim()
+        self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here until now may have saved another one
         self.saved_step = 0
         if run.step is not None:
-            self.saved_step = self.checkpoints.load(self.state(), run.step)
+            try:
+                self._go_on()
+            except BaseException:
+                self.checkpoints.close()
+                raise
         self.progress = Progress(
             config.train.steps,
             first_step=self.position.step,
@@ -111,6 +117,23 @@ class Trainer:
             "position": self.position,
             "random": RandomState(),
         }
+
+    def _go_on(self) -> None:
+        """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
+        options = [{**group, "params": None} for group in self.optimizer.param_groups]
+        try:
+            self.saved_step = self.checkpoints.load(self.state())
+        except ConfigError:
+            changed(self.run_place.directory, self.config, 0)  # knows which setting made the data another
+            raise
+        for group, configured in zip(self.optimizer.param_groups, options):
+            group.update({**configured, "params": group["params"]})
+        told = changed(self.run_place.directory, self.config, self.saved_step)
+        for error in self.checkpoints.passed_over.values():
+            self.say(f"{error}; it is passed over, and no checkpoint that is there now is deleted")
+        self.say(f"going on with {self.run_place.directory} from step {self.saved_step}")
+        for line in told:
+            self.say(line)
 
     def run(self) -> bool:
         """Train up to the last step, or to the step after which all ranks agreed to stop.
@@ -260,7 +283,7 @@ class Trainer:
     def _describe(self) -> None:
         if self.rank == 0:
             self.run_place.directory.mkdir(parents=True, exist_ok=True)
-            (self.run_place.directory / "config.toml").write_text(to_toml(self.config))
+            replace_text(self.run_place.directory / CONFIG, to_toml(self.config))
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         self.say(
             f"{self.parameter_count / 1e6:.2f} M parameters on {ranks} ({self.device.type}), "
@@ -302,12 +325,12 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     return trainer
 
 
-def open_run_together(config: TrainConfig, resume: str | bool, command: str) -> Run:
+def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, or_start: bool = False) -> Run:
     """`open_run` on the first rank; all ranks get its run, or its ConfigError."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = open_run(config.run, resume, command)
+            answer[0] = open_run(config.run, resume, command, or_start=or_start)
         except ConfigError as error:
             answer[1] = error
     dist.broadcast_object_list(answer)

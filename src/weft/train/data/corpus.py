@@ -5,7 +5,6 @@ import json
 import mmap
 import os
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,6 +15,7 @@ import numpy as np
 
 from weft.train.config import DataConfig
 from weft.train.errors import ConfigError
+from weft.train.files import replacing
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 _FORMAT = 1
@@ -166,7 +166,7 @@ def _build_cache(
     train, validation = _split([size for _, size, _ in files], fraction)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     counts: dict[str, Any] = {"dtype": dtype.str}
-    with _replacing(folder, f"{key}.tokens") as out:
+    with replacing(folder / f"{key}.tokens") as out:
         for part, pieces in (("train", train), ("validation", validation)):
             counts[f"{part}_tokens"] = counts[f"{part}_bytes"] = 0
             for index, start, end in pieces:
@@ -175,29 +175,8 @@ def _build_cache(
                 out.write(tokens.tobytes())
                 counts[f"{part}_tokens"] += len(tokens)
                 counts[f"{part}_bytes"] += len(text)
-    with _replacing(folder, f"{key}.json") as out:
+    with replacing(folder / f"{key}.json") as out:
         out.write(json.dumps(counts).encode())
-
-
-class _replacing:
-    """A new file that takes the place of `name` when the block ends well and is gone when it does not."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
-
-    def __enter__(self) -> Any:
-        self.file = tempfile.NamedTemporaryFile(dir=self.folder, prefix=f".{self.name}.", delete=False)
-        return self.file
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        with self.file:
-            if kind is None:
-                self.file.flush()
-                os.fsync(self.file.fileno())
-        if kind is None:
-            os.replace(self.file.name, self.folder / self.name)
-        else:
-            os.unlink(self.file.name)
 
 
 Piece = tuple[int, int, int]

@@ -13,12 +13,14 @@ from weft.checkpoint import CheckpointError
 from weft.train.config import load_config
 from weft.train.loop import Trainer, open_run_together
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
-from weft.train.run.runs import Run
+from weft.train.run.runs import Run, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import Place
 
 
-def work(place: Place, path: str, overrides: list[str], resume: str | bool, command: str) -> NoReturn:
+def work(
+    place: Place, path: str, overrides: list[str], resume: str | bool, command: str, *, or_start: bool = False
+) -> NoReturn:
     """Train as the rank at `place` and end the process with the exit code that the command line promises.
 
     command: what a person types to start the same run again, without `--resume`.
@@ -33,15 +35,16 @@ def work(place: Place, path: str, overrides: list[str], resume: str | bool, comm
         device = place.device()
         place.join(device)
         if run is None:
-            run = open_run_together(config, resume or config.run.resume, command)
+            run = open_run_together(config, resume or config.run.resume, command, or_start=or_start)
         trainer = Trainer(config, run, device=device, stop=stop)
         constructed = True
-        trainer.say(run.note)
+        if run.note:
+            trainer.say(run.note)
         complete = trainer.run()
         if not complete:
             trainer.say(
                 f"stopped at step {trainer.position.step} of {config.train.steps}, which is saved; "
-                f"go on with: {command} --resume {run.directory}"
+                f"go on with: {resuming(command, run.directory)}"
             )
         dist.destroy_process_group()
         code = 0
