@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 EXIT_CODES = """exit code: 0 success (also when interrupted and saved), 1 failure at run time, \
 2 wrong call or configuration"""
@@ -34,8 +35,18 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+        from platform import python_version
+
+        print(f"weft {version('weft')}, Python {python_version()}, torch {version('torch')}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of weft, Python and torch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
