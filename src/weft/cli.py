@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-EXIT_CODES = """exit code: 0 success (also when interrupted and saved), 1 failure at run time, \
-2 wrong call or configuration"""
+from weft.train.run.output import outlive_readers
+
+EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
+3 interrupted and saved: go on with --resume"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call."""
+    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted."""
+    outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     options = _parser().parse_args(own)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft.checkpoint import verify
+from weft.checkpoint import committed_steps, verify
 from weft.checkpoint.loading import LoadPlanner
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -165,3 +165,8 @@ def assert_same_contents(first: dict[str, Any], second: dict[str, Any]) -> None:
             assert str(value) == str(second[key]), key
         elif key != "position.seconds":
             assert value == second[key], key
+
+
+def committed(run: Path) -> list[int]:
+    """Steps of the run's checkpoints."""
+    return committed_steps(run / "checkpoints")

@@ -50,7 +50,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(tmp_path):
         wait_until(lambda: len(metrics(interrupted)) >= 3)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
-    assert process.returncode == 0, errors
+    assert process.returncode == 3, errors
     assert f"a new run in {interrupted}; {whole} is left as it is; it goes on from step 60 with: weft train" in output
     assert "stopping after this step and saving a checkpoint" in output
     said = re.search(r"stopped at step (\d+) of 60, which is saved; go on with: weft (.*)", output)
@@ -95,14 +95,15 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line_and_stays(tmp_path
     assert_same_contents(contents(checkpoint), before)
 
 
-def test_sigterm_saves_too(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number):
     config = write_config(tmp_path, train__steps=5000, checkpoint__every=0, train__validate_every=0)
     run = tmp_path / "runs" / "tiny"
     with started("train", config, "--ranks", 1, stderr=subprocess.STDOUT) as process:
         wait_until(lambda: len(metrics(run)) >= 2)
-        process.terminate()
+        process.send_signal(number)
         output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, output
+    assert process.returncode == 3, output
     step = len(metrics(run))
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
 

@@ -19,6 +19,7 @@ from weft.checkpoint.manifest import METADATA, CheckpointError, File, Manifest, 
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
+from weft.checkpoint.writing import Writer
 
 Result = TypeVar("Result")
 
@@ -266,7 +267,7 @@ class CheckpointManager:
             with plain_errors():
                 dcp.save(
                     {},
-                    storage_writer=dcp.FileSystemWriter(temporary),
+                    storage_writer=Writer(temporary),
                     planner=staged,
                     process_group=self._writers,
                     no_dist=self._writers is None,

@@ -113,13 +113,15 @@ class LoopConfig:
     """With `overlap`: compute weight gradients apart, under an exchange."""
     early_release: bool = False
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    watchdog: float = 600.0
+    """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     expert_bias_rate: float = 1e-3
     """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
-        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every"):
+        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
         _require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
         for name in ("delay_wgrad", "early_release"):
@@ -236,9 +238,12 @@ class RunConfig:
     name: str = "default"
     """The run's own folder in it."""
     resume: bool = False
-    """Go on from the newest checkpoint in the run's folder."""
+    """Go on from the newest intact checkpoint of the newest run of that name."""
+    patience: float = 1800.0
+    """Seconds that a rank waits for the others at the start."""
 
     def __post_init__(self) -> None:
+        _require("run.patience", self.patience, self.patience > 0, "must be positive")
         _require(
             "run.name",
             self.name,

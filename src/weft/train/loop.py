@@ -1,6 +1,7 @@
 """The training loop: from a configuration to a trained model."""
 
 import math
+import os
 import random
 import resource
 import sys
@@ -28,10 +29,13 @@ from weft.train.experts import ExpertBalance
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
+from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
 from weft.train.run.changes import CONFIG, changed
+from weft.train.run.failures import FAILURE
 from weft.train.run.runs import Run, open_run
 from weft.train.run.stop import StopRequest
+from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
 from weft.train.state import Position
 
@@ -51,12 +55,14 @@ class Trainer:
         device: torch.device | None = None,
         stop: StopRequest | None = None,
         say: Callable[[str], None] | None = None,
+        bark: Callable[[str], None] | None = None,
     ) -> None:
         self.config, self.run_place = config, run
         self.device = device or torch.device("cpu")
         self.stop = stop or StopRequest()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.say = say if say is not None else _print_on(self.rank)
+        self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
         meshes = weft.init_meshes(self.device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
@@ -154,6 +160,7 @@ class Trainer:
             self.checkpoints,
             Metrics(self.run_place.directory, self.rank == 0, resumed_step=position.step) as metrics,
             self.progress,
+            self.watchdog,
         ):
             self.stop.notify = self.progress.note
             if metrics.note:
@@ -168,7 +175,9 @@ class Trainer:
                 if last or _due(config.train.validate_every, position.step):
                     self._validate(metrics)
                 if last or stopping or _due(config.checkpoint.every, position.step):
+                    self.watchdog.rest()
                     self._save()
+            self.watchdog.rest()
             self.checkpoints.wait()
         complete = position.step == config.train.steps
         if complete and self.rank == 0:
@@ -178,6 +187,7 @@ class Trainer:
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
         started = time.perf_counter()
+        self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.advance()
         microbatches = [(t.to(self.device), labels.to(self.device)) for t, labels in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
@@ -234,6 +244,7 @@ class Trainer:
             return torch.stack(losses)
         losses = []
         for number, (tokens, labels) in enumerate(microbatches, start=1):
+            self.watchdog.at(f"step {self.position.step + 1}, microbatch {number} of {len(microbatches)}")
             self.model.set_is_last_backward(number == len(microbatches))
             loss = self.model(tokens, labels=labels)
             (loss * scale).backward()
@@ -258,6 +269,7 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for tokens, labels in self.validation:
+            self.watchdog.at(f"the validation after step {self.position.step}")
             total += self.model(tokens.to(self.device), labels=labels.to(self.device)).double()
         self.model.train()
         dist.all_reduce(total)
@@ -292,8 +304,6 @@ class Trainer:
         self.say(self.corpus.description)
 
     def _report(self) -> None:
-        from weft.train.report.page import write_report  # draws with matplotlib, which takes seconds to import
-
         baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(*self.validation.pairs())
         baseline /= self.corpus.bytes_per_token
         self.say(
@@ -310,7 +320,7 @@ class Trainer:
         )
         if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):
             self.say(f"in the last step {hidden}")
-        self.say(f"report: {path}")
+        self.say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
 
 
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
@@ -402,6 +412,11 @@ def _memory_in_use(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _end_with(line: str) -> None:
+    print(f"weft train: {line}", file=sys.stderr, flush=True)
+    os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
 
 
 def _print_on(rank: int) -> Callable[[str], None]:

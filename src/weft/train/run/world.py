@@ -1,7 +1,7 @@
 """This process among the others of its run, and how they find each other."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from weft.train.errors import ConfigError
+from weft.train.run.meeting import meet
+from weft.train.run.stop import StopRequest
 
 STORE = "WEFT_STORE"
 """Environment variable: the file over which ranks that `weft train` started itself meet."""
@@ -42,13 +44,14 @@ class Place:
             )
         return torch.device("cuda", self.local_rank)
 
-    def join(self, device: torch.device) -> None:
-        """Start the default process group with all other ranks."""
+    def join(self, device: torch.device, *, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
+        """Start the default process group with all other ranks; waits for them as `meet` does."""
+        store = meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say)
         backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=self.init_method, rank=self.rank, world_size=self.ranks)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks)
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
