@@ -52,6 +52,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
     for name, value in changes.items():
         section, _, setting = name.partition("__")
         tables.setdefault(section, {})[setting] = value
+    tables["schedule"]["warmup_steps"] = min(tables["schedule"]["warmup_steps"], tables["train"]["steps"])
     path = folder / "tiny.toml"
     path.write_text(
         "".join(

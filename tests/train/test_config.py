@@ -38,7 +38,7 @@ def test_a_file_and_its_overrides_become_typed_sections(tmp_path):
 
 @pytest.mark.parametrize("name", ["7", "true", "1e3", "[*-]", '"quoted" text', "a\nb = 1"])
 def test_an_override_of_a_text_setting_is_taken_as_it_is_typed(name):
-    assert parse("", f"run.name={name}").run.name == name
+    assert parse("", f"data.tokenizer={name}").data.tokenizer == name
 
 
 def test_an_override_in_quotes_is_read_as_toml():

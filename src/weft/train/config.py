@@ -123,6 +123,7 @@ class LoopConfig:
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
         for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
+        _require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
         _require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
         for name in ("delay_wgrad", "early_release"):
             value = getattr(self, name)
@@ -166,15 +167,15 @@ class OptimizerConfig:
 class ScheduleConfig:
     """[schedule]: the learning rate over the steps."""
 
-    warmup_steps: int = 100
-    """Steps over which the learning rate rises linearly to its peak."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises linearly to its peak; unset: a tenth of the run, at most 100."""
     cosine: bool = True
     """Fall along half a cosine from the end of the warm-up to the last step; false: stay at the peak."""
     min_lr_ratio: float = 0.1
     """Where the cosine ends, as a part of the peak learning rate."""
 
     def __post_init__(self) -> None:
-        _require("schedule.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "must not be negative")
+        _require("schedule.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "must not be negative")
         _require(
             "schedule.min_lr_ratio",
             self.min_lr_ratio,
@@ -184,11 +185,12 @@ class ScheduleConfig:
 
     def factor(self, step: int, steps: int) -> float:
         """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        if step < warmup:
+            return (step + 1) / warmup
         if not self.cosine:
             return 1.0
-        progress = min(1.0, (step + 1 - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        progress = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -250,6 +252,7 @@ class RunConfig:
             self.name not in ("", ".", "..") and not set(self.name) & set("/\\\0"),
             "must be the name of one folder; put the path into run.directory",
         )
+        _require("run.name", self.name, len(self.name.splitlines()) == 1, "must be one line; leave the line break out")
 
     @property
     def path(self) -> Path:
@@ -261,7 +264,7 @@ class RunConfig:
 class TrainConfig:
     """A whole run. Its sections are the tables of the TOML file."""
 
-    model: HybridConfig = field(default_factory=lambda: _build(HybridConfig, {}, "model"))
+    model: HybridConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
     """The model: the fields of `weft.models.HybridConfig`."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text."""
@@ -280,6 +283,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         model, ep = self.model, self.sharding.ep
+        _require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
         _require(
             "sharding.ep",
             ep,
@@ -289,6 +293,14 @@ class TrainConfig:
         fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
         _require(
             "sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}"
+        )
+        warmup = self.schedule.warmup_steps
+        _require(
+            "schedule.warmup_steps",
+            warmup,
+            warmup is None or warmup <= self.train.steps,
+            f"must be at most train.steps = {self.train.steps}, or the learning rate never reaches its peak; lower it, "
+            "or leave it out for a tenth of the steps",
         )
         _require(
             "train.overlap",
@@ -375,7 +387,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
             raise ConfigError(_unknown(section, None))
         if not isinstance(values, dict):
             raise ConfigError(_no_table(section, values))
-        sections[section] = _build(SECTIONS[section], values, section)
+        defaults = _DEFAULT_MODEL if section == "model" else {}
+        sections[section] = _build(SECTIONS[section], {**defaults, **values}, section)
     return TrainConfig(**sections)
 
 
@@ -410,6 +423,9 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointConfig,
     "run": RunConfig,
 }
+
+
+_DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}
 
 
 def _require(name: str, value: Any, holds: bool, rule: str) -> None:

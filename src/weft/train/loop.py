@@ -78,8 +78,7 @@ class Trainer:
         self.validation = Validation(self.corpus.validation, batches=config.train.validation_batches, **batches)
 
         torch.manual_seed(config.train.seed)
-        with self.device:
-            model = HybridModel(config.model, meshes=meshes)
+        model = self._build(meshes)
         if config.train.activation_checkpointing:
             _recompute_layers(model)
         precision = weft.MixedPrecisionPolicy()
@@ -123,6 +122,18 @@ class Trainer:
             "position": self.position,
             "random": RandomState(),
         }
+
+    def _build(self, meshes: weft.Meshes) -> HybridModel:
+        try:
+            with self.device:
+                return HybridModel(self.config.model, meshes=meshes)
+        except (RuntimeError, OverflowError, MemoryError) as error:
+            model = self.config.model
+            raise ConfigError(
+                f"model.hidden_size = {model.hidden_size}, model.vocab_size = {model.vocab_size}, model.pattern = "
+                f"{model.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make the "
+                "model smaller"
+            ) from error
 
     def _go_on(self) -> None:
         """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
