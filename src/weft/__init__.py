@@ -55,7 +55,20 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-_ROOMS = ("checkpoint", "comm", "dtensor", "fsdp", "layout", "memory", "mesh", "models", "moe", "optim", "overlap")
+_ROOMS = (
+    "checkpoint",
+    "comm",
+    "dtensor",
+    "fsdp",
+    "layout",
+    "memory",
+    "mesh",
+    "models",
+    "moe",
+    "optim",
+    "overlap",
+    "train",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -129,6 +129,9 @@ def wait_until(condition: Callable[[], Any], timeout: float = 60, what: str = ""
     return value
 
 
+_SPEEDS = ("tokens_per_second", "samples_per_second", "memory_bytes")
+
+
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """What the run has logged so far; what depends on the machine's speed is left out."""
     path = run / "metrics.jsonl"
@@ -137,7 +140,7 @@ def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     lines = path.read_text().split("\n")[:-1]
     records = [json.loads(line) for line in lines]
     return [
-        {key: value for key, value in record.items() if key not in ("tokens_per_second", "memory_bytes")}
+        {key: value for key, value in record.items() if key not in _SPEEDS}
         for record in records
         if record["kind"] == kind
     ]

@@ -381,6 +381,11 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
         raise ConfigError(f"{name}: is not valid TOML: {error}; correct that line") from error
     for override in overrides:
         _apply_override(tables, override)
+    return from_tables(tables)
+
+
+def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
+    """A configuration from section -> name -> value, as a TOML file has them. Raises ConfigError."""
     sections = {}
     for section, values in tables.items():
         if section not in SECTIONS:

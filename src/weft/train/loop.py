@@ -15,17 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
-from weft.models import HybridModel, shard
 from weft.overlap import forward_backward
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
-from weft.train.data import Batches, Validation, load_corpus
-from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
-from weft.train.experts import ExpertBalance
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
@@ -38,13 +35,16 @@ from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
 from weft.train.state import Position
+from weft.train.task.task import Task
+from weft.train.task.text import TextTask
 
 
 class Trainer:
     """One rank's part of a run; needs the default process group.
 
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
-    goes on, loads its checkpoint. `run` then trains.
+    goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
+    another one is given; `optimizer`: makes one for the sharded model, AdamW unless it is given.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class Trainer:
         config: TrainConfig,
         run: Run,
         *,
+        task: Task | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         device: torch.device | None = None,
         stop: StopRequest | None = None,
         say: Callable[[str], None] | None = None,
@@ -65,29 +67,11 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
-        meshes = weft.init_meshes(self.device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
-        self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
-        batches: dict[str, Any] = {
-            "sequence_length": config.data.sequence_length,
-            "microbatch_size": config.train.microbatch_size,
-            "global_batch_size": config.train.global_batch_size,
-            "dp_rank": meshes.dp_rank,
-            "dp_size": meshes.dp_size,
-        }
-        self.batches = Batches(self.corpus.train, seed=config.data.seed, **batches)
-        self.validation = Validation(self.corpus.validation, batches=config.train.validation_batches, **batches)
-
-        torch.manual_seed(config.train.seed)
-        model = self._build(meshes)
-        if config.train.activation_checkpointing:
-            _recompute_layers(model)
-        precision = weft.MixedPrecisionPolicy()
-        if config.train.precision == "bf16":
-            precision = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        self.model: Any = shard(model, meshes, strategy=config.sharding.strategy, mp_policy=precision)
+        self.task: Task = TextTask(config, self.device) if task is None else task
+        self.model: Any = self.task.model
+        self.batches, self.experts = self.task.batches, self.task.experts
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
-        self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Whatever is random from here on differs between ranks; the initial weights must not.
@@ -123,18 +107,6 @@ class Trainer:
             "random": RandomState(),
         }
 
-    def _build(self, meshes: weft.Meshes) -> HybridModel:
-        try:
-            with self.device:
-                return HybridModel(self.config.model, meshes=meshes)
-        except (RuntimeError, OverflowError, MemoryError) as error:
-            model = self.config.model
-            raise ConfigError(
-                f"model.hidden_size = {model.hidden_size}, model.vocab_size = {model.vocab_size}, model.pattern = "
-                f"{model.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make the "
-                "model smaller"
-            ) from error
-
     def _go_on(self) -> None:
         """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
         options = [{**group, "params": None} for group in self.optimizer.param_groups]
@@ -160,6 +132,7 @@ class Trainer:
         """
         config, position = self.config, self.position
         self._describe()
+        self.moment("start", {"step": position.step})
         if position.step >= config.train.steps:
             self.say(
                 f"nothing to do: the run is at step {position.step} of {config.train.steps}; "
@@ -182,6 +155,7 @@ class Trainer:
                 if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
                     metrics.log_experts(position.step, loads)
                 self.progress.update(position.step, **values)
+                self.moment("step", values)
                 last = position.step == config.train.steps
                 if last or _due(config.train.validate_every, position.step):
                     self._validate(metrics)
@@ -193,14 +167,19 @@ class Trainer:
         complete = position.step == config.train.steps
         if complete and self.rank == 0:
             self._report()
+        self.moment("end", {"step": position.step, "complete": complete})
         return complete
+
+    def moment(self, name: str, numbers: dict[str, Any]) -> None:
+        """Called on all ranks: at "start", after each "step" and "validation", when a "save" begins, at the "end"."""
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
         started = time.perf_counter()
         self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.advance()
-        microbatches = [(t.to(self.device), labels.to(self.device)) for t, labels in self.batches.next_step()]
+        self.own_numbers: dict[str, list[torch.Tensor]] = {}
+        microbatches = [self._here(microbatch) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
@@ -216,13 +195,13 @@ class Trainer:
         # One small all-reduce a step carries everything that ranks have to agree on.
         mean = losses.double().mean() / self.ranks
         router_mean = router_losses.double() / (len(microbatches) * self.ranks)
-        shared = torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested)])
+        own = [torch.stack(found).double().mean() / self.ranks for found in self.own_numbers.values()]
+        shared = torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested), *own])
         dist.all_reduce(shared)
-        loss_value, router_value, stops = shared.tolist()
+        loss_value, router_value, stops, *own_values = shared.tolist()
         position = self.position
         position.step += 1
-        tokens_done = self.config.train.global_batch_size * self.config.data.sequence_length
-        position.tokens += tokens_done
+        position.tokens += self.task.units_per_step
         if not math.isfinite(loss_value):
             raise self._diverged("loss", loss_value)
         seconds = time.perf_counter() - started
@@ -232,12 +211,17 @@ class Trainer:
             **({"router_loss": router_value} if self.experts.has_losses else {}),
             "lr": learning_rate,
             "gradient_norm": float(norm),
-            "tokens_per_second": tokens_done / seconds,
+            f"{self.task.unit}_per_second": self.task.units_per_step / seconds,
             "memory_bytes": _memory_in_use(self.device),
+            **dict(zip(self.own_numbers, own_values)),
         }
         return values, stops > 0
 
-    def _forward_backward(self, microbatches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _here(self, microbatch: Any) -> Any:
+        """The microbatch with its tensors on the device."""
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), microbatch)
+
+    def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
         if loop.overlap:
@@ -253,14 +237,16 @@ class Trainer:
             if timeline is not None:
                 write_timeline(self.run_place.directory, timeline.intervals())
             return torch.stack(losses)
-        losses = []
-        for number, (tokens, labels) in enumerate(microbatches, start=1):
+        found = []
+        for number, microbatch in enumerate(microbatches, start=1):
             self.watchdog.at(f"step {self.position.step + 1}, microbatch {number} of {len(microbatches)}")
             self.model.set_is_last_backward(number == len(microbatches))
-            loss = self.model(tokens, labels=labels)
+            loss, own = self.task.loss(microbatch)
             (loss * scale).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses)
+            for name, value in own.items():
+                self.own_numbers.setdefault(name, []).append(value.detach())
+            found.append(loss.detach())
+        return torch.stack(found)
 
     def _is_recorded(self) -> bool:
         """Whether the step that begins is the one that the report draws: the last, on the first rank."""
@@ -278,23 +264,28 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, metrics: Metrics) -> None:
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, labels in self.validation:
+        totals: dict[str, torch.Tensor] = {}
+        count = 0
+        for microbatch in self.task.validation:
+            count += 1
             self.watchdog.at(f"the validation after step {self.position.step}")
-            total += self.model(tokens.to(self.device), labels=labels.to(self.device)).double()
+            loss, own = self.task.loss(self._here(microbatch))
+            for name, value in {"": loss, **own}.items():
+                totals[name] = totals.get(name, 0) + value.double()
         self.model.train()
-        dist.all_reduce(total)
-        per_token = float(total) / (len(self.validation) * self.ranks)
+        if not count:
+            return
+        shared = torch.stack([*totals.values()])
+        dist.all_reduce(shared)
+        loss_value, *own_values = (shared / (count * self.ranks)).tolist()
+        values = self.task.validation_values(loss_value)
         position = self.position
-        position.validation_loss = per_token / self.corpus.bytes_per_token
+        position.validation_loss = list(values.values())[-1]
         position.validated_step = position.step
-        metrics.log(
-            position.step,
-            "validation",
-            loss=per_token,
-            nats_per_byte=position.validation_loss,
-            tokens=position.tokens,
-        )
+        own_names = [name for name in totals if name]
+        values |= {self.task.unit: position.tokens, **dict(zip(own_names, own_values))}
+        metrics.log(position.step, "validation", **values)
+        self.moment("validation", values)
         self.progress.update(position.step, validation_loss=position.validation_loss)
 
     def _save(self) -> None:
@@ -302,6 +293,7 @@ class Trainer:
             return
         self.checkpoints.save(self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous)
         self.saved_step = self.position.step
+        self.moment("save", {"step": self.saved_step})
 
     def _describe(self) -> None:
         if self.rank == 0:
@@ -312,15 +304,15 @@ class Trainer:
             f"{self.parameter_count / 1e6:.2f} M parameters on {ranks} ({self.device.type}), "
             f"{self.config.sharding.strategy}, {self.config.train.precision}"
         )
-        self.say(self.corpus.description)
+        self.say(self.task.description)
 
     def _report(self) -> None:
-        baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(*self.validation.pairs())
-        baseline /= self.corpus.bytes_per_token
-        self.say(
-            f"validation loss {self.position.validation_loss:.4f} nats per byte, "
-            f"bigram table of the same text {baseline:.4f}"
-        )
+        baseline = self.task.baseline()
+        if baseline is not None:
+            self.say(
+                f"validation loss {self.position.validation_loss:.4f} nats per byte, "
+                f"bigram table of the same text {baseline:.4f}"
+            )
         memory = weft.memory_report(self.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
         path = write_report(
@@ -397,13 +389,6 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
         if math.isfinite(norm):
             raise
         return norm
-
-
-def _recompute_layers(model: HybridModel) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for number, layer in enumerate(model.decoder.layers):
-        model.decoder.layers[number] = checkpoint_wrapper(layer)
 
 
 def _seed_all(seed: int, rank: int) -> None:

@@ -38,7 +38,7 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
     if origin is Literal:
         return any(value == arg and type(value) is type(arg) for arg in args), value
     if origin in (tuple, list):
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             return False, None
         if origin is list or args[-1:] == (Ellipsis,):
             items = [args[0]] * len(value)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.train.report import expert_figures, figures
-from weft.train.report.numbers import curve, losses
+from weft.train.report.numbers import counted, curve, loss_unit, losses
 from weft.train.report.timeline import HiddenExchange, read_timeline
 
 Drawing = tuple[str, str, figures.Draw]
@@ -28,14 +28,15 @@ def _figures(
     records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
 ) -> list[Drawing]:
     train, validation = losses(records)
-    speed = curve(records, "train", "tokens_per_second")
+    unit = counted(records)
+    speed = curve(records, "train", f"{unit}_per_second")
     rate, norm = curve(records, "train", "lr"), curve(records, "train", "gradient_norm")
     found: list[Drawing] = []
     if train or validation:
-        draw = figures.loss(train, validation, baselines, "nats per byte")
+        draw = figures.loss(train, validation, baselines, loss_unit(records))
         found.append(("loss", "Training and validation loss over the steps", draw))
     if any(value == value for _, value in speed):
-        found.append(("throughput", "Tokens per second over the steps", figures.throughput(speed)))
+        found.append(("throughput", f"{unit.capitalize()} per second over the steps", figures.throughput(speed, unit)))
     if rate or norm:
         found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
     if memory:

@@ -25,6 +25,15 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
     return [(step, math.nan if value is None else value) for step, value in found]
 
 
+def counted(records: list[dict[str, Any]]) -> str:
+    """What the run counts: "tokens" of a text, or "samples" of data of one's own."""
+    return "samples" if any("samples_per_second" in record for record in records) else "tokens"
+
+
+def loss_unit(records: list[dict[str, Any]]) -> str:
+    return "nats per byte" if counted(records) == "tokens" else "own loss"
+
+
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
     """Training and validation loss in nats per byte: validation records tell how many bytes a token has."""
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")

@@ -10,7 +10,7 @@ from typing import Any
 from weft.train.files import replace_text
 from weft.train.metrics import read_metrics
 from weft.train.progress import format_bytes, format_count
-from weft.train.report.numbers import curve, losses, memory_groups
+from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups
 
 BASELINE = "bigram table"
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
@@ -73,15 +73,15 @@ def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[t
     tiles = []
     if validation:
         last = validation[-1][1]
-        tiles.append((f"{last:.3f}", "validation loss", "nats per byte"))
+        tiles.append((f"{last:.3f}", "validation loss", loss_unit(records)))
         for name, value in baselines.items():
             difference = f"{abs(last / value - 1):.0%} {'above' if value < last else 'below'} it"
             tiles.append((f"{value:.3f}", name, f"the run is {difference}"))
     elif train:
-        tiles.append((f"{train[-1][1]:.3f}", "training loss", "nats per byte"))
-    speed = sorted(v for _, v in curve(records, "train", "tokens_per_second") if v == v)
+        tiles.append((f"{train[-1][1]:.3f}", "training loss", loss_unit(records)))
+    speed = sorted(v for _, v in curve(records, "train", f"{counted(records)}_per_second") if v == v)
     if speed:
-        tiles.append((format_count(speed[len(speed) // 2]), "tokens per second", "median"))
+        tiles.append((format_count(speed[len(speed) // 2]), f"{counted(records)} per second", "median"))
     if train:
         tiles.append((f"{train[-1][0]:,.0f}", "optimizer steps", ""))
     return tiles
