@@ -1,4 +1,4 @@
-"""The command line: weft train | inspect | bench."""
+"""The command line: weft train | config | inspect | bench."""
 
 import argparse
 import os
@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=_inspect)
 
+    config = commands.add_parser("config", help="show every setting with its default, as a TOML file")
+    config.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
+    config.add_argument("--ranks", type=int, default=1, help="with --check: the number of ranks that it is for")
+    config.add_argument("--markdown", action="store_true", help="as a table")
+    config.set_defaults(run=_config)
+
     bench = commands.add_parser(
         "bench",
         help="run a benchmark of this repository",
@@ -152,6 +158,18 @@ def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
     if with_ranks and options.ranks:
         words += ["--ranks", str(options.ranks)]
     return shlex.join(words)
+
+
+def _config(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.train.config import load_config
+    from weft.train.settings import as_markdown, as_toml
+
+    if options.check is not None:
+        load_config(options.check).validate(options.ranks)
+        print(f"{options.check}: fine on {options.ranks} rank{'s' * (options.ranks > 1)}")
+    else:
+        print(as_markdown() if options.markdown else as_toml(), end="")
+    return 0
 
 
 def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:

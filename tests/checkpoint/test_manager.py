@@ -18,6 +18,7 @@ from weft.checkpoint import (
     RandomState,
     verify,
 )
+from weft.checkpoint.manifest import File
 
 
 def make(width=7, sharded=True):
@@ -263,6 +264,25 @@ def test_when_one_rank_cannot_write_every_rank_hears_of_it_and_nothing_is_commit
     for said, steps in pool.run(2, fail_on_rank_1, tmp_path):
         assert "No space left on device" in said
         assert steps == [1]
+
+
+def fail_to_measure_on_rank_1(directory):
+    manager = CheckpointManager(directory)
+    if dist.get_rank() == 1:
+        File.measure, kept = no_space, File.measure
+    try:
+        manager.save(1, {"numbers": {f"rank{dist.get_rank()}": torch.ones(2)}}, asynchronous=False)
+    except OSError as error:
+        return str(error), manager.steps()
+    finally:
+        if dist.get_rank() == 1:
+            File.measure = kept
+
+
+def test_when_one_rank_cannot_measure_its_files_every_rank_hears_of_it(pool, tmp_path):
+    for said, steps in pool.run(2, fail_to_measure_on_rank_1, tmp_path, timeout=20):
+        assert "No space left on device" in said
+        assert steps == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])

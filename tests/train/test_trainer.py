@@ -42,7 +42,7 @@ def settings(folder, steps=7, **train):
             "seed": 3,
             **train,
         },
-        "schedule": {"cosine": False, "warmup_steps": 0},
+        "schedule": {"shape": "constant", "warmup_steps": 0},
         "checkpoint": {"every": 3},
         "run": {"directory": str(folder)},
     }

@@ -99,6 +99,8 @@ class LoopConfig:
     """Steps between two validations; 0: only at the end."""
     validation_batches: int = 4
     """Size of the fixed validation set, in global batches."""
+    ema_decay: float = 0.0
+    """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     log_every: int = 10
@@ -124,6 +126,7 @@ class LoopConfig:
         for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
         _require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
+        _require("train.ema_decay", self.ema_decay, 0 <= self.ema_decay < 1, "must be at least 0 and less than 1")
         _require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
         for name in ("delay_wgrad", "early_release"):
             value = getattr(self, name)
@@ -169,29 +172,39 @@ class ScheduleConfig:
 
     warmup_steps: int | None = None
     """Steps over which the learning rate rises linearly to its peak; unset: a tenth of the run, at most 100."""
-    cosine: bool = True
-    """Fall along half a cosine from the end of the warm-up to the last step; false: stay at the peak."""
+    shape: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    """The way down from the peak; "wsd" stays there and falls in a straight line at the end."""
     min_lr_ratio: float = 0.1
-    """Where the cosine ends, as a part of the peak learning rate."""
+    """Where "cosine", "linear" and "wsd" end, as a part of the peak learning rate."""
+    decay_fraction: float = 0.2
+    """The part of all steps over which "wsd" falls."""
 
     def __post_init__(self) -> None:
         _require("schedule.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "must not be negative")
-        _require(
-            "schedule.min_lr_ratio",
-            self.min_lr_ratio,
-            0 <= self.min_lr_ratio <= 1,
-            "must lie between 0 and 1",
-        )
+        _require("schedule.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "must lie between 0 and 1")
+        fraction = self.decay_fraction
+        _require("schedule.decay_fraction", fraction, 0 < fraction <= 1, "must be above 0 and at most 1")
+        for name, shapes in (("min_lr_ratio", ("cosine", "linear", "wsd")), ("decay_fraction", ("wsd",))):
+            value, default = getattr(self, name), getattr(ScheduleConfig, name)
+            without = f"has no effect with schedule.shape = {show(self.shape)}; leave it out, or choose from {shapes}"
+            _require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
 
     def factor(self, step: int, steps: int) -> float:
         """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
         warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        done = step + 1
         if step < warmup:
-            return (step + 1) / warmup
-        if not self.cosine:
+            return done / warmup
+        if self.shape == "constant":
             return 1.0
-        progress = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        if self.shape == "inverse_sqrt":
+            return math.sqrt(max(1, warmup) / done)
+        left = max(0.0, (steps - done) / max(1, steps - warmup))
+        if self.shape == "wsd":
+            left = min(1.0, max(0, steps - done) / (self.decay_fraction * steps))
+        if self.shape == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
 
 @dataclass(frozen=True)

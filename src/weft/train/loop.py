@@ -22,6 +22,7 @@ from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, Rando
 from weft.comm.timeline import Timeline
 from weft.overlap import forward_backward
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
+from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
@@ -72,6 +73,7 @@ class Trainer:
         self.batches, self.experts = self.task.batches, self.task.experts
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
+        self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Whatever is random from here on differs between ranks; the initial weights must not.
@@ -105,6 +107,7 @@ class Trainer:
             "data": self.batches,
             "position": self.position,
             "random": RandomState(),
+            **({"ema": self.average} if self.average else {}),
         }
 
     def _go_on(self) -> None:
@@ -191,6 +194,8 @@ class Trainer:
             raise self._diverged("gradient norm", float(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average:
+            self.average.after_step()
 
         # One small all-reduce a step carries everything that ranks have to agree on.
         mean = losses.double().mean() / self.ranks
@@ -261,8 +266,24 @@ class Trainer:
             f"since step {self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
         )
 
-    @torch.no_grad()
     def _validate(self, metrics: Metrics) -> None:
+        values = self._validation_values()
+        if not values:
+            return
+        if self.average:
+            with self.average.in_place():
+                values |= {f"ema_{name}": value for name, value in self._validation_values().items()}
+        position = self.position
+        position.validation_loss = values.get("nats_per_byte", values["loss"])
+        position.validated_step = position.step
+        values[self.task.unit] = position.tokens
+        metrics.log(position.step, "validation", **values)
+        self.moment("validation", values)
+        self.progress.update(position.step, validation_loss=position.validation_loss)
+
+    @torch.no_grad()
+    def _validation_values(self) -> dict[str, float]:
+        """Means over the validation set, of all ranks; nothing where there is no set."""
         self.model.eval()
         totals: dict[str, torch.Tensor] = {}
         count = 0
@@ -274,19 +295,11 @@ class Trainer:
                 totals[name] = totals.get(name, 0) + value.double()
         self.model.train()
         if not count:
-            return
+            return {}
         shared = torch.stack([*totals.values()])
         dist.all_reduce(shared)
         loss_value, *own_values = (shared / (count * self.ranks)).tolist()
-        values = self.task.validation_values(loss_value)
-        position = self.position
-        position.validation_loss = list(values.values())[-1]
-        position.validated_step = position.step
-        own_names = [name for name in totals if name]
-        values |= {self.task.unit: position.tokens, **dict(zip(own_names, own_values))}
-        metrics.log(position.step, "validation", **values)
-        self.moment("validation", values)
-        self.progress.update(position.step, validation_loss=position.validation_loss)
+        return {**self.task.validation_values(loss_value), **dict(zip([name for name in totals if name], own_values))}
 
     def _save(self) -> None:
         if self.saved_step == self.position.step:

@@ -37,7 +37,7 @@ _SETTINGS: dict[str, Treatment] = {
     "model.recompute": QUIET,
     "data.paths": TOLD,
     "data.cache_dir": QUIET,
-    "train.seed": REFUSED,
+    **dict.fromkeys(("train.seed", "train.ema_decay"), REFUSED),
     **dict.fromkeys(
         (
             "train.steps",
