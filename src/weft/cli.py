@@ -1,4 +1,4 @@
-"""The command line: weft train | config | inspect | bench."""
+"""The command line: weft train | eval | report | config | inspect | bench."""
 
 import argparse
 import os
@@ -94,6 +94,17 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--markdown", action="store_true", help="as a table")
     config.set_defaults(run=_config)
 
+    evaluate = commands.add_parser("eval", help="the validation loss of a run's newest intact checkpoint")
+    evaluate.add_argument("path", metavar="RUN_DIRECTORY")
+    evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
+    evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
+    evaluate.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE")
+    evaluate.set_defaults(run=_eval)
+
+    report = commands.add_parser("report", help="write the report of a run again")
+    report.add_argument("path", metavar="RUN_DIRECTORY")
+    report.set_defaults(run=_report)
+
     bench = commands.add_parser(
         "bench",
         help="run a benchmark of this repository",
@@ -169,6 +180,32 @@ def _config(options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"{options.check}: fine on {options.ranks} rank{'s' * (options.ranks > 1)}")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
+    return 0
+
+
+def _eval(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.checkpoint import CheckpointError
+    from weft.train.evaluate import evaluate
+
+    try:
+        values = evaluate(Path(options.path), step=options.step, average=options.ema, overrides=options.overrides)
+    except CheckpointError as error:
+        print(f"weft eval: {error}", file=sys.stderr)
+        return 1
+    print("  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()))
+    return 0
+
+
+def _report(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.train.metrics import FILE
+    from weft.train.report import write_report
+    from weft.train.report.facts import read_facts
+
+    run = Path(options.path)
+    if not (run / FILE).is_file():
+        raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
+    facts = read_facts(run)
+    print(write_report(run, **{name: facts[name] for name in ("description", "memory", "baseline") if name in facts}))
     return 0
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
@@ -24,9 +23,11 @@ from weft.overlap import forward_backward
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
+from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
+from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
 from weft.train.run.changes import CONFIG, changed
@@ -182,7 +183,7 @@ class Trainer:
         self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.advance()
         self.own_numbers: dict[str, list[torch.Tensor]] = {}
-        microbatches = [self._here(microbatch) for microbatch in self.batches.next_step()]
+        microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
@@ -221,10 +222,6 @@ class Trainer:
             **dict(zip(self.own_numbers, own_values)),
         }
         return values, stops > 0
-
-    def _here(self, microbatch: Any) -> Any:
-        """The microbatch with its tensors on the device."""
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), microbatch)
 
     def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
@@ -267,12 +264,16 @@ class Trainer:
         )
 
     def _validate(self, metrics: Metrics) -> None:
-        values = self._validation_values()
+        def moved() -> None:
+            self.watchdog.at(f"the validation after step {self.position.step}")
+
+        values = validate(self.task, self.device, moved)
         if not values:
             return
         if self.average:
             with self.average.in_place():
-                values |= {f"ema_{name}": value for name, value in self._validation_values().items()}
+                averaged = validate(self.task, self.device, moved)
+            values |= {f"ema_{name}": value for name, value in averaged.items()}
         position = self.position
         position.validation_loss = values.get("nats_per_byte", values["loss"])
         position.validated_step = position.step
@@ -280,26 +281,6 @@ class Trainer:
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
         self.progress.update(position.step, validation_loss=position.validation_loss)
-
-    @torch.no_grad()
-    def _validation_values(self) -> dict[str, float]:
-        """Means over the validation set, of all ranks; nothing where there is no set."""
-        self.model.eval()
-        totals: dict[str, torch.Tensor] = {}
-        count = 0
-        for microbatch in self.task.validation:
-            count += 1
-            self.watchdog.at(f"the validation after step {self.position.step}")
-            loss, own = self.task.loss(self._here(microbatch))
-            for name, value in {"": loss, **own}.items():
-                totals[name] = totals.get(name, 0) + value.double()
-        self.model.train()
-        if not count:
-            return {}
-        shared = torch.stack([*totals.values()])
-        dist.all_reduce(shared)
-        loss_value, *own_values = (shared / (count * self.ranks)).tolist()
-        return {**self.task.validation_values(loss_value), **dict(zip([name for name in totals if name], own_values))}
 
     def _save(self) -> None:
         if self.saved_step == self.position.step:
@@ -312,12 +293,30 @@ class Trainer:
         if self.rank == 0:
             self.run_place.directory.mkdir(parents=True, exist_ok=True)
             replace_text(self.run_place.directory / CONFIG, to_toml(self.config))
+            self._keep_facts()
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         self.say(
             f"{self.parameter_count / 1e6:.2f} M parameters on {ranks} ({self.device.type}), "
             f"{self.config.sharding.strategy}, {self.config.train.precision}"
         )
         self.say(self.task.description)
+
+    def _keep_facts(self) -> None:
+        folder, step = self.run_place.directory, self.position.step
+        resumed = [each for each in read_facts(folder).get("resumed", []) if each < step]
+        facts = {
+            "parameters": self.parameter_count,
+            "ranks": self.ranks,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            "versions": versions(),
+            "command": command(),
+            "commit": commit(),
+            "resumed": [
+                *(each for each in read_facts(folder).get("resumed", []) if each < step),
+                *([step] if step else []),
+            ],
+        }
+        keep_facts(folder, facts)
 
     def _report(self) -> None:
         baseline = self.task.baseline()
@@ -328,12 +327,9 @@ class Trainer:
             )
         memory = weft.memory_report(self.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
-        path = write_report(
-            self.run_place.directory,
-            description=weft.describe(self.model),
-            memory=memory,
-            baseline=baseline,
-        )
+        facts: dict[str, Any] = {"description": weft.describe(self.model), "memory": memory, "baseline": baseline}
+        keep_facts(self.run_place.directory, {**facts, "seconds": self.position.seconds})
+        path = write_report(self.run_place.directory, **facts)
         if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):
             self.say(f"in the last step {hidden}")
         self.say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))

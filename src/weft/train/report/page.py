@@ -9,7 +9,8 @@ from typing import Any
 
 from weft.train.files import replace_text
 from weft.train.metrics import read_metrics
-from weft.train.progress import format_bytes, format_count
+from weft.train.progress import format_bytes, format_count, format_time
+from weft.train.report.facts import read_facts
 from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups
 
 BASELINE = "bigram table"
@@ -41,6 +42,7 @@ def write_report(
     config = folder / "config.toml"
     page = _page(
         folder.resolve().name,
+        about=_about(records, read_facts(folder)),
         tiles=_tiles(records, baselines),
         rows=_rows(records, baselines),
         pictures=pictures,
@@ -65,6 +67,24 @@ def _baselines(baseline: Mapping[str, float] | float | None) -> dict[str, float]
     if baseline is None:
         return {}
     return dict(baseline) if isinstance(baseline, Mapping) else {BASELINE: float(baseline)}
+
+
+def _about(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value): first what this page is, then where the run ran and with what."""
+    steps = max((record["step"] for record in records), default=0)
+    what = f"A training run of weft, {steps:,} steps"
+    if "parameters" in facts:
+        what += f" of a model with {format_count(facts['parameters'])} parameters"
+    found = [("", what)]
+    if "ranks" in facts:
+        ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
+        found.append(("ran on", f"{ranks}, {facts['device']}"))
+    found += [(name, str(facts[name])) for name in ("versions", "command", "commit") if facts.get(name)]
+    if facts.get("seconds"):
+        found.append(("time in steps", format_time(facts["seconds"])))
+    if facts.get("resumed"):
+        found.append(("resumed after step", ", ".join(f"{step:,}" for step in facts["resumed"])))
+    return found
 
 
 def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, str, str]]:
@@ -130,6 +150,10 @@ body { margin: 0 auto; max-width: 1180px; padding: 40px 20px 60px; background: v
        font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 header p { margin: 0; color: var(--accent); font-weight: 600; }
 h1 { margin: 0 0 24px; font-size: 30px; line-height: 1.2; overflow-wrap: anywhere; }
+header dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: -12px 0 24px;
+            font-size: 13px; }
+dt { color: var(--quiet); }
+dd { margin: 0; overflow-wrap: anywhere; }
 h2 { margin: 40px 0 12px; font-size: 17px; }
 .tiles, .figures { display: grid; gap: 16px; }
 .tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-bottom: 16px; }
@@ -157,6 +181,7 @@ summary h2 { display: inline-block; }
 def _page(
     name: str,
     *,
+    about: list[tuple[str, str]],
     tiles: list[tuple[str, str, str]],
     rows: list[tuple[str, str, str]],
     pictures: list[str],
@@ -164,7 +189,8 @@ def _page(
     config: str,
 ) -> str:
     title = html.escape(name)
-    body = [f"<header><p>weft</p><h1>{title}</h1></header>"]
+    facts = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd>" for label, value in about[1:])
+    body = [f"<header><p>{html.escape(about[0][1])}</p><h1>{title}</h1><dl>{facts}</dl></header>"]
     if tiles:
         cells = (
             f'<div class="tile">{html.escape(label)}<b>{html.escape(value)}</b>'
@@ -185,9 +211,7 @@ def _page(
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
-        body.append(
-            f"<details open><summary><h2>Configuration</h2></summary><pre>{html.escape(config)}</pre></details>"
-        )
+        body.append(f"<details><summary><h2>Configuration</h2></summary><pre>{html.escape(config)}</pre></details>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
