@@ -1,7 +1,8 @@
 """weft: sharded training for large PyTorch models, with its communication woven into the computation."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weft.lazy import exports
 
 if TYPE_CHECKING:
     from weft import models, optim, overlap
@@ -55,7 +56,7 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-_ROOMS = (
+_ROOMS = [
     "checkpoint",
     "comm",
     "dtensor",
@@ -68,18 +69,11 @@ _ROOMS = (
     "optim",
     "overlap",
     "train",
-)
+]
+_MESH = ["Meshes", "init_meshes"]
+_FSDP = [name for name in __all__ if name not in _ROOMS + _MESH]
 
-
-def __getattr__(name: str) -> Any:
-    # When it is asked for: torch takes seconds to import, and `weft --help` needs nothing of it.
-    if name in _ROOMS:
-        return import_module(f"weft.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    value = getattr(import_module("weft.mesh" if name in ("Meshes", "init_meshes") else "weft.fsdp"), name)
-    globals()[name] = value
-    return value
+__getattr__ = exports("weft", {"weft.mesh": _MESH, "weft.fsdp": _FSDP}, _ROOMS)
 
 
 def __dir__() -> list[str]:

@@ -149,9 +149,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         work(place, config_path, options.overrides, options.resume, command, or_start=options.resume_or_start)
 
-    import torch
-
-    ranks = options.ranks or torch.cuda.device_count() or 1
+    ranks = options.ranks or _local_devices() or 1
     config = load_config(config_path, options.overrides)
     config.validate(ranks)
     run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
@@ -159,6 +157,12 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if code == 2:
         remove_if_unused(run)
     return code
+
+
+def _local_devices() -> int:
+    import torch  # takes seconds, which whoever says --ranks need not wait
+
+    return torch.cuda.device_count()
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:

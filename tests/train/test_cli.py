@@ -129,6 +129,17 @@ def test_help_takes_less_than_half_a_second_of_processor_time():
     assert spent() - before < 0.5
 
 
+def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
+    program = (
+        "import sys, weft.cli, weft.train.run.launch as launch\n"
+        "launch.launch = lambda *_: print('torch' in sys.modules) or 0\n"
+        "sys.exit(weft.cli.main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", program, "train", write_config(tmp_path), "--ranks", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
 def test_the_version_names_what_a_report_of_a_fault_needs(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])

@@ -311,10 +311,7 @@ class Trainer:
             "versions": versions(),
             "command": command(),
             "commit": commit(),
-            "resumed": [
-                *(each for each in read_facts(folder).get("resumed", []) if each < step),
-                *([step] if step else []),
-            ],
+            "resumed": [*resumed, step] if step else [],
         }
         keep_facts(folder, facts)
 

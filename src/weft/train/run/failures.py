@@ -2,8 +2,6 @@
 
 import errno
 
-import torch
-
 from weft.checkpoint import CheckpointError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED = range(4)
@@ -27,7 +25,8 @@ def in_one_line(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _STORAGE:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: make room; what was saved before is as it was"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if no_memory or "can't allocate memory" in str(error):
         first = " ".join(str(error).split())[:200]
         return (
             f"no memory left ({first}): lower train.microbatch_size or data.sequence_length, set "
