@@ -8,7 +8,8 @@ import pytest
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, train_on
-from weft.train.config import SECTIONS, load_config
+from weft.cli import _parser
+from weft.train.config import SECTIONS, load_config, to_toml
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
 from weft.train.run.changes import CONFIG, changed, treatment
@@ -119,6 +120,22 @@ def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_i
         for field in dataclasses.fields(fields):
             name = f"{section}.{field.name}"
             assert found.get(name, found.get(f"{section}.*")) == treatment(name), name
+
+
+def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate_continuous(pytestconfig, tmp_path):
+    root = pytestconfig.rootpath
+    block = (root / "README.md").read_text().partition("## Train, stop, go on")[2].split("```")[1]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("weft train")]
+    assert len(commands) >= 2
+    before = None
+    for command in commands:
+        options = _parser().parse_args(command[1:])
+        path = root / options.config if options.config else tmp_path / CONFIG
+        now = load_config(path, options.overrides)
+        if options.resume:
+            assert changed(tmp_path, now, 100) == [] and now == before
+        before = now
+        (tmp_path / CONFIG).write_text(to_toml(now))
 
 
 def test_a_run_whose_configuration_is_gone_says_so(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_waiting_names_the_ranks_that_are_absent_and_ends_with_patience(tmp_path
         meeting.meet(f"tcp://127.0.0.1:{port}", 0, 2, **arguments)
     with pytest.raises(Interrupted, match="stopped while waiting for rank 1 of 2"):
         meeting.meet(f"file://{tmp_path / 'other'}", 0, 2, **{**arguments, "stop": Stopped()})
+
+
+def test_a_rank_that_is_stopped_while_it_waits_takes_the_others_along_and_leaves_none_of_them_alone(tmp_path):
+    arguments = {"patience": 5, "say": print}
+    meeting_point = f"file://{tmp_path / 'store'}"
+    with pytest.raises(Interrupted, match="stopped while waiting for rank 0 of 2"):
+        meeting.meet(meeting_point, 1, 2, stop=Stopped(), **arguments)
+    with pytest.raises(Interrupted, match="another rank was stopped"):
+        meeting.meet(meeting_point, 0, 2, stop=StopRequest(), **arguments)
+    whole = f"file://{tmp_path / 'other'}"
+    first = threading.Thread(target=meeting.meet, args=(whole, 0, 2), kwargs={"stop": StopRequest(), **arguments})
+    first.start()
+    store = dist.FileStore(str(tmp_path / "other"), 2)
+    wait_until(lambda: store.add(meeting.COUNT, 0) == 1)
+    meeting.meet(whole, 1, 2, stop=Stopped(), **arguments)  # all are there: too late to leave
+    first.join(timeout=5)
+    assert not first.is_alive()
 
 
 def test_a_port_that_is_taken_is_one_line():
