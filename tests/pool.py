@@ -116,7 +116,7 @@ class Pool:
         assert ranks <= MAX_RANKS, f"{ranks} ranks: a test has at most {MAX_RANKS}"
         # Forked from a process that has imported everything and done nothing, so that no thread is lost on the way.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["weft"])
+        context.set_forkserver_preload(["weft.fsdp", "weft.models", "weft.optim", "weft.overlap"])
         while len(self.workers) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

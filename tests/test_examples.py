@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 
 import weft
@@ -85,6 +86,24 @@ def test_the_tests_that_a_page_names_are_there(page):
     assert named
     for file, test in named:
         assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
+
+
+def test_the_trainer_s_examples_are_short():
+    for name in ("vision.py", "hf_finetune.py"):
+        assert len((EXAMPLES / name).read_text().splitlines()) < 60
+
+
+@pytest.mark.slow
+def test_own_models_and_data_train_resume_and_load_into_plain_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = run("vision.py")
+    assert "step 120/120  validation 0." in said
+    assert "nothing to do: the run is at step 120 of 120" in run("vision.py", "--resume")
+    checkpoint = tmp_path / "runs" / "vision" / "checkpoints" / "step-00000120"
+    weights = {"model.head.weight": torch.zeros(3, 48), "model.blocks.2.norm2.bias": torch.zeros(48)}
+    dcp.load(weights, checkpoint_id=checkpoint, no_dist=True)
+    assert all(value.abs().sum() > 0 for value in weights.values())
+    assert "trained up to step 60" in run("hf_finetune.py")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The command line: weft train | sample | convert | pattern | inspect | bench."""
+"""The command line: weft train | eval | report | config | sample | convert | pattern | inspect | bench."""
 
 import argparse
 import os
@@ -7,13 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-EXIT_CODES = """exit code: 0 success (also when interrupted and saved), 1 failure at run time, \
-2 wrong call or configuration"""
+from weft.train.run.output import outlive_readers
+
+EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
+3 interrupted and saved: go on with --resume"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call."""
+    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted."""
+    outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     options = _parser().parse_args(own)
@@ -34,8 +38,18 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+        from platform import python_version
+
+        print(f"weft {version('weft')}, Python {python_version()}, torch {version('torch')}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of weft, Python and torch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
@@ -59,7 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         const=True,
         default=False,
         metavar="RUN_DIRECTORY",
-        help="go on from the newest checkpoint of that run, or of the newest run of the configured name",
+        help="go on from the newest intact checkpoint of that run, with its configuration unless one is named, or of "
+        "the newest run of the configured name",
+    )
+    train.add_argument(
+        "--resume-or-start",
+        action="store_true",
+        help="as --resume; a new run where there is nothing to resume (for schedulers that start a job again)",
     )
     train.add_argument(
         "--from",
@@ -98,6 +118,23 @@ def _parser() -> argparse.ArgumentParser:
     pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
     pattern.set_defaults(run=_pattern)
 
+    config = commands.add_parser("config", help="show every setting with its default, as a TOML file")
+    config.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
+    config.add_argument("--ranks", type=int, default=1, help="with --check: the number of ranks that it is for")
+    config.add_argument("--markdown", action="store_true", help="as a table")
+    config.set_defaults(run=_config)
+
+    evaluate = commands.add_parser("eval", help="the validation loss of a run's newest intact checkpoint")
+    evaluate.add_argument("path", metavar="RUN_DIRECTORY")
+    evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
+    evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
+    evaluate.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE")
+    evaluate.set_defaults(run=_eval)
+
+    report = commands.add_parser("report", help="write the report of a run again")
+    report.add_argument("path", metavar="RUN_DIRECTORY")
+    report.set_defaults(run=_report)
+
     bench = commands.add_parser(
         "bench",
         help="run a benchmark of this repository",
@@ -111,15 +148,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.config import ConfigError, load_config
-    from weft.train.launch import launch
-    from weft.train.runs import open_run, remove_if_unused
-    from weft.train.world import place_from
+    from weft.train.run.changes import CONFIG
+    from weft.train.run.launch import launch
+    from weft.train.run.runs import open_run, remove_if_unused, resuming
+    from weft.train.run.world import place_from
 
-    if options.config is None and isinstance(options.resume, str):
-        # `--resume CONFIG.toml`: the only path there is names the configuration.
-        options.config, options.resume = options.resume, True
-    if options.config is None:
-        raise ConfigError("no configuration is named: weft train CONFIG.toml")
+    config_path = options.config
+    if config_path is None and isinstance(options.resume, str):
+        if Path(options.resume).is_dir():
+            config_path = str(Path(options.resume) / CONFIG)
+        else:  # `--resume CONFIG.toml`: the only path there is names the configuration
+            config_path = options.config = options.resume
+            options.resume = True
+    if config_path is None:
+        raise ConfigError("no configuration is named: weft train CONFIG.toml, or weft train --resume RUN_DIRECTORY")
+    if options.resume_or_start:
+        if options.resume:
+            raise ConfigError("--resume-or-start looks for the run itself: leave --resume out")
+        options.resume = True
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
     place = place_from(os.environ)
@@ -131,25 +177,29 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         options.overrides.append(f"run.weights={options.weights}")
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:
-        from weft.train.worker import work
+        from weft.train.run.worker import work
 
-        work(place, options.config, options.overrides, options.resume, command)
+        work(place, config_path, options.overrides, options.resume, command, or_start=options.resume_or_start)
 
-    import torch
-
-    ranks = options.ranks or torch.cuda.device_count() or 1
-    config = load_config(options.config, options.overrides)
+    ranks = options.ranks or _local_devices() or 1
+    config = load_config(config_path, options.overrides)
     config.validate(ranks)
-    run = open_run(config.run, options.resume or config.run.resume, command)
-    code = launch(arguments, ranks, run, f"{command} --resume {shlex.quote(str(run.directory))}")
+    run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
+    code = launch(arguments, ranks, run, resuming(command, run.directory))
     if code == 2:
         remove_if_unused(run)
     return code
 
 
+def _local_devices() -> int:
+    import torch  # takes seconds, which whoever says --ranks need not wait
+
+    return torch.cuda.device_count()
+
+
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
     """What a person types to start the same again, without --resume."""
-    words = ["weft", "train", options.config]
+    words = ["weft", "train", *([options.config] if options.config else [])]
     for override in options.overrides:
         words += ["--set", override]
     if with_ranks and options.ranks:
@@ -157,8 +207,46 @@ def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
     return shlex.join(words)
 
 
+def _config(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.train.config import load_config
+    from weft.train.settings import as_markdown, as_toml
+
+    if options.check is not None:
+        load_config(options.check).validate(options.ranks)
+        print(f"{options.check}: fine on {options.ranks} rank{'s' * (options.ranks > 1)}")
+    else:
+        print(as_markdown() if options.markdown else as_toml(), end="")
+    return 0
+
+
+def _eval(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.checkpoint import CheckpointError
+    from weft.train.evaluate import evaluate
+
+    try:
+        values = evaluate(Path(options.path), step=options.step, average=options.ema, overrides=options.overrides)
+    except CheckpointError as error:
+        print(f"weft eval: {error}", file=sys.stderr)
+        return 1
+    print("  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()))
+    return 0
+
+
+def _report(options: argparse.Namespace, arguments: list[str]) -> int:
+    from weft.train.metrics import FILE
+    from weft.train.report import write_report
+    from weft.train.report.facts import read_facts
+
+    run = Path(options.path)
+    if not (run / FILE).is_file():
+        raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
+    facts = read_facts(run)
+    print(write_report(run, **{name: facts[name] for name in ("description", "memory", "baseline") if name in facts}))
+    return 0
+
+
 def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
-    from weft.checkpoint.directory import CheckpointError
+    from weft.checkpoint import CheckpointError
     from weft.checkpoint.inspect import show
 
     try:

@@ -18,6 +18,7 @@ from weft.checkpoint import (
     RandomState,
     verify,
 )
+from weft.checkpoint.manifest import File
 
 
 def make(width=7, sharded=True):
@@ -227,7 +228,7 @@ def test_the_error_of_a_background_save_surfaces_and_older_checkpoints_stay(tmp_
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("weft.checkpoint.directory.File.measure", full_disk)
+    monkeypatch.setattr("weft.checkpoint.manifest.File.measure", full_disk)
     manager.save(2, {"numbers": {"value": torch.ones(2)}})
     with pytest.raises(CheckpointError, match="No space left on device"):
         manager.save(3, {"numbers": {"value": torch.ones(2)}})
@@ -265,6 +266,25 @@ def test_when_one_rank_cannot_write_every_rank_hears_of_it_and_nothing_is_commit
         assert steps == [1]
 
 
+def fail_to_measure_on_rank_1(directory):
+    manager = CheckpointManager(directory)
+    if dist.get_rank() == 1:
+        File.measure, kept = no_space, File.measure
+    try:
+        manager.save(1, {"numbers": {f"rank{dist.get_rank()}": torch.ones(2)}}, asynchronous=False)
+    except OSError as error:
+        return str(error), manager.steps()
+    finally:
+        if dist.get_rank() == 1:
+            File.measure = kept
+
+
+def test_when_one_rank_cannot_measure_its_files_every_rank_hears_of_it(pool, tmp_path):
+    for said, steps in pool.run(2, fail_to_measure_on_rank_1, tmp_path, timeout=20):
+        assert "No space left on device" in said
+        assert steps == []
+
+
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])
 def test_damage_is_found(tmp_path, damage):
     with CheckpointManager(tmp_path) as manager:
@@ -279,9 +299,8 @@ def test_damage_is_found(tmp_path, damage):
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"damaged: .*__0_0\.distcp"):
         verify(tmp_path / "step-00000001")
-    if damage != "changed":
-        with pytest.raises(CheckpointError, match=r"damaged: .*__0_0\.distcp"):
-            manager.load({"numbers": {"value": torch.ones(200)}})
+    with pytest.raises(CheckpointError, match=r"damaged: .*__0_0\.distcp"):
+        manager.load({"numbers": {"value": torch.ones(200)}})
 
 
 def test_without_a_checkpoint_loading_says_so(tmp_path):

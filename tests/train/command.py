@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft.checkpoint import verify
+from weft.checkpoint import committed_steps, verify
 from weft.checkpoint.loading import LoadPlanner
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,6 +52,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
     for name, value in changes.items():
         section, _, setting = name.partition("__")
         tables.setdefault(section, {})[setting] = value
+    tables["schedule"]["warmup_steps"] = min(tables["schedule"]["warmup_steps"], tables["train"]["steps"])
     path = folder / "tiny.toml"
     path.write_text(
         "".join(
@@ -128,6 +129,9 @@ def wait_until(condition: Callable[[], Any], timeout: float = 60, what: str = ""
     return value
 
 
+_SPEEDS = ("tokens_per_second", "samples_per_second", "memory_bytes")
+
+
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """What the run has logged so far; what depends on the machine's speed is left out."""
     path = run / "metrics.jsonl"
@@ -136,7 +140,7 @@ def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     lines = path.read_text().split("\n")[:-1]
     records = [json.loads(line) for line in lines]
     return [
-        {key: value for key, value in record.items() if key not in ("tokens_per_second", "memory_bytes")}
+        {key: value for key, value in record.items() if key not in _SPEEDS}
         for record in records
         if record["kind"] == kind
     ]
@@ -165,3 +169,8 @@ def assert_same_contents(first: dict[str, Any], second: dict[str, Any]) -> None:
             assert str(value) == str(second[key]), key
         elif key != "position.seconds":
             assert value == second[key], key
+
+
+def committed(run: Path) -> list[int]:
+    """Steps of the run's checkpoints."""
+    return committed_steps(run / "checkpoints")

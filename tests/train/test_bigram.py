@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.train import bigram as bigram_module
-from weft.train.bigram import STRENGTHS, Bigram
+from weft.train.data import bigram as bigram_module
+from weft.train.data.bigram import STRENGTHS, Bigram
 
 
 def slow_cross_entropy(train, tokens, labels, vocab_size, strength):

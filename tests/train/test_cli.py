@@ -1,3 +1,5 @@
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -115,6 +117,34 @@ def test_inspect_of_a_damaged_checkpoint_fails(tmp_path, capsys):
     (tmp_path / "step-00000001" / ".metadata").unlink()
     assert main(["inspect", str(tmp_path)]) == 1
     assert "damaged: .metadata is missing" in capsys.readouterr().err
+
+
+def test_help_takes_less_than_half_a_second_of_processor_time():
+    def spent():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = spent()
+    subprocess.run([sys.executable, "-m", "weft", "--help"], check=True, capture_output=True)
+    assert spent() - before < 0.5
+
+
+def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
+    program = (
+        "import sys, weft.cli, weft.train.run.launch as launch\n"
+        "launch.launch = lambda *_: print('torch' in sys.modules) or 0\n"
+        "sys.exit(weft.cli.main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", program, "train", write_config(tmp_path), "--ranks", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def test_the_version_names_what_a_report_of_a_fault_needs(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"weft \S+, Python \S+, torch \S+\n", capsys.readouterr().out)
 
 
 def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_path, capsys, monkeypatch):

@@ -1,9 +1,11 @@
 import dataclasses
 import inspect
+import itertools
 import textwrap
 
 import pytest
 
+from weft.cli import main
 from weft.train import config as config_module
 from weft.train.config import (
     SECTIONS,
@@ -16,6 +18,7 @@ from weft.train.config import (
     to_dict,
     to_toml,
 )
+from weft.train.settings import as_markdown
 
 MODEL = '[model]\npattern = "[*-][*-]"\n'
 
@@ -38,7 +41,7 @@ def test_a_file_and_its_overrides_become_typed_sections(tmp_path):
 
 @pytest.mark.parametrize("name", ["7", "true", "1e3", "[*-]", '"quoted" text', "a\nb = 1"])
 def test_an_override_of_a_text_setting_is_taken_as_it_is_typed(name):
-    assert parse("", f"run.name={name}").run.name == name
+    assert parse("", f"data.tokenizer={name}").data.tokenizer == name
 
 
 def test_an_override_in_quotes_is_read_as_toml():
@@ -187,8 +190,48 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end():
     assert factors[9:] == sorted(factors[9:], reverse=True)
     assert factors[99] == pytest.approx(0.25)
     assert factors[54] == pytest.approx((1 + 0.25) / 2)
-    flat = dataclasses.replace(schedule, cosine=False, min_lr_ratio=0.0)
+    flat = ScheduleConfig(warmup_steps=10, shape="constant")
     assert {flat.factor(step, 100) for step in range(9, 100)} == {1.0}
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd", "inverse_sqrt"])
+def test_every_shape_goes_up_to_the_peak_and_down_from_there_in_small_steps(shape):
+    schedule = ScheduleConfig(warmup_steps=10, shape=shape)
+    factors = [schedule.factor(step, 100) for step in range(100)]
+    assert max(factors) == factors[9] == 1
+    assert factors[9:] == sorted(factors[9:], reverse=True)
+    assert max(a - b for a, b in itertools.pairwise(factors)) < 0.06
+    assert factors[99] == pytest.approx({"inverse_sqrt": 10**-0.5}.get(shape, 0.1))
+    assert schedule.factor(120, 100) <= factors[99], "a run that goes on after its planned end stays low"
+    if shape == "wsd":
+        assert set(factors[9:79]) == {1.0} and factors[89] == pytest.approx(0.1 + 0.9 / 2)
+    if shape == "linear":
+        assert factors[54] == pytest.approx((1 + 0.1) / 2)
+
+
+def test_the_printed_configuration_is_the_default_one_and_explains_each_setting(capsys):
+    assert main(["config"]) == 0
+    text = capsys.readouterr().out
+    assert parse_config(text) == TrainConfig()
+    for section, fields in SECTIONS.items():
+        table = text.partition(f"[{section}]")[2].partition("\n\n")[0]
+        for field in dataclasses.fields(fields):
+            assert f"\n{field.name} = " in table or f"\n# {field.name} =" in table, field.name
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_page_of_settings_is_made_from_their_definitions(pytestconfig):
+    page = (pytestconfig.rootpath / "docs" / "settings.md").read_text()
+    assert as_markdown() in page, "write it anew: weft config --markdown"
+
+
+def test_a_file_is_checked_without_running_it(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nglobal_batch_size = 8\n")
+    assert main(["config", "--check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: fine on 1 rank\n"
+    assert main(["config", "--check", str(path), "--ranks", "3"]) == 2
+    assert "train.global_batch_size = 8" in capsys.readouterr().err
 
 
 def test_every_setting_is_documented_by_one_line_below_it():

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.train import data as data_module
 from weft.train.config import DataConfig
 from weft.train.data import Batches, Validation, load_corpus
+from weft.train.data import corpus as corpus_module
+from weft.train.data.order import shuffled
 from weft.train.errors import ConfigError
-from weft.train.order import shuffled
 
 LENGTH = 4
 TOKENS = np.arange(1001, dtype=np.uint16)
@@ -205,8 +205,8 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
 def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkeypatch):
     first = load_corpus(config(text, tmp_path))
     built = []
-    real = data_module._build_cache
-    monkeypatch.setattr(data_module, "_build_cache", lambda *a: built.append(a) or real(*a))
+    real = corpus_module._build_cache
+    monkeypatch.setattr(corpus_module, "_build_cache", lambda *a: built.append(a) or real(*a))
     again = load_corpus(config(text, tmp_path))
     assert not built and np.array_equal(first.train, again.train)
     assert isinstance(again.train, np.memmap)
@@ -227,7 +227,7 @@ def test_a_failed_build_leaves_nothing_behind(text, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data_module, "_read_lines", fail)
+    monkeypatch.setattr(corpus_module, "_read_lines", fail)
     with pytest.raises(ConfigError, match=r"data\.cache_dir.*No space left"):
         load_corpus(config(text, tmp_path))
     assert list((tmp_path / "cache").iterdir()) == []

@@ -9,7 +9,7 @@ from tests.train.command import assert_same_contents, contents, metrics, weft, w
 from tests.train.test_loop import full, reference, train_on
 from weft.train.config import load_config
 from weft.train.loop import Trainer
-from weft.train.runs import Run
+from weft.train.run.runs import Run
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.command import metrics, weft, write_config
 from weft.train.errors import ConfigError
-from weft.train.world import STORE, first_host, place_from
+from weft.train.run.world import STORE, first_host, place_from
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from weft.moe import load_statistics
 from weft.train.config import OptimizerConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.loop import Trainer, make_optimizer, train
-from weft.train.runs import Run, open_run, remove_if_unused
-from weft.train.stop import StopRequest
+from weft.train.run.runs import Run, open_run, remove_if_unused
+from weft.train.run.stop import StopRequest
 
 
 class StopAt(StopRequest):
@@ -278,3 +278,10 @@ def test_a_run_that_never_began_leaves_no_directory_but_one_that_did_stays(tmp_p
     for run in (empty, used):
         remove_if_unused(run)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-2"]
+
+
+def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
+    pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
+    said = pool.run(1, train_on, path, tmp_path / "run", stop_at=4, resume_from=2)[0][-1]
+    assert f"going on with {tmp_path / 'run'} from step 3" in said, "another run saved it since"

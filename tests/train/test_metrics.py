@@ -94,3 +94,18 @@ def test_tensorboard_shows_the_same_numbers_and_forgets_those_after_the_resumed_
     assert [event.value for event in shown] == pytest.approx([1 / step for step in range(1, 15)])
     (load,) = events.Histograms("experts/layer")
     assert (load.step, load.histogram_value.bucket) == (14, [5, 0, 3])
+
+
+@pytest.mark.parametrize(
+    "broken", [b'{"step": 3, "ki', b'{"step": 3, "kin\n', b"\0\0\0\0\n", b"\xff\xfe\n", b"7\n", b"{}\n"]
+)
+def test_a_broken_last_line_is_cut(tmp_path, broken):
+    with Metrics(tmp_path) as metrics:
+        for step in (1, 2):
+            metrics.log(step, "train", loss=1.0)
+    with (tmp_path / "metrics.jsonl").open("ab") as stream:
+        stream.write(broken)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    with Metrics(tmp_path, resumed_step=2) as metrics:
+        metrics.log(3, "train", loss=1.0)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]

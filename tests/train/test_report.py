@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib")
 
 from weft.comm.timeline import Interval
 from weft.train.metrics import FILE
-from weft.train.report import write_report
-from weft.train.timeline import read_timeline, write_timeline
+from weft.train.report.page import write_report
+from weft.train.report.timeline import read_timeline, write_timeline
 
 
 def log(folder, steps=40, bytes_per_token=1.0, name=FILE):

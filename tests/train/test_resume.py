@@ -50,7 +50,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(tmp_path):
         wait_until(lambda: len(metrics(interrupted)) >= 3)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
-    assert process.returncode == 0, errors
+    assert process.returncode == 3, errors
     assert f"a new run in {interrupted}; {whole} is left as it is; it goes on from step 60 with: weft train" in output
     assert "stopping after this step and saving a checkpoint" in output
     said = re.search(r"stopped at step (\d+) of 60, which is saved; go on with: weft (.*)", output)
@@ -95,25 +95,46 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line_and_stays(tmp_path
     assert_same_contents(contents(checkpoint), before)
 
 
-def test_sigterm_saves_too(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number):
     config = write_config(tmp_path, train__steps=5000, checkpoint__every=0, train__validate_every=0)
     run = tmp_path / "runs" / "tiny"
     with started("train", config, "--ranks", 1, stderr=subprocess.STDOUT) as process:
         wait_until(lambda: len(metrics(run)) >= 2)
-        process.terminate()
+        process.send_signal(number)
         output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, output
+    assert process.returncode == 3, output
     step = len(metrics(run))
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-def test_a_damaged_checkpoint_is_refused_in_one_line_and_the_one_before_it_is_intact(tmp_path):
-    config = write_config(tmp_path, train__steps=2, checkpoint__every=1, train__validate_every=0)
+def test_a_run_goes_on_from_the_newest_intact_checkpoint_and_is_refused_in_one_line_without_one(tmp_path):
+    config = write_config(tmp_path, train__steps=3, checkpoint__every=1, train__validate_every=0)
     assert weft("train", config, "--ranks", 1).returncode == 0
-    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
-    (checkpoints / "step-00000002" / "__0_0.distcp").write_bytes(b"")
-    refused = weft("train", config, "--ranks", 1, "--resume")
+    run = tmp_path / "runs" / "tiny"
+    checkpoints, losses = run / "checkpoints", metrics(run)
+    (checkpoints / "step-00000003" / "__0_0.distcp").write_bytes(b"")
+    content = bytearray((checkpoints / "step-00000002" / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoints / "step-00000002" / "__0_0.distcp").write_bytes(content)
+    with (run / "metrics.jsonl").open("ab") as lines:
+        lines.write(b'{"step": 1, "lo\xff\0\0\n')
+
+    resumed = weft("train", "--resume", run, "--set", "checkpoint.keep=1")
+    assert resumed.returncode == 0, resumed.stderr
+    for words in (
+        f"{checkpoints}/step-00000003 is damaged: __0_0.distcp has 0 bytes",
+        f"{checkpoints}/step-00000002 is damaged: the checksum of __0_0.distcp differs",
+        f"going on with {run} from step 1",
+    ):
+        assert words in resumed.stdout
+    assert metrics(run) == losses
+    verify(checkpoints / "step-00000001")
+    verify(checkpoints / "step-00000003")
+
+    for path in checkpoints.glob("step-????????/__0_0.distcp"):
+        path.write_bytes(b"")
+    refused = weft("train", "--resume", run)
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
-    assert "is damaged: __0_0.distcp has 0 bytes" in refused.stderr
-    verify(checkpoints / "step-00000001")
+    assert "no checkpoint is intact: " in refused.stderr

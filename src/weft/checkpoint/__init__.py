@@ -1,9 +1,15 @@
 """Checkpoints that cannot be half-written, on torch Distributed Checkpoint."""
 
-from weft.checkpoint.directory import CheckpointError, committed_steps, verify
-from weft.checkpoint.loading import CheckpointMismatch
-from weft.checkpoint.manager import CheckpointManager
-from weft.checkpoint.state import ModelState, OptimizerState, RandomState, Stateful
+from typing import TYPE_CHECKING
+
+from weft.checkpoint.directory import committed_steps
+from weft.checkpoint.manifest import CheckpointError, verify
+from weft.lazy import exports
+
+if TYPE_CHECKING:
+    from weft.checkpoint.loading import CheckpointMismatch
+    from weft.checkpoint.manager import CheckpointManager
+    from weft.checkpoint.state import ModelState, OptimizerState, RandomState, Stateful
 
 __all__ = [
     "CheckpointError",
@@ -16,3 +22,12 @@ __all__ = [
     "committed_steps",
     "verify",
 ]
+
+__getattr__ = exports(
+    "weft.checkpoint",
+    {
+        "weft.checkpoint.loading": ["CheckpointMismatch"],
+        "weft.checkpoint.manager": ["CheckpointManager"],
+        "weft.checkpoint.state": ["ModelState", "OptimizerState", "RandomState", "Stateful"],
+    },
+)

@@ -4,13 +4,15 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft.checkpoint.directory import MANIFEST, Manifest, committed_steps, debris, path_of, verify
+from weft.checkpoint.directory import committed_steps, debris, path_of
 from weft.checkpoint.manager import readable_size
+from weft.checkpoint.manifest import MANIFEST, verify
+from weft.checkpoint.reading import describe
 
 
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
@@ -41,8 +43,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
 
 
 def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None:
-    manifest: Manifest = verify(path, content=verify_content)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    manifest, metadata = describe(path, content=verify_content)
     tensors = Table(title="tensors", title_justify="left")
     tensors.add_column("key", overflow="fold")
     tensors.add_column("dtype", no_wrap=True)
@@ -59,17 +60,19 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None
         size = math.prod(entry.size) * dtype.itemsize
         totals[key.partition(".")[0]] += size
         shape = " x ".join(map(str, entry.size)) or "scalar"
-        tensors.add_row(key, str(dtype).removeprefix("torch."), shape, _placement(entry), readable_size(size))
+        tensors.add_row(escape(key), str(dtype).removeprefix("torch."), shape, _placement(entry), readable_size(size))
     checked = ", checksums equal" if verify_content else ""
     console.print(
         f"{path}: step {manifest.step:,}, written by {manifest.ranks} rank{'s' * (manifest.ranks > 1)}, "
         f"{len(manifest.files)} files, {readable_size(manifest.bytes)}, committed{checked}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     console.print(tensors)
-    console.print("plain data: " + ", ".join(others), highlight=False)
-    console.print("in total: " + ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items()))
+    console.print("plain data: " + ", ".join(others), highlight=False, markup=False)
+    summary = ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items())
+    console.print("in total: " + summary, markup=False)
 
 
 def _placement(entry: TensorStorageMetadata) -> str:

@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from weft.checkpoint import directory as folder
-from weft.checkpoint.directory import CheckpointError, File, Manifest
 from weft.checkpoint.loading import LoadPlanner, Stored, compare, stored_below
+from weft.checkpoint.manifest import METADATA, CheckpointError, File, Manifest, one_line
+from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
+from weft.checkpoint.writing import Writer
 
 Result = TypeVar("Result")
 
@@ -66,6 +68,10 @@ class CheckpointManager:
         self._lock: IO[str] | None = None
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.passed_over: dict[int, CheckpointError] = {}
+        """Steps of checkpoints that `load` found damaged on its way to the newest intact one, and what it found."""
+        self._spared: set[int] = set()
+        """Steps of the checkpoints that were there then: a run that met damage deletes none of them."""
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -135,24 +141,40 @@ class CheckpointManager:
         return steps[-1] if steps else None
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Fill `state` from the checkpoint of `step` (default: the newest) and return that step.
+        """Fill `state` from the checkpoint of `step` (default: the newest intact one) and return that step.
 
         The number of ranks and the sharding may differ from those that saved. Entries of the checkpoint under
-        other names than those of `state` are left alone. Raises CheckpointError without a checkpoint or when
-        files are missing or cut off, and CheckpointMismatch, before anything is changed, with all missing and
-        unexpected keys and different shapes and dtypes.
+        other names than those of `state` are left alone. What is read is compared with its checksums on the way,
+        and nothing that the checkpoint names is run. Without `step`, damaged checkpoints are passed over for older
+        ones; `passed_over` then tells which, and none that was there is rotated away.
+
+        Raises CheckpointError without a checkpoint or when none of them is intact; `state` may then be filled in
+        part. Raises CheckpointMismatch, before anything is changed, with all missing and unexpected keys and
+        different shapes and dtypes.
         """
         self.wait()
         steps = self.steps()
-        step = step if step is not None else (steps[-1] if steps else None)
-        if step is None or step not in steps:
+        if not steps or (step is not None and step not in steps):
             which = "no checkpoint" if step is None else f"no checkpoint of step {step} (there are: {steps})"
             raise CheckpointError(f"{self.directory} holds {which}")
-        path = folder.path_of(self.directory, step)
-        manifest = self._on_first_rank(lambda: folder.verify(path, content=False))
-        reader = dcp.FileSystemReader(path)
-        metadata = reader.read_metadata()
+        if step is not None:
+            self._load(state, step)
+            return step
+        self.passed_over = {}
+        for newest in reversed(steps):
+            try:
+                self._load(state, newest)
+            except CheckpointError as error:
+                self.passed_over[newest] = error
+                self._spared = set(steps)
+            else:
+                return newest
+        reasons = "; ".join(map(str, self.passed_over.values()))
+        raise CheckpointError(reasons if len(steps) == 1 else f"no checkpoint is intact: {reasons}")
 
+    def _load(self, state: Mapping[str, Any], step: int) -> None:
+        path = folder.path_of(self.directory, step)
+        manifest, metadata = self._on_first_rank(lambda: describe(path))
         resharded = manifest.ranks != self.ranks
         templates: dict[str, tuple[str, Mapping[str, Any]]] = {}
         expected: dict[str, Any] = {}
@@ -168,24 +190,34 @@ class CheckpointManager:
         compare(str(path), expected, stored)
 
         planner = LoadPlanner()
-        dcp.load(
-            expected,
-            storage_reader=reader,
-            planner=planner,
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        with plain_errors():
+            dcp.load(
+                expected,
+                storage_reader=Reader(path, manifest, metadata),
+                planner=planner,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
         loaded = {**expected, **planner.loaded}
+        failed: Exception | None = None
         for name, value in state.items():
             prefix, template = templates[name]
-            content = unflatten(template, loaded, prefix)
-            if getattr(value, "per_rank", False) and resharded:
-                value.load_from_other_ranks(content, self.rank, self.ranks)
-            elif isinstance(value, Stateful):
-                value.load_state_dict(content)
-            else:
-                value.update(content)
-        return step
+            try:
+                content = unflatten(template, loaded, prefix)
+                if getattr(value, "per_rank", False) and resharded:
+                    value.load_from_other_ranks(content, self.rank, self.ranks)
+                elif isinstance(value, Stateful):
+                    value.load_state_dict(content)
+                else:
+                    value.update(content)
+            except ValueError as error:  # the receiver's own sentence about values that do not fit
+                failed = failed or error
+            except Exception as error:
+                said = f"{type(error).__name__}: {one_line(error)}"
+                failed = failed or CheckpointError(f"{path} cannot be used: {name}: {said}")
+        for rank_failed in self._of_all(failed, self._group):
+            if rank_failed is not None:
+                raise rank_failed
 
     def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {}
@@ -205,6 +237,9 @@ class CheckpointManager:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S)
             folder.discard(folder.debris(self.directory))
+            if step is not None and step in self.passed_over and step in folder.committed_steps(self.directory):
+                folder.set_aside(folder.path_of(self.directory, step))
+                self._spared.discard(step)
             if step is not None and step in folder.committed_steps(self.directory):
                 raise CheckpointError(
                     f"{folder.path_of(self.directory, step)} exists already; it is not overwritten: "
@@ -224,18 +259,19 @@ class CheckpointManager:
         self._say(f"saving step {step} …")
         temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
         try:
-            blind = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir())) if not sees]
+            blind = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir(), self._writers)) if not sees]
             if blind:
                 raise CheckpointError(
                     f"ranks {blind} do not see {temporary}: checkpoints need a directory that all ranks share"
                 )
-            dcp.save(
-                {},
-                storage_writer=dcp.FileSystemWriter(temporary),
-                planner=staged,
-                process_group=self._writers,
-                no_dist=self._writers is None,
-            )
+            with plain_errors():
+                dcp.save(
+                    {},
+                    storage_writer=Writer(temporary),
+                    planner=staged,
+                    process_group=self._writers,
+                    no_dist=self._writers is None,
+                )
             manifest = Manifest(step, self.ranks, self._measure(temporary))
             self._on_first_rank(lambda: folder.commit(temporary, manifest), self._writers)
         except BaseException:
@@ -243,23 +279,32 @@ class CheckpointManager:
                 folder.discard([temporary])
             raise
         if self.rank == 0:
-            old = folder.committed_steps(self.directory)[: -self.keep]
-            folder.discard(folder.path_of(self.directory, each) for each in old)
+            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared]
+            folder.discard(folder.path_of(self.directory, each) for each in own[: -self.keep])
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
         """Checksums of all files, each taken by the rank that wrote the file."""
-        own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
-        if self.rank == 0:
-            own[".metadata"] = File.measure(temporary / ".metadata")
-        return {name: file for part in self._of_all(own) for name, file in part.items()}
+        own: dict[str, File] | OSError
+        try:
+            own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
+            if self.rank == 0:
+                own[METADATA] = File.measure(temporary / METADATA)
+        except OSError as error:
+            own = error
+        files: dict[str, File] = {}
+        for part in self._of_all(own, self._writers):
+            if isinstance(part, OSError):
+                raise part
+            files |= part
+        return files
 
-    def _of_all(self, value: Any) -> list[Any]:
-        """Every writer's `value`, in order of rank."""
-        if self._writers is None:
+    def _of_all(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        """Every rank's `value`, in order of rank."""
+        if group is None:
             return [value]
         of_all: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_all, value, group=self._writers)
+        dist.all_gather_object(of_all, value, group=group)
         return of_all
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.models.pattern import Pattern, parse
-from weft.moe.mlp import ACTS
+from weft.moe.kinds import ACTS
 
 ROPE_SCALING: dict[str, tuple[set[str], set[str]]] = {
     "linear": ({"factor"}, set()),

@@ -1,10 +1,15 @@
 """Mixture of experts: tokens to experts and back."""
 
-from weft.moe.dispatch import AllToAll, Arrival, Dispatcher, Handle, LocalDispatcher, exchange
-from weft.moe.experts import GroupedExperts
-from weft.moe.layer import MoE, Sent
-from weft.moe.router import Router, Routing
-from weft.moe.statistics import expert_layers, load_statistics, router_losses
+from typing import TYPE_CHECKING
+
+from weft.lazy import exports
+
+if TYPE_CHECKING:
+    from weft.moe.dispatch import AllToAll, Arrival, Dispatcher, Handle, LocalDispatcher, exchange
+    from weft.moe.experts import GroupedExperts
+    from weft.moe.layer import MoE, Sent
+    from weft.moe.router import Router, Routing
+    from weft.moe.statistics import expert_layers, load_statistics, router_losses
 
 __all__ = [
     "AllToAll",
@@ -22,3 +27,14 @@ __all__ = [
     "load_statistics",
     "router_losses",
 ]
+
+__getattr__ = exports(
+    "weft.moe",
+    {
+        "weft.moe.dispatch": ["AllToAll", "Arrival", "Dispatcher", "Handle", "LocalDispatcher", "exchange"],
+        "weft.moe.experts": ["GroupedExperts"],
+        "weft.moe.layer": ["MoE", "Sent"],
+        "weft.moe.router": ["Router", "Routing"],
+        "weft.moe.statistics": ["expert_layers", "load_statistics", "router_losses"],
+    },
+)

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.fsdp.gradients.direct import local_part
-from weft.moe.mlp import ACTS, GATED, activated
+from weft.moe.kinds import ACTS, GATED
+from weft.moe.mlp import activated
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -85,7 +86,9 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)
         *gate_proj, up_proj, down_proj = weights
-        multiply = _grouped if self.backend == "grouped_mm" and self._fits(rows) else _loop
+        multiply = _loop
+        if self.backend == "grouped_mm" and self._fits(rows):
+            multiply = _grouped if len(rows) else _nothing
         gate = multiply(rows, gate_proj[0], offsets) if gate_proj else None
         output = multiply(activated(gate, multiply(rows, up_proj, offsets)), down_proj, offsets)
         if output.requires_grad:
@@ -100,7 +103,7 @@ class GroupedExperts(nn.Module):
                 f"experts with {' and '.join(odd)} in {rows.dtype} run one after another: "
                 f"grouped_mm needs multiples of {ALIGNMENT_BYTES // rows.itemsize}"
             )
-        return not odd and rows.shape[0] > 0
+        return not odd
 
     def extra_repr(self) -> str:
         experts, hidden_size, intermediate_size = self.up_proj.shape
@@ -109,6 +112,11 @@ class GroupedExperts(nn.Module):
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(rows.contiguous(), weight, offs=offsets)
+
+
+def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Without rows, and without asking the device for their numbers."""
+    return rows @ weight[0]
 
 
 def _loop(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -7,12 +7,10 @@ relu2   down(relu(up(x))^2)            squared ReLU (So et al. 2021, arXiv:2109.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.moe.kinds import GATED
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 from weft.moe.swiglu import swiglu
-
-ACTS = ("silu", "relu2")
-GATED = ("silu",)
 
 
 class FeedForward(nn.Module):

@@ -1,1 +1,12 @@
-"""The trainer: from a TOML file to a trained model, a report and checkpoints."""
+"""The trainer: from a TOML file, or a model and data of one's own, to weights, a report and checkpoints."""
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import exports
+
+if TYPE_CHECKING:
+    from weft.train.trainer import Trainer
+
+__all__ = ["Trainer"]
+
+__getattr__ = exports("weft.train", {"weft.train.trainer": ["Trainer"]})

@@ -99,6 +99,8 @@ class LoopConfig:
     """Steps between two validations; 0: only at the end."""
     validation_batches: int = 4
     """Size of the fixed validation set, in global batches."""
+    ema_decay: float = 0.0
+    """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     log_every: int = 10
@@ -113,14 +115,18 @@ class LoopConfig:
     """With `overlap`: compute weight gradients apart, under an exchange."""
     early_release: bool = False
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    watchdog: float = 600.0
+    """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     expert_bias_rate: float = 1e-3
     """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
-        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every"):
+        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
             _require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
+        _require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
+        _require("train.ema_decay", self.ema_decay, 0 <= self.ema_decay < 1, "must be at least 0 and less than 1")
         _require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
         for name in ("delay_wgrad", "early_release"):
             value = getattr(self, name)
@@ -164,30 +170,41 @@ class OptimizerConfig:
 class ScheduleConfig:
     """[schedule]: the learning rate over the steps."""
 
-    warmup_steps: int = 100
-    """Steps over which the learning rate rises linearly to its peak."""
-    cosine: bool = True
-    """Fall along half a cosine from the end of the warm-up to the last step; false: stay at the peak."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises linearly to its peak; unset: a tenth of the run, at most 100."""
+    shape: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    """The way down from the peak; "wsd" stays there and falls in a straight line at the end."""
     min_lr_ratio: float = 0.1
-    """Where the cosine ends, as a part of the peak learning rate."""
+    """Where "cosine", "linear" and "wsd" end, as a part of the peak learning rate."""
+    decay_fraction: float = 0.2
+    """The part of all steps over which "wsd" falls."""
 
     def __post_init__(self) -> None:
-        _require("schedule.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "must not be negative")
-        _require(
-            "schedule.min_lr_ratio",
-            self.min_lr_ratio,
-            0 <= self.min_lr_ratio <= 1,
-            "must lie between 0 and 1",
-        )
+        _require("schedule.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "must not be negative")
+        _require("schedule.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "must lie between 0 and 1")
+        fraction = self.decay_fraction
+        _require("schedule.decay_fraction", fraction, 0 < fraction <= 1, "must be above 0 and at most 1")
+        for name, shapes in (("min_lr_ratio", ("cosine", "linear", "wsd")), ("decay_fraction", ("wsd",))):
+            value, default = getattr(self, name), getattr(ScheduleConfig, name)
+            without = f"has no effect with schedule.shape = {show(self.shape)}; leave it out, or choose from {shapes}"
+            _require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
 
     def factor(self, step: int, steps: int) -> float:
         """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if not self.cosine:
+        warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        done = step + 1
+        if step < warmup:
+            return done / warmup
+        if self.shape == "constant":
             return 1.0
-        progress = min(1.0, (step + 1 - self.warmup_steps) / max(1, steps - self.warmup_steps))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        if self.shape == "inverse_sqrt":
+            return math.sqrt(max(1, warmup) / done)
+        left = max(0.0, (steps - done) / max(1, steps - warmup))
+        if self.shape == "wsd":
+            left = min(1.0, max(0, steps - done) / (self.decay_fraction * steps))
+        if self.shape == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
 
 @dataclass(frozen=True)
@@ -236,17 +253,21 @@ class RunConfig:
     name: str = "default"
     """The run's own folder in it."""
     resume: bool = False
-    """Go on from the newest checkpoint in the run's folder."""
+    """Go on from the newest intact checkpoint of the newest run of that name."""
+    patience: float = 1800.0
+    """Seconds that a rank waits for the others at the start."""
     weights: str = ""
     """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 
     def __post_init__(self) -> None:
+        _require("run.patience", self.patience, self.patience > 0, "must be positive")
         _require(
             "run.name",
             self.name,
             self.name not in ("", ".", "..") and not set(self.name) & set("/\\\0"),
             "must be the name of one folder; put the path into run.directory",
         )
+        _require("run.name", self.name, len(self.name.splitlines()) == 1, "must be one line; leave the line break out")
 
     @property
     def path(self) -> Path:
@@ -258,7 +279,7 @@ class RunConfig:
 class TrainConfig:
     """A whole run. Its sections are the tables of the TOML file."""
 
-    model: HybridConfig = field(default_factory=lambda: _build(HybridConfig, {}, "model"))
+    model: HybridConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
     """The model: the fields of `weft.models.HybridConfig`."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text."""
@@ -277,6 +298,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         model, ep = self.model, self.sharding.ep
+        _require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
         _require(
             "sharding.ep",
             ep,
@@ -286,6 +308,14 @@ class TrainConfig:
         fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
         _require(
             "sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}"
+        )
+        warmup = self.schedule.warmup_steps
+        _require(
+            "schedule.warmup_steps",
+            warmup,
+            warmup is None or warmup <= self.train.steps,
+            f"must be at most train.steps = {self.train.steps}, or the learning rate never reaches its peak; lower it, "
+            "or leave it out for a tenth of the steps",
         )
         _require(
             "train.overlap",
@@ -366,13 +396,19 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
         raise ConfigError(f"{name}: is not valid TOML: {error}; correct that line") from error
     for override in overrides:
         _apply_override(tables, override)
+    return from_tables(tables)
+
+
+def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
+    """A configuration from section -> name -> value, as a TOML file has them. Raises ConfigError."""
     sections = {}
     for section, values in tables.items():
         if section not in SECTIONS:
             raise ConfigError(_unknown(section, None))
         if not isinstance(values, dict):
             raise ConfigError(_no_table(section, values))
-        sections[section] = _build(SECTIONS[section], values, section)
+        defaults = _DEFAULT_MODEL if section == "model" else {}
+        sections[section] = _build(SECTIONS[section], {**defaults, **values}, section)
     return TrainConfig(**sections)
 
 
@@ -407,6 +443,9 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointConfig,
     "run": RunConfig,
 }
+
+
+_DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}
 
 
 def _require(name: str, value: Any, holds: bool, rule: str) -> None:

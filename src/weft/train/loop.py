@@ -1,6 +1,7 @@
 """The training loop: from a configuration to a trained model."""
 
 import math
+import os
 import random
 import resource
 import sys
@@ -18,29 +19,36 @@ from torch.distributed.tensor import DTensor
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
-from weft.models import HybridModel, shard
 from weft.models.prediction import prediction_losses
 from weft.overlap import forward_backward
-from weft.train.bigram import Bigram
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
-from weft.train.data import Batches, Validation, load_corpus
+from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
-from weft.train.experts import ExpertBalance
+from weft.train.evaluate import move, validate
+from weft.train.files import replace_text
 from weft.train.metrics import Metrics
 from weft.train.progress import Progress
-from weft.train.runs import Run, open_run
+from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
+from weft.train.report.page import NO_PICTURES, can_draw, write_report
+from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.run.changes import CONFIG, changed
+from weft.train.run.failures import FAILURE
+from weft.train.run.runs import Run, open_run
+from weft.train.run.stop import StopRequest
+from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
 from weft.train.source import Source
 from weft.train.state import Position
-from weft.train.stop import StopRequest
-from weft.train.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.task.task import Task
+from weft.train.task.text import TextTask
 
 
 class Trainer:
     """One rank's part of a run; needs the default process group.
 
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
-    goes on, loads its checkpoint. `run` then trains.
+    goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
+    another one is given; `optimizer`: makes one for the sharded model, AdamW unless it is given.
     """
 
     def __init__(
@@ -48,41 +56,27 @@ class Trainer:
         config: TrainConfig,
         run: Run,
         *,
+        task: Task | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         device: torch.device | None = None,
         stop: StopRequest | None = None,
         say: Callable[[str], None] | None = None,
+        bark: Callable[[str], None] | None = None,
     ) -> None:
         self.config, self.run_place = config, run
         self.device = device or torch.device("cpu")
         self.stop = stop or StopRequest()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.say = say if say is not None else _print_on(self.rank)
+        self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
-        meshes = weft.init_meshes(self.device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
-        self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
-        batches: dict[str, Any] = {
-            "sequence_length": config.data.sequence_length,
-            "microbatch_size": config.train.microbatch_size,
-            "global_batch_size": config.train.global_batch_size,
-            "dp_rank": meshes.dp_rank,
-            "dp_size": meshes.dp_size,
-        }
-        self.batches = Batches(self.corpus.train, seed=config.data.seed, **batches)
-        self.validation = Validation(self.corpus.validation, batches=config.train.validation_batches, **batches)
-
-        torch.manual_seed(config.train.seed)
-        with self.device:
-            model = HybridModel(config.model, meshes=meshes)
-        if config.train.activation_checkpointing:
-            _recompute_layers(model)
-        precision = weft.MixedPrecisionPolicy()
-        if config.train.precision == "bf16":
-            precision = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        self.model: Any = shard(model, meshes, strategy=config.sharding.strategy, mp_policy=precision)
+        self.task: Task = TextTask(config, self.device) if task is None else task
+        self.model: Any = self.task.model
+        self.batches, self.experts = self.task.batches, self.task.experts
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
-        self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
+        self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Whatever is random from here on differs between ranks; the initial weights must not.
@@ -91,12 +85,16 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             run.checkpoints, keep=config.checkpoint.keep, progress=lambda line: self.progress.note(line)
         )
-        self.checkpoints.claim()
+        self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here until now may have saved another one
         self.saved_step = 0
         if run.step is None and config.run.weights:
             Source(config.run.weights).load(self.model)
         if run.step is not None:
-            self.saved_step = self.checkpoints.load(self.state(), run.step)
+            try:
+                self._go_on()
+            except BaseException:
+                self.checkpoints.close()
+                raise
         self.progress = Progress(
             config.train.steps,
             first_step=self.position.step,
@@ -114,7 +112,25 @@ class Trainer:
             "data": self.batches,
             "position": self.position,
             "random": RandomState(),
+            **({"ema": self.average} if self.average else {}),
         }
+
+    def _go_on(self) -> None:
+        """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
+        options = [{**group, "params": None} for group in self.optimizer.param_groups]
+        try:
+            self.saved_step = self.checkpoints.load(self.state())
+        except ConfigError:
+            changed(self.run_place.directory, self.config, 0)  # knows which setting made the data another
+            raise
+        for group, configured in zip(self.optimizer.param_groups, options):
+            group.update({**configured, "params": group["params"]})
+        told = changed(self.run_place.directory, self.config, self.saved_step)
+        for error in self.checkpoints.passed_over.values():
+            self.say(f"{error}; it is passed over, and no checkpoint that is there now is deleted")
+        self.say(f"going on with {self.run_place.directory} from step {self.saved_step}")
+        for line in told:
+            self.say(line)
 
     def run(self) -> bool:
         """Train up to the last step, or to the step after which all ranks agreed to stop.
@@ -124,6 +140,7 @@ class Trainer:
         """
         config, position = self.config, self.position
         self._describe()
+        self.moment("start", {"step": position.step})
         if position.step >= config.train.steps:
             self.say(
                 f"nothing to do: the run is at step {position.step} of {config.train.steps}; "
@@ -135,6 +152,7 @@ class Trainer:
             self.checkpoints,
             Metrics(self.run_place.directory, self.rank == 0, resumed_step=position.step) as metrics,
             self.progress,
+            self.watchdog,
         ):
             self.stop.notify = self.progress.note
             if metrics.note:
@@ -145,22 +163,31 @@ class Trainer:
                 if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
                     metrics.log_experts(position.step, loads)
                 self.progress.update(position.step, **values)
+                self.moment("step", values)
                 last = position.step == config.train.steps
                 if last or _due(config.train.validate_every, position.step):
                     self._validate(metrics)
                 if last or stopping or _due(config.checkpoint.every, position.step):
+                    self.watchdog.rest()
                     self._save()
+            self.watchdog.rest()
             self.checkpoints.wait()
         complete = position.step == config.train.steps
         if complete and self.rank == 0:
             self._report()
+        self.moment("end", {"step": position.step, "complete": complete})
         return complete
+
+    def moment(self, name: str, numbers: dict[str, Any]) -> None:
+        """Called on all ranks: at "start", after each "step" and "validation", when a "save" begins, at the "end"."""
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
         started = time.perf_counter()
-        config, learning_rate = self.config, self.schedule.advance()
-        microbatches = [(t.to(self.device), labels.to(self.device)) for t, labels in self.batches.next_step()]
+        self.watchdog.at(f"step {self.position.step + 1}")
+        learning_rate = self.schedule.advance()
+        self.own_numbers: dict[str, list[torch.Tensor]] = {}
+        microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         depth_losses = prediction_losses(self.model)
@@ -173,19 +200,23 @@ class Trainer:
             raise self._diverged("gradient norm", float(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average:
+            self.average.after_step()
 
         # One small all-reduce a step carries everything that ranks have to agree on.
         mean = losses.double().mean() / self.ranks
         router_mean = router_losses.double() / (len(microbatches) * self.ranks)
         depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
-        shared = torch.cat([torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested)]), depth_means])
+        own = [torch.stack(found).double().mean() / self.ranks for found in self.own_numbers.values()]
+        known = torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested), *own])
+        shared = torch.cat([known, depth_means])
         dist.all_reduce(shared)
-        loss_value, router_value, stops, *depths = shared.tolist()
-        depth_share = config.model.mtp_loss_coef * sum(depths) / len(depths) if depths else 0.0
+        loss_value, router_value, stops, *rest = shared.tolist()
+        own_values, depths = rest[: len(own)], rest[len(own) :]
+        depth_share = self.config.model.mtp_loss_coef * sum(depths) / len(depths) if depths else 0.0
         position = self.position
         position.step += 1
-        tokens_done = self.config.train.global_batch_size * self.config.data.sequence_length
-        position.tokens += tokens_done
+        position.tokens += self.task.units_per_step
         if not math.isfinite(loss_value):
             raise self._diverged("loss", loss_value)
         seconds = time.perf_counter() - started
@@ -196,12 +227,13 @@ class Trainer:
             **({"router_loss": router_value} if self.experts.has_losses else {}),
             "lr": learning_rate,
             "gradient_norm": float(norm),
-            "tokens_per_second": tokens_done / seconds,
+            f"{self.task.unit}_per_second": self.task.units_per_step / seconds,
             "memory_bytes": _memory_in_use(self.device),
+            **dict(zip(self.own_numbers, own_values)),
         }
         return values, stops > 0
 
-    def _forward_backward(self, microbatches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
         if loop.overlap:
@@ -217,13 +249,16 @@ class Trainer:
             if timeline is not None:
                 write_timeline(self.run_place.directory, timeline.intervals())
             return torch.stack(losses)
-        losses = []
-        for number, (tokens, labels) in enumerate(microbatches, start=1):
+        found = []
+        for number, microbatch in enumerate(microbatches, start=1):
+            self.watchdog.at(f"step {self.position.step + 1}, microbatch {number} of {len(microbatches)}")
             self.model.set_is_last_backward(number == len(microbatches))
-            loss = self.model(tokens, labels=labels)
+            loss, own = self.task.loss(microbatch)
             (loss * scale).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses)
+            for name, value in own.items():
+                self.own_numbers.setdefault(name, []).append(value.detach())
+            found.append(loss.detach())
+        return torch.stack(found)
 
     def _is_recorded(self) -> bool:
         """Whether the step that begins is the one that the report draws: the last, on the first rank."""
@@ -238,25 +273,23 @@ class Trainer:
             f"since step {self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
         )
 
-    @torch.no_grad()
     def _validate(self, metrics: Metrics) -> None:
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, labels in self.validation:
-            total += self.model(tokens.to(self.device), labels=labels.to(self.device)).double()
-        self.model.train()
-        dist.all_reduce(total)
-        per_token = float(total) / (len(self.validation) * self.ranks)
+        def moved() -> None:
+            self.watchdog.at(f"the validation after step {self.position.step}")
+
+        values = validate(self.task, self.device, moved)
+        if not values:
+            return
+        if self.average:
+            with self.average.in_place():
+                averaged = validate(self.task, self.device, moved)
+            values |= {f"ema_{name}": value for name, value in averaged.items()}
         position = self.position
-        position.validation_loss = per_token / self.corpus.bytes_per_token
+        position.validation_loss = values.get("nats_per_byte", values["loss"])
         position.validated_step = position.step
-        metrics.log(
-            position.step,
-            "validation",
-            loss=per_token,
-            nats_per_byte=position.validation_loss,
-            tokens=position.tokens,
-        )
+        values[self.task.unit] = position.tokens
+        metrics.log(position.step, "validation", **values)
+        self.moment("validation", values)
         self.progress.update(position.step, validation_loss=position.validation_loss)
 
     def _save(self) -> None:
@@ -264,38 +297,49 @@ class Trainer:
             return
         self.checkpoints.save(self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous)
         self.saved_step = self.position.step
+        self.moment("save", {"step": self.saved_step})
 
     def _describe(self) -> None:
         if self.rank == 0:
             self.run_place.directory.mkdir(parents=True, exist_ok=True)
-            (self.run_place.directory / "config.toml").write_text(to_toml(self.config))
+            replace_text(self.run_place.directory / CONFIG, to_toml(self.config))
+            self._keep_facts()
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         self.say(
             f"{self.parameter_count / 1e6:.2f} M parameters on {ranks} ({self.device.type}), "
             f"{self.config.sharding.strategy}, {self.config.train.precision}"
         )
-        self.say(self.corpus.description)
+        self.say(self.task.description)
+
+    def _keep_facts(self) -> None:
+        folder, step = self.run_place.directory, self.position.step
+        resumed = [each for each in read_facts(folder).get("resumed", []) if each < step]
+        facts = {
+            "parameters": self.parameter_count,
+            "ranks": self.ranks,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            "versions": versions(),
+            "command": command(),
+            "commit": commit(),
+            "resumed": [*resumed, step] if step else [],
+        }
+        keep_facts(folder, facts)
 
     def _report(self) -> None:
-        from weft.train.report import write_report  # draws with matplotlib, which takes seconds to import
-
-        baseline = Bigram.fit(self.corpus.train, self.corpus.vocab_size).cross_entropy(*self.validation.pairs())
-        baseline /= self.corpus.bytes_per_token
-        self.say(
-            f"validation loss {self.position.validation_loss:.4f} nats per byte, "
-            f"bigram table of the same text {baseline:.4f}"
-        )
+        baseline = self.task.baseline()
+        if baseline is not None:
+            self.say(
+                f"validation loss {self.position.validation_loss:.4f} nats per byte, "
+                f"bigram table of the same text {baseline:.4f}"
+            )
         memory = weft.memory_report(self.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
-        path = write_report(
-            self.run_place.directory,
-            description=weft.describe(self.model),
-            memory=memory,
-            baseline=baseline,
-        )
+        facts: dict[str, Any] = {"description": weft.describe(self.model), "memory": memory, "baseline": baseline}
+        keep_facts(self.run_place.directory, {**facts, "seconds": self.position.seconds})
+        path = write_report(self.run_place.directory, **facts)
         if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):
             self.say(f"in the last step {hidden}")
-        self.say(f"report: {path}")
+        self.say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
 
 
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
@@ -310,12 +354,12 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     return trainer
 
 
-def open_run_together(config: TrainConfig, resume: str | bool, command: str) -> Run:
+def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, or_start: bool = False) -> Run:
     """`open_run` on the first rank; all ranks get its run, or its ConfigError."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = open_run(config.run, resume, command)
+            answer[0] = open_run(config.run, resume, command, or_start=or_start)
         except ConfigError as error:
             answer[1] = error
     dist.broadcast_object_list(answer)
@@ -363,14 +407,6 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
         return norm
 
 
-def _recompute_layers(model: HybridModel) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for stack in (model.decoder, *model.depths):
-        for number, layer in enumerate(stack.layers):
-            stack.layers[number] = checkpoint_wrapper(layer)
-
-
 def _seed_all(seed: int, rank: int) -> None:
     own = (seed + 1) * 1_000_003 + rank
     random.seed(own)
@@ -388,6 +424,11 @@ def _memory_in_use(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _end_with(line: str) -> None:
+    print(f"weft train: {line}", file=sys.stderr, flush=True)
+    os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
 
 
 def _print_on(rank: int) -> Callable[[str], None]:

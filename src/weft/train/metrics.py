@@ -8,10 +8,11 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+from weft.train.files import replace_text
 
 FILE = "metrics.jsonl"
 
@@ -33,9 +34,7 @@ class Metrics:
         folder = Path(run_directory)
         folder.mkdir(parents=True, exist_ok=True)
         kept = [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
-        temporary = folder / f".{FILE}.new"
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, folder / FILE)
+        replace_text(folder / FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = (folder / FILE).open("a", encoding="utf-8")
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -107,11 +106,18 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """The records of a run in order; a last line that a killed process left half-written is passed over."""
+    """The records of a run in order; lines that a killed process or machine left broken are passed over."""
     try:
-        lines = (Path(run_directory) / FILE).read_text(encoding="utf-8").split("\n")
+        lines = (Path(run_directory) / FILE).read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
-    if lines:
-        lines.pop()  # what follows the last newline: nothing, or a line that was not finished
-    return [json.loads(line) for line in lines if line]
+    lines.pop()  # what follows the last newline: nothing, or a line that was not finished
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record else None

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from weft.checkpoint import CheckpointManager, ModelState, committed_steps
-from weft.checkpoint.directory import MANIFEST
+from weft.checkpoint.manifest import MANIFEST
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import generate
 from weft.models.hf.directory import OURS, THEIRS
 from weft.models.hf.family import spelled, tensor_names
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
-from weft.train.runs import CHECKPOINTS
+from weft.train.run.runs import CHECKPOINTS
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"

@@ -1,5 +1,6 @@
 """Where a run stands, beyond its weights."""
 
+import typing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,5 +24,7 @@ class Position:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        for name, kinds in typing.get_type_hints(type(self)).items():
+            if not isinstance(state[name], kinds):
+                raise TypeError(f"{name} is a {type(state[name]).__name__}")
+            setattr(self, name, state[name])

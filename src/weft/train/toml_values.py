@@ -38,7 +38,7 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
     if origin is Literal:
         return any(value == arg and type(value) is type(arg) for arg in args), value
     if origin in (tuple, list):
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             return False, None
         if origin is list or args[-1:] == (Ellipsis,):
             items = [args[0]] * len(value)
@@ -52,10 +52,19 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
         return True, float(value)
     if hint is float and type(value) is float:
         return math.isfinite(value), value
+    if hint is int and type(value) is int:
+        return -(1 << 63) <= value < 1 << 63, value
+    if hint is str and type(value) is str:
+        return "\0" not in value, value
     return type(value) is hint, value
 
 
-_WORDS = {int: "a whole number", float: "a finite number", str: 'text in "quotes"', bool: "true or false"}
+_WORDS = {
+    int: "a whole number below 2**63",
+    float: "a finite number",
+    str: 'text in "quotes", without NUL',
+    bool: "true or false",
+}
 
 
 def _describe(hint: Any) -> str:

@@ -3,17 +3,18 @@
 import base64
 import html
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.train import expert_figures, figures
+from weft.train.files import replace_text
 from weft.train.metrics import read_metrics
-from weft.train.progress import format_bytes, format_count
-from weft.train.timeline import HiddenExchange, read_timeline
+from weft.train.progress import format_bytes, format_count, format_time
+from weft.train.report.facts import read_facts
+from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups
 
 BASELINE = "bigram table"
+NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 
 def write_report(
@@ -27,46 +28,39 @@ def write_report(
 
     description: the text of `weft.describe`. memory: `weft.memory_report`, or bytes by role. baseline: the
     validation loss of the bigram table in nats per byte, or such losses by name. Metrics and configuration
-    come from the folder. What is missing is left out. The same inputs give the same bytes.
+    come from the folder. What is missing is left out; without matplotlib, the pictures. The same inputs give the same
+    bytes.
     """
     folder = Path(run_directory)
     records = read_metrics(folder)
     baselines = _baselines(baseline)
-    pictures = []
-    drawings = _figures(records, _memory_groups(memory), baselines) + _expert_figures(folder, records)
-    for name, title, draw in drawings:
-        light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
-        (folder / f"{name}.png").write_bytes(light)
-        (folder / f"{name}-dark.png").write_bytes(dark)
-        pictures.append(_picture(title, light, dark))
+    pictures = [f"<p>{NO_PICTURES}</p>"]
+    if can_draw():
+        from weft.train.report.drawings import draw_all
+
+        pictures = [_picture(*drawn) for drawn in draw_all(folder, records, memory_groups(memory), baselines)]
     config = folder / "config.toml"
     page = _page(
         folder.resolve().name,
+        about=_about(records, read_facts(folder)),
         tiles=_tiles(records, baselines),
         rows=_rows(records, baselines),
         pictures=pictures,
         units=description,
         config=config.read_text(encoding="utf-8") if config.exists() else "",
     )
-    path, temporary = folder / "report.html", folder / ".report.html.new"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    path = folder / "report.html"
+    replace_text(path, page)
     return path
 
 
-def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[tuple[str, str, figures.Draw]]:
-    """As `_figures`, of a run with experts."""
-    found: list[tuple[str, str, figures.Draw]] = []
-    loads = [record for record in records if record["kind"] == "experts"]
-    if loads:
-        by_layer = {layer: [record["load"][layer] for record in loads] for layer in loads[0]["load"]}
-        draw = expert_figures.expert_load([record["step"] for record in loads], by_layer)
-        found.append(("experts", "Tokens per expert over the steps, for each layer", draw))
-    intervals = read_timeline(folder)
-    if hidden := HiddenExchange.of(intervals):
-        draw = expert_figures.lanes(intervals, hidden.fraction)
-        found.append(("lanes", f"Computation and exchange in one training step: {hidden}", draw))
-    return found
+def can_draw() -> bool:
+    """Whether there is a matplotlib, whose import takes seconds."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _baselines(baseline: Mapping[str, float] | float | None) -> dict[str, float]:
@@ -75,70 +69,39 @@ def _baselines(baseline: Mapping[str, float] | float | None) -> dict[str, float]
     return dict(baseline) if isinstance(baseline, Mapping) else {BASELINE: float(baseline)}
 
 
-def _memory_groups(memory: Mapping[str, Any] | None) -> dict[str, dict[str, float]]:
-    """group -> role -> bytes, without roles that take nothing."""
-    if not memory:
-        return {}
-    groups: dict[str, Mapping[str, float]] = {"by role": memory}
-    if "persistent" in memory:
-        peaks = {role: counts["peak"] for role, counts in memory.get("transient", {}).items()}
-        groups = {"at rest": memory["persistent"], "peak in a step": peaks}
-    filled = {group: {r: float(v) for r, v in roles.items() if v} for group, roles in groups.items()}
-    return {group: roles for group, roles in filled.items() if roles}
-
-
-def _curve(records: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, float]]:
-    """(step, value) of the records that have it; a value that was not finite leaves a gap."""
-    found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
-    return [(step, math.nan if value is None else value) for step, value in found]
-
-
-def _losses(records: list[dict[str, Any]]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Training and validation loss in nats per byte: validation records tell how many bytes a token has."""
-    validation = _curve(records, "validation", "nats_per_byte") or _curve(records, "validation", "loss")
-    bytes_per_token = 1.0
-    for record in records:
-        if record["kind"] == "validation" and record.get("loss") and record.get("nats_per_byte"):
-            bytes_per_token = record["loss"] / record["nats_per_byte"]
-    train = [(step, value / bytes_per_token) for step, value in _curve(records, "train", "loss")]
-    return train, validation
-
-
-def _figures(
-    records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
-) -> list[tuple[str, str, figures.Draw]]:
-    """(file name, what it shows, how to draw it) of each picture for which there are numbers."""
-    train, validation = _losses(records)
-    speed = _curve(records, "train", "tokens_per_second")
-    rate, norm = _curve(records, "train", "lr"), _curve(records, "train", "gradient_norm")
-    found: list[tuple[str, str, figures.Draw]] = []
-    if train or validation:
-        draw = figures.loss(train, validation, baselines, "nats per byte")
-        found.append(("loss", "Training and validation loss over the steps", draw))
-    if any(value == value for _, value in speed):
-        found.append(("throughput", "Tokens per second over the steps", figures.throughput(speed)))
-    if rate or norm:
-        found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
-    if memory:
-        found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
+def _about(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value): first what this page is, then where the run ran and with what."""
+    steps = max((record["step"] for record in records), default=0)
+    what = f"A training run of weft, {steps:,} steps"
+    if "parameters" in facts:
+        what += f" of a model with {format_count(facts['parameters'])} parameters"
+    found = [("", what)]
+    if "ranks" in facts:
+        ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
+        found.append(("ran on", f"{ranks}, {facts['device']}"))
+    found += [(name, str(facts[name])) for name in ("versions", "command", "commit") if facts.get(name)]
+    if facts.get("seconds"):
+        found.append(("time in steps", format_time(facts["seconds"])))
+    if facts.get("resumed"):
+        found.append(("resumed after step", ", ".join(f"{step:,}" for step in facts["resumed"])))
     return found
 
 
 def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, str, str]]:
     """(value, name, remark) of the numbers that a reader wants first."""
-    train, validation = _losses(records)
+    train, validation = losses(records)
     tiles = []
     if validation:
         last = validation[-1][1]
-        tiles.append((f"{last:.3f}", "validation loss", "nats per byte"))
+        tiles.append((f"{last:.3f}", "validation loss", loss_unit(records)))
         for name, value in baselines.items():
             difference = f"{abs(last / value - 1):.0%} {'above' if value < last else 'below'} it"
             tiles.append((f"{value:.3f}", name, f"the run is {difference}"))
     elif train:
-        tiles.append((f"{train[-1][1]:.3f}", "training loss", "nats per byte"))
-    speed = sorted(v for _, v in _curve(records, "train", "tokens_per_second") if v == v)
+        tiles.append((f"{train[-1][1]:.3f}", "training loss", loss_unit(records)))
+    speed = sorted(v for _, v in curve(records, "train", f"{counted(records)}_per_second") if v == v)
     if speed:
-        tiles.append((format_count(speed[len(speed) // 2]), "tokens per second", "median"))
+        tiles.append((format_count(speed[len(speed) // 2]), f"{counted(records)} per second", "median"))
     if train:
         tiles.append((f"{train[-1][0]:,.0f}", "optimizer steps", ""))
     return tiles
@@ -146,21 +109,21 @@ def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[t
 
 def _rows(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, str, str]]:
     """The table of final numbers: name, nats per byte, bits per byte; other values take the middle column."""
-    train, validation = _losses(records)
-    losses = {}
+    train, validation = losses(records)
+    named = {}
     if validation:
         step, value = validation[-1]
-        losses[f"validation, step {step:,.0f}"] = value
+        named[f"validation, step {step:,.0f}"] = value
         step, value = min(validation, key=lambda pair: pair[1])
-        losses[f"best validation, step {step:,.0f}"] = value
-    losses.update(baselines)
+        named[f"best validation, step {step:,.0f}"] = value
+    named.update(baselines)
     if train:
-        losses[f"training, step {train[-1][0]:,.0f}"] = train[-1][1]
-    rows = [(name, f"{value:.4f}", f"{value / math.log(2):.4f}") for name, value in losses.items()]
-    tokens = _curve(records, "validation", "tokens")
+        named[f"training, step {train[-1][0]:,.0f}"] = train[-1][1]
+    rows = [(name, f"{value:.4f}", f"{value / math.log(2):.4f}") for name, value in named.items()]
+    tokens = curve(records, "validation", "tokens")
     if tokens:
         rows.append(("tokens seen", f"{tokens[-1][1]:,.0f}", ""))
-    peak = [value for _, value in _curve(records, "train", "memory_bytes") if value == value]
+    peak = [value for _, value in curve(records, "train", "memory_bytes") if value == value]
     if peak:
         rows.append(("peak memory of a rank's process", format_bytes(max(peak)), ""))
     return rows
@@ -187,6 +150,10 @@ body { margin: 0 auto; max-width: 1180px; padding: 40px 20px 60px; background: v
        font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 header p { margin: 0; color: var(--accent); font-weight: 600; }
 h1 { margin: 0 0 24px; font-size: 30px; line-height: 1.2; overflow-wrap: anywhere; }
+header dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: -12px 0 24px;
+            font-size: 13px; }
+dt { color: var(--quiet); }
+dd { margin: 0; overflow-wrap: anywhere; }
 h2 { margin: 40px 0 12px; font-size: 17px; }
 .tiles, .figures { display: grid; gap: 16px; }
 .tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-bottom: 16px; }
@@ -214,6 +181,7 @@ summary h2 { display: inline-block; }
 def _page(
     name: str,
     *,
+    about: list[tuple[str, str]],
     tiles: list[tuple[str, str, str]],
     rows: list[tuple[str, str, str]],
     pictures: list[str],
@@ -221,7 +189,8 @@ def _page(
     config: str,
 ) -> str:
     title = html.escape(name)
-    body = [f"<header><p>weft</p><h1>{title}</h1></header>"]
+    facts = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd>" for label, value in about[1:])
+    body = [f"<header><p>{html.escape(about[0][1])}</p><h1>{title}</h1><dl>{facts}</dl></header>"]
     if tiles:
         cells = (
             f'<div class="tile">{html.escape(label)}<b>{html.escape(value)}</b>'
@@ -242,9 +211,7 @@ def _page(
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
-        body.append(
-            f"<details open><summary><h2>Configuration</h2></summary><pre>{html.escape(config)}</pre></details>"
-        )
+        body.append(f"<details><summary><h2>Configuration</h2></summary><pre>{html.escape(config)}</pre></details>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -117,12 +117,12 @@ def loss(train: Curve, validation: Curve, baselines: Mapping[str, float], unit: 
     return draw
 
 
-def throughput(tokens_per_second: Curve) -> Draw:
-    """Tokens per second over the steps, with their median."""
+def throughput(speed: Curve, unit: str) -> Draw:
+    """Tokens or whatever `unit` is per second over the steps, with their median."""
 
     def draw(figure: Figure, theme: Theme) -> None:
-        axes = _step_axes(figure.subplots(), "Throughput", "tokens per second")
-        steps, values = _columns(tokens_per_second)
+        axes = _step_axes(figure.subplots(), "Throughput", f"{unit} per second")
+        steps, values = _columns(speed)
         middle = float(np.nanmedian(values))
         axes.plot(steps, values, color=theme.green, linewidth=1.4)
         axes.axhline(middle, color=theme.quiet, linewidth=1.2, linestyle=(0, (4, 3)))

@@ -8,7 +8,9 @@ weft train ── starts ──> rank 0   writes to the terminal
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,16 +24,20 @@ from types import FrameType
 from typing import Any, Literal
 
 from weft.checkpoint.directory import committed_steps
-from weft.train.runs import LOGS, Run
-from weft.train.world import STORE
+from weft.train.files import replace_text
+from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL
+from weft.train.run.runs import LOGS, Run
+from weft.train.run.stop import on_stop_signals
+from weft.train.run.world import STORE
 
 RUN = "WEFT_RUN"
 """Environment variable of a started rank: its run as JSON."""
 CONTROL = "WEFT_CONTROL"
 """The file descriptor of its control pipe."""
 
-Kind = Literal["configuration", "refused", "failure"]
-"""Why a rank ended: wrong settings, a checkpoint that cannot be used, or anything else; the first two need no trace."""
+Kind = Literal["configuration", "refused", "ended", "failure"]
+"""Why a rank ended: wrong settings, a checkpoint that cannot be used, something that a line explains (a full disk), or
+anything else, which needs its traceback."""
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
@@ -41,25 +47,31 @@ _GRACE_S = 3.0
 def launch(arguments: Sequence[str], ranks: int, run: Run, resume_command: str) -> int:
     """Run `python -m weft *arguments` as `ranks` local processes; returns the exit code for a person.
 
-    0: all ranks ended well. 2: one of them found the configuration wrong. 1: anything else; stderr then names
-    the rank that failed or died first, and `resume_command` if there is a checkpoint to go on from.
+    0: all ranks ended well. 2: one of them found the configuration wrong. 3: somebody asked them to stop, and they
+    saved. 1: anything else; stderr then names the rank that failed or died first, and `resume_command` if there is a
+    checkpoint to go on from.
     """
     return _Supervisor(arguments, ranks, run, resume_command).run_all()
 
 
-def report_failure(directory: Path, rank: int, kind: Kind, error: Exception) -> None:
-    """Leave the reason why this rank ends, for the process that started it."""
-    logs = directory / LOGS
-    logs.mkdir(parents=True, exist_ok=True)
+def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
+    """Leave the reason why this rank ends, for the process that started it.
+
+    Beside the ranks' meeting point and not in the run's directory: what ends the run may be its full disk.
+    """
     content = {
         "time": time.time(),
         "kind": kind,
-        "message": " ".join(str(error).split()),
+        "message": " ".join(message.split()),
         "traceback": "".join(traceback.format_exception(error)),
     }
-    temporary = logs / f".rank-{rank}.error"
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, logs / f"rank-{rank}.error")
+    replace_text(Path(os.environ[STORE]).parent / f"rank-{rank}.error", json.dumps(content))
+
+
+def _loopback() -> dict[str, str]:
+    """Ranks on one host have no business on any other interface."""
+    names = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), names[0]) if names else {}
 
 
 @dataclass
@@ -83,28 +95,30 @@ class _Supervisor:
 
     def run_all(self) -> int:
         self.logs.mkdir(parents=True, exist_ok=True)
-        for old in self.logs.glob("*.error"):
-            old.unlink()
+        print(f"starting {self.count} rank{'s' * (self.count > 1)} for {self.run.directory}", flush=True)
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-"))
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._on_signal)
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
+            on_stop_signals(self._on_signal)
             stack.callback(self._kill_rest)
             for rank in range(self.count):
-                self.ranks.append(self._start(rank, os.path.join(folder, "store")))
+                self.ranks.append(self._start(rank, str(self.folder / "store")))
             if self.interrupts:
                 self._ask_to_stop(self.ranks[-1])  # the signal may have come before there was any rank to ask
             self._wait()
-        if self.interrupts > 1:
-            self._say("ended at once", self._how_to_go_on())
-            return 1
-        return self._explain() if self.died else 0
+            if self.interrupts > 1:
+                self._say("ended at once", self._how_to_go_on())
+                return FAILURE
+            if self.died:
+                return self._explain()
+        interrupted = any(rank.process.returncode == INTERRUPTED for rank in self.ranks)
+        return INTERRUPTED if interrupted else SUCCESS
 
     def _start(self, rank: int, store: str) -> _Rank:
         reading, writing = os.pipe()
         threads = max(1, len(os.sched_getaffinity(0)) // self.count)
         environment = {
             "OMP_NUM_THREADS": str(threads),
+            **_loopback(),
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(self.count),
@@ -158,7 +172,7 @@ class _Supervisor:
         new = [
             rank
             for rank in self.ranks
-            if not rank.reported and not rank.stopped_by_us and rank.process.poll() not in (None, 0)
+            if not rank.reported and not rank.stopped_by_us and rank.process.poll() not in (None, SUCCESS, INTERRUPTED)
         ]
         for rank in new:
             rank.reported = True
@@ -185,10 +199,11 @@ class _Supervisor:
                 name = signal.Signals(-rank.process.returncode).name
                 self._say(f"rank {rank.number} (process {rank.process.pid}) was killed by {name}")
             self._say("the other ranks were stopped" if self.count > len(killed) else "", self._how_to_go_on())
-            return 1
+            return FAILURE
         if wrong:
-            self._say(wrong[0]["message"])
-            return 2 if wrong[0]["kind"] == "configuration" else 1
+            first = wrong[0]
+            self._say(first["message"] + (f"; {self._how_to_go_on()}" if first["kind"] == "ended" else ""))
+            return WRONG_CALL if first["kind"] == "configuration" else FAILURE
         if reasons:
             self._say(f"rank {reasons[0]['rank']} failed:")
             print(reasons[0]["traceback"], file=sys.stderr)
@@ -199,10 +214,10 @@ class _Supervisor:
             if log.exists():
                 print(*log.read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
         self._say(f"output of the other ranks: {self.logs}" if self.count > 1 else "", self._how_to_go_on())
-        return 1
+        return FAILURE
 
     def _reasons(self) -> list[dict[str, Any]]:
-        paths = [(rank.number, self.logs / f"rank-{rank.number}.error") for rank in self.ranks]
+        paths = [(rank.number, self.folder / f"rank-{rank.number}.error") for rank in self.ranks]
         return [{"rank": rank, **json.loads(path.read_text())} for rank, path in paths if path.exists()]
 
     def _how_to_go_on(self) -> str:

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from weft.comm.timeline import Interval
-from weft.train.figures import Draw, Theme
+from weft.train.report.figures import Draw, Theme
 
 LAYERS_SHOWN = 8
 Loads = Mapping[str, Sequence[Sequence[int]]]

@@ -8,8 +8,15 @@ from collections.abc import Callable
 from types import FrameType
 
 
+def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Let `handler` have SIGINT, SIGTERM and, unless the starter wants it ignored (nohup), SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 class StopRequest:
-    """Set by SIGINT or SIGTERM, or through the control pipe of the process that started this one.
+    """Set by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
     One byte in the pipe asks to stop. Its end means that the starter is gone: nobody would see what this
     process does or stop it, so it ends at once. A second signal ends the process at once too.
@@ -26,8 +33,7 @@ class StopRequest:
 
     def listen(self, pipe: int | None) -> None:
         """Begin to listen to signals and, if given, to the reading end of the control pipe."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        on_stop_signals(self._on_signal)
         if pipe is not None:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 

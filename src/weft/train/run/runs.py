@@ -9,6 +9,7 @@ runs/stdlib-2/        the second one
 """
 
 import re
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ class Run:
 
     directory: Path
     step: int | None = None
-    """The committed checkpoint from which the run goes on; None starts from the beginning."""
+    """The newest committed checkpoint when the directory was chosen; None starts from the beginning. From which one the
+    run goes on is decided when it has the directory for itself."""
     note: str = ""
     """What a person should know about the choice of directory."""
 
@@ -36,24 +38,31 @@ class Run:
         return self.directory / CHECKPOINTS
 
 
-def open_run(config: RunConfig, resume: str | bool, command: str) -> Run:
+def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: bool = False) -> Run:
     """The directory of this run, created if it is new.
 
     resume: False for a new run; True for the newest run of that name that has a committed checkpoint; or the
-    directory of a run. command: what a person typed, without `--resume`, for the notes. Raises ConfigError
-    where there is nothing to resume.
+    directory of a run. or_start: a new run where there is nothing to resume. command: what a person typed, without
+    `--resume`, for the notes. Raises ConfigError where there is nothing to resume.
     """
     if resume is False:
         return _new_run(config, command)
     candidates = [Path(resume)] if isinstance(resume, str) else _runs_of_name(config)[::-1]
     for directory in candidates:
         if steps := committed_steps(directory / CHECKPOINTS):
-            return Run(directory, steps[-1], f"going on with {directory} from step {steps[-1]}")
+            return Run(directory, steps[-1])
+    if or_start:
+        return _new_run(config, command)
     where = f"{resume} holds no" if isinstance(resume, str) else f"no run {config.name!r} in {config.directory} has a"
     raise ConfigError(
         f"{where} committed checkpoint to resume; name another run directory after --resume, or leave it out "
         "to start a new run"
     )
+
+
+def resuming(command: str, directory: Path) -> str:
+    """What a person types to go on with a run; `command` as in `open_run`."""
+    return f"{command} --resume {shlex.quote(str(directory))}"
 
 
 def remove_if_unused(run: Run) -> None:
@@ -81,7 +90,7 @@ def _new_run(config: RunConfig, command: str) -> Run:
     if not earlier:
         return Run(directory, None, f"a new run in {directory}")
     steps = committed_steps(earlier[-1] / CHECKPOINTS)
-    go_on = f"; it goes on from step {steps[-1]} with: {command} --resume {earlier[-1]}" if steps else ""
+    go_on = f"; it goes on from step {steps[-1]} with: {resuming(command, earlier[-1])}" if steps else ""
     return Run(directory, None, f"a new run in {directory}; {earlier[-1]} is left as it is{go_on}")
 
 

@@ -1,14 +1,15 @@
 """This process among the others of its run, and how they find each other."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Literal
 
 from weft.train.errors import ConfigError
+from weft.train.run.stop import StopRequest
+
+if TYPE_CHECKING:
+    import torch
 
 STORE = "WEFT_STORE"
 """Environment variable: the file over which ranks that `weft train` started itself meet."""
@@ -27,11 +28,13 @@ class Place:
     init_method: str
     """Where the ranks meet: file:///… or tcp://host:port."""
 
-    def device(self) -> torch.device:
+    def device(self) -> "torch.device":
         """The accelerator of this rank, or the CPU where there is none.
 
         Raises ConfigError where some ranks of this host would have to share an accelerator.
         """
+        import torch
+
         count = torch.cuda.device_count()
         if count == 0:
             return torch.device("cpu")
@@ -42,13 +45,19 @@ class Place:
             )
         return torch.device("cuda", self.local_rank)
 
-    def join(self, device: torch.device) -> None:
-        """Start the default process group with all other ranks."""
+    def join(self, device: "torch.device", *, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
+        """Start the default process group with all other ranks; waits for them as `meet` does."""
+        import torch
+        import torch.distributed as dist
+
+        from weft.train.run.meeting import meet
+
+        store = meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say)
         backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=self.init_method, rank=self.rank, world_size=self.ranks)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks)
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:

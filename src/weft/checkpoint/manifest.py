@@ -1,0 +1,228 @@
+"""weft.json, what a committed checkpoint says of itself: its files, and the checksum of every block of them.
+
+A file is cut into blocks so that whoever reads a part of it checks that part, while reading it, and no more:
+
+    __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
+                         [--- an item ---]                  reading it checks blocks 0, 1 and 2
+
+A checkpoint may come from anywhere. Nothing that it says is believed before it was checked.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "weft.json"
+METADATA = ".metadata"
+FORMAT = 2
+BLOCK = 8 << 20
+_KEPT = 4
+"""Blocks of an open file that stay in memory: reading a tensor jumps between its first and its last one."""
+_LARGEST = 1 << 28
+"""Bytes of a manifest; it takes 70 for each block."""
+_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or one on disk is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint: its length in bytes and the SHA-256 of each of its blocks."""
+
+    bytes: int
+    sha256: tuple[str, ...]
+
+    @classmethod
+    def measure(cls, path: Path) -> "File":
+        digests = []
+        with path.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                digests.append(_digest(block))
+            return cls(stream.tell(), tuple(digests))
+
+    @classmethod
+    def from_plain(cls, fields: Any) -> "File":
+        """From JSON; raises ValueError."""
+        length, digests = fields["bytes"], fields["sha256"]
+        if not (_is_count(length) and isinstance(digests, list) and len(digests) == -(-length // BLOCK)):
+            raise ValueError(f"a file has {length!r} bytes and not one checksum for each block of {BLOCK}")
+        if not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests):
+            raise ValueError("a checksum is no SHA-256")
+        return cls(length, tuple(digests))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint says of itself."""
+
+    step: int
+    ranks: int
+    """How many ranks wrote it."""
+    files: dict[str, File]
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Manifest":
+        """Raises CheckpointError when `checkpoint` holds no manifest that this version can read."""
+        path = checkpoint / MANIFEST
+        try:
+            require_plain(path)
+            if path.stat().st_size > _LARGEST:
+                raise ValueError(f"it has {path.stat().st_size} bytes")
+            text = path.read_text(encoding="utf-8")
+            fields = json.loads(text)
+            if fields["format"] != FORMAT:
+                raise CheckpointError(f"{checkpoint} has format {fields['format']!r}, this version reads {FORMAT}")
+            step, ranks = fields["step"], fields["ranks"]
+            if not (_is_count(step) and _is_count(ranks) and ranks > 0):
+                raise ValueError(f"step {step!r} of {ranks!r} ranks")
+            if strange := [name for name in fields["files"] if not _NAME.fullmatch(name)]:
+                raise ValueError(f"{strange[0]!r} is no file of a checkpoint")
+            if METADATA not in fields["files"]:
+                raise ValueError(f"it does not list {METADATA}")
+            files = {name: File.from_plain(file) for name, file in fields["files"].items()}
+            manifest = cls(step, ranks, files)
+            if manifest.text() != text:
+                raise ValueError("its own checksum differs")
+            return manifest
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{checkpoint} is damaged: {MANIFEST} cannot be used: {one_line(error)}") from error
+
+    def text(self) -> str:
+        """The file's content, which no change of one byte leaves valid."""
+        fields = asdict(self)
+        return json.dumps({**fields, "sha256": _digest(json.dumps(fields).encode())}, indent=1) + "\n"
+
+    def write(self, checkpoint: Path) -> None:
+        with (checkpoint / MANIFEST).open("w", encoding="utf-8") as stream:
+            stream.write(self.text())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+class CheckedFile(io.RawIOBase):
+    """`name` of a checkpoint from `offset` on, `length` bytes, each block compared with its checksum when it is read.
+
+    Reading raises CheckpointError that names file and checkpoint.
+    """
+
+    def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
+        require_whole(checkpoint, name, file)
+        self.checkpoint, self.name, self.file = checkpoint, name, file  # type: ignore[assignment]
+        self._stream = (checkpoint / name).open("rb")
+        self._blocks: dict[int, bytes] = {}
+        self._position = 0
+        self.cut_to(offset, file.bytes - offset if length is None else length)
+
+    def cut_to(self, offset: int, length: int) -> "CheckedFile":
+        """Show another part of the file from now on."""
+        self._start, self._length, self._position = offset, length, 0
+        return self
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer, which torch's reader relies on, unless the part ends."""
+        target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        done = 0
+        while done < len(target):
+            number, inside = divmod(self._start + self._position, BLOCK)
+            block = self._blocks.get(number) or self._load(number)
+            part = memoryview(block)[inside : inside + len(target) - done]
+            target[done : done + len(part)] = part
+            self._position += len(part)
+            done += len(part)
+        return done
+
+    def close(self) -> None:
+        if hasattr(self, "_stream"):
+            self._stream.close()
+        super().close()
+
+    def _load(self, number: int) -> bytes:
+        self._stream.seek(number * BLOCK)
+        block = self._stream.read(BLOCK)
+        if _digest(block) != self.file.sha256[number]:
+            raise CheckpointError(f"{self.checkpoint} is damaged: the checksum of {self.name} differs")
+        if len(self._blocks) == _KEPT:
+            del self._blocks[next(iter(self._blocks))]
+        self._blocks[number] = block
+        return block
+
+
+def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
+    """Compare every file with the manifest: presence and length, and with `content` also the checksums.
+
+    Raises CheckpointError that names the first file that differs.
+    """
+    manifest = Manifest.read(checkpoint)
+    if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{manifest.step:08d}":
+        raise CheckpointError(f"{checkpoint} is damaged: {MANIFEST} is that of step {manifest.step}")
+    for name, file in manifest.files.items():
+        require_whole(checkpoint, name, file)
+        if content:
+            with CheckedFile(checkpoint, name, file) as stream:
+                buffer = bytearray(BLOCK)
+                while stream.readinto(buffer):
+                    pass
+    return manifest
+
+
+def require_whole(checkpoint: Path, name: str, file: File) -> None:
+    """Raise CheckpointError unless `name` is an ordinary file of the right length."""
+    path = checkpoint / name
+    try:
+        require_plain(path)
+        length = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} is damaged: {name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read: {one_line(error)}") from error
+    if length != file.bytes:
+        raise CheckpointError(f"{checkpoint} is damaged: {name} has {length} bytes instead of {file.bytes}")
+
+
+def require_plain(path: Path) -> None:
+    """Raise OSError unless `path` is an ordinary file: a link may lead anywhere, a device or a pipe never ends."""
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(f"it is a {'symbolic link' if stat.S_ISLNK(mode) else 'folder or a device'}, not a file")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, fit for a terminal: one line without control characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(character if character.isprintable() else "?" for character in text)[:500]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

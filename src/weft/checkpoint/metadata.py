@@ -1,0 +1,139 @@
+"""`.metadata`, where torch Distributed Checkpoint says which tensors there are and where their parts lie.
+
+It is a pickle, and an ordinary unpickler would call whatever it names. This one knows the few opcodes and classes that
+such a file is made of, and refuses everything else. What it describes is then compared with the files: every part of
+every tensor lies in a listed file, has the size that it takes there, and all parts together are the whole tensor.
+"""
+
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from weft.checkpoint.manifest import CheckpointError, Manifest, one_line
+
+_RECORDS = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
+_NAMES = {
+    *((record.__module__, record.__name__) for record in _RECORDS),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+}
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+)
+_OVERHEAD = 1 << 16
+"""Bytes that a stored tensor may take beyond its elements."""
+_LONGEST_PLAIN = 1 << 28
+"""Bytes of an entry that is no tensor."""
+
+
+class _Opcodes(dict[int, Callable]):
+    def __missing__(self, code: int) -> Callable:
+        raise CheckpointError(f"uses the opcode {bytes([code])!r}, which no checkpoint needs")
+
+
+class _Unpickler(pickle._Unpickler):
+    # The one written in Python: it does nothing but what its table of opcodes says.
+    dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise CheckpointError(f"names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        if type(self.stack[-2]) not in _RECORDS:  # type: ignore[attr-defined]
+            raise CheckpointError("changes something else than a record of its own")
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
+    """What `.metadata` describes, compared with the files that `manifest` lists.
+
+    Runs nothing that `content` names. Raises CheckpointError with a part of a sentence about the file.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot be read: {type(error).__name__}: {one_line(error)}") from error
+    try:
+        _check(metadata, manifest)
+    except (AttributeError, TypeError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"is not made as Distributed Checkpoint makes it: {one_line(error)}") from error
+    return metadata
+
+
+def _check(metadata: Metadata, manifest: Manifest) -> None:
+    places = {index: place for index, place in metadata.storage_data.items() if _is_place(place, manifest)}
+    for key, entry in metadata.state_dict_metadata.items():
+        _require(isinstance(key, str) and key.isprintable(), f"has the key {key!r}")
+        if isinstance(entry, BytesStorageMetadata):
+            _require(places[MetadataIndex(key)].length <= _LONGEST_PLAIN, f"makes {key} too long")
+            continue
+        _require(isinstance(entry, TensorStorageMetadata), f"holds a {type(entry).__name__} under {key}")
+        _require(isinstance(entry.properties.dtype, torch.dtype), f"gives {key} no dtype")
+        _require(_are_counts(entry.size), f"gives {key} the shape {entry.size!r}")
+        for chunk in entry.chunks:
+            fits = (
+                _are_counts(chunk.offsets, chunk.sizes)
+                and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+                and all(at + size <= whole for at, size, whole in zip(chunk.offsets, chunk.sizes, entry.size))
+            )
+            _require(fits, f"has a part of {key} that lies outside of it")
+            takes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            stored = places[MetadataIndex(key, chunk.offsets)].length
+            _require(takes <= stored <= takes + _OVERHEAD, f"says that {takes} bytes of {key} take {stored}")
+        held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        _require(held == math.prod(entry.size), f"has {held} of the {math.prod(entry.size)} elements of {key}")
+
+
+def _is_place(place: _StorageInfo, manifest: Manifest) -> bool:
+    file = manifest.files.get(place.relative_path)
+    _require(file is not None, f"looks for parts in {place.relative_path!r}, which is no file of the checkpoint")
+    assert file is not None
+    inside = _are_counts((place.offset, place.length)) and place.offset + place.length <= file.bytes
+    _require(inside, f"looks for parts outside of {place.relative_path}")
+    _require(not place.transform_descriptors, f"wants parts of {place.relative_path} transformed")
+    return True
+
+
+def _are_counts(*rows: Any) -> bool:
+    return all(isinstance(row, tuple) and all(type(value) is int and value >= 0 for value in row) for row in rows)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise CheckpointError(one_line(CheckpointError(otherwise)))

@@ -1,0 +1,96 @@
+"""The files of a checkpoint, read by Distributed Checkpoint's plan and checked on the way."""
+
+import io
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from weft.checkpoint.loading import unpack
+from weft.checkpoint.manifest import METADATA, CheckedFile, CheckpointError, Manifest, one_line, verify
+from weft.checkpoint.metadata import read_metadata
+
+
+def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
+    """What a checkpoint says of itself: its files are there and as long as they should be, its metadata is sound.
+
+    With `content` every byte is compared with its checksum. Raises CheckpointError that names the checkpoint.
+    """
+    manifest = verify(checkpoint, content=content)
+    with CheckedFile(checkpoint, METADATA, manifest.files[METADATA]) as stream:
+        whole = stream.readall()
+    try:
+        return manifest, read_metadata(whole, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint} cannot be trusted: {METADATA} {error}") from error
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads what a plan asks for. Each block that it touches is compared with its checksum, and nothing is run."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
+        super().__init__(checkpoint)
+        self.checkpoint, self.manifest, self.metadata = checkpoint, manifest, metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in by_file.items():
+            with CheckedFile(self.checkpoint, name, self.manifest.files[name]) as stream:
+                # In the order in which they lie there, so that no block is read twice.
+                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                    place = self.storage_data[item.storage_index]
+                    self._read(item, stream.cut_to(place.offset, place.length), planner, name)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner, name: str) -> None:
+        try:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(stream.readall()))
+                return
+            part = _tensor(stream)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                part = part.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            if part.dtype != target.dtype or part.shape != target.shape:
+                raise ValueError(f"a {part.dtype} {list(part.shape)} lies where {list(target.shape)} should")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            key = item.storage_index.fqn
+            raise CheckpointError(f"{self.checkpoint} cannot be used: {key} in {name}: {one_line(error)}") from error
+
+
+def _tensor(stream: CheckedFile) -> torch.Tensor:
+    loaded = unpack(cast(IO[bytes], stream))
+    if type(loaded) is not torch.Tensor or loaded.layout != torch.strided:
+        raise ValueError(f"it holds a {type(loaded).__name__}, not a tensor")
+    return loaded
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise what a rank raised inside Distributed Checkpoint as a CheckpointError of one line."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = min(error.failures.items())[1][0]
+        if isinstance(first, CheckpointError):
+            raise first from None
+        raise CheckpointError(one_line(first)) from first

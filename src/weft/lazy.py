@@ -1,0 +1,23 @@
+"""Names of a package that are imported when they are asked for: torch takes seconds, and `weft --help` needs none."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def exports(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] = ()) -> Callable[[str], Any]:
+    """The `__getattr__` of `package`. homes: module -> names that come from it; rooms: its subpackages."""
+    home_of = {name: module for module, names in homes.items() for name in names}
+    known = set(rooms)
+
+    def __getattr__(name: str) -> Any:
+        if name in known:
+            return import_module(f"{package}.{name}")
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home_of[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__

@@ -1,0 +1,76 @@
+"""The loss on a validation set, of a model that is training or of one that lies in a checkpoint."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from weft.checkpoint import CheckpointManager, ModelState
+from weft.train.config import load_config
+from weft.train.ema import WeightAverage
+from weft.train.errors import ConfigError
+from weft.train.run.changes import CONFIG
+from weft.train.run.runs import CHECKPOINTS
+from weft.train.task.task import Task
+from weft.train.task.text import TextTask
+
+
+def move(microbatch: Any, device: torch.device) -> Any:
+    """The microbatch with its tensors on the device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
+
+
+@torch.no_grad()
+def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
+    """Means over the validation set of all ranks, nothing where there is none. Calls `moved` at each microbatch."""
+    task.model.eval()
+    totals: dict[str, torch.Tensor] = {}
+    count = 0
+    for microbatch in task.validation:
+        count += 1
+        moved()
+        loss, own = task.loss(move(microbatch, device))
+        for name, value in {"": loss, **own}.items():
+            totals[name] = totals.get(name, 0) + value.double()
+    task.model.train()
+    if not count:
+        return {}
+    shared = torch.stack([*totals.values()])
+    dist.all_reduce(shared)
+    loss_value, *own_values = (shared / (count * dist.get_world_size())).tolist()
+    return {**task.validation_values(loss_value), **dict(zip([name for name in totals if name], own_values))}
+
+
+def evaluate(run: Path, *, step: int | None = None, average: bool = False, overrides: list[str]) -> dict[str, float]:
+    """The validation loss of a text run's newest intact checkpoint, or that of `step`, in this process alone.
+
+    average: of the moving average of its weights. overrides: settings that differ from the run's, such as "data.paths".
+    """
+    if not (run / CONFIG).is_file():
+        raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
+    config = load_config(run / CONFIG, overrides)
+    alone = dataclasses.replace(config.sharding, ep=1, dp_shard=-1)
+    loop = dataclasses.replace(config.train, overlap=False, delay_wgrad=False, early_release=False)
+    config = dataclasses.replace(config, sharding=alone, train=loop)
+    config.validate(1)
+    if average and not config.train.ema_decay:
+        raise ConfigError("--ema: the run kept no moving average of its weights (train.ema_decay = 0.0); leave it out")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    task = TextTask(config, device)
+    state: dict[str, Any] = {"model": ModelState(task.model)}
+    averages = WeightAverage(task.model, config.train.ema_decay)
+    if average:
+        state["ema"] = averages
+    taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
+    if average:
+        with averages.in_place():
+            values = validate(task, device, lambda: None)
+    else:
+        values = validate(task, device, lambda: None)
+    return {"step": taken, **values}

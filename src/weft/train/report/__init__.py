@@ -1,0 +1,5 @@
+"""What a person looks at afterwards: the page of a run, its figures, and the times of one step."""
+
+from weft.train.report.page import write_report
+
+__all__ = ["write_report"]

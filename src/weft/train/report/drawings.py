@@ -1,0 +1,59 @@
+"""Which pictures a report has: one for everything that there are numbers for."""
+
+from pathlib import Path
+from typing import Any
+
+from weft.train.report import expert_figures, figures
+from weft.train.report.numbers import counted, curve, loss_unit, losses
+from weft.train.report.timeline import HiddenExchange, read_timeline
+
+Drawing = tuple[str, str, figures.Draw]
+"""File name, what it shows, how to draw it."""
+
+
+def draw_all(
+    folder: Path, records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
+) -> list[tuple[str, bytes, bytes]]:
+    """Write each picture as `NAME.png` and `NAME-dark.png` into `folder`; returns (what it shows, light, dark)."""
+    pictures = []
+    for name, title, draw in _figures(records, memory, baselines) + _expert_figures(folder, records):
+        light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
+        (folder / f"{name}.png").write_bytes(light)
+        (folder / f"{name}-dark.png").write_bytes(dark)
+        pictures.append((title, light, dark))
+    return pictures
+
+
+def _figures(
+    records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
+) -> list[Drawing]:
+    train, validation = losses(records)
+    unit = counted(records)
+    speed = curve(records, "train", f"{unit}_per_second")
+    rate, norm = curve(records, "train", "lr"), curve(records, "train", "gradient_norm")
+    found: list[Drawing] = []
+    if train or validation:
+        draw = figures.loss(train, validation, baselines, loss_unit(records))
+        found.append(("loss", "Training and validation loss over the steps", draw))
+    if any(value == value for _, value in speed):
+        found.append(("throughput", f"{unit.capitalize()} per second over the steps", figures.throughput(speed, unit)))
+    if rate or norm:
+        found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
+    if memory:
+        found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
+    return found
+
+
+def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing]:
+    """As `_figures`, of a run with experts."""
+    found: list[Drawing] = []
+    loads = [record for record in records if record["kind"] == "experts"]
+    if loads:
+        by_layer = {layer: [record["load"][layer] for record in loads] for layer in loads[0]["load"]}
+        draw = expert_figures.expert_load([record["step"] for record in loads], by_layer)
+        found.append(("experts", "Tokens per expert over the steps, for each layer", draw))
+    intervals = read_timeline(folder)
+    if hidden := HiddenExchange.of(intervals):
+        draw = expert_figures.lanes(intervals, hidden.fraction)
+        found.append(("lanes", f"Computation and exchange in one training step: {hidden}", draw))
+    return found

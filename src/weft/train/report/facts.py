@@ -1,0 +1,46 @@
+"""What a report says of a run beside its numbers, kept in the run's folder so that the report can be written again."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from weft.train.files import replace_text
+
+FILE = "facts.json"
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What was kept; nothing where there is none, or none that can be read."""
+    try:
+        facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Add to what is kept."""
+    replace_text(folder / FILE, json.dumps({**read_facts(folder), **facts}, indent=1) + "\n")
+
+
+def versions() -> str:
+    return f"weft {version('weft')}, torch {version('torch')}, Python {python_version()}"
+
+
+def commit() -> str | None:
+    """Of the repository that the run was started in, with a mark if its files were changed; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def command() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,0 +1,45 @@
+"""A run's records as the numbers that its report shows."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Curve = list[tuple[float, float]]
+
+
+def memory_groups(memory: Mapping[str, Any] | None) -> dict[str, dict[str, float]]:
+    """group -> role -> bytes, without roles that take nothing."""
+    if not memory:
+        return {}
+    groups: dict[str, Mapping[str, float]] = {"by role": memory}
+    if "persistent" in memory:
+        peaks = {role: counts["peak"] for role, counts in memory.get("transient", {}).items()}
+        groups = {"at rest": memory["persistent"], "peak in a step": peaks}
+    filled = {group: {r: float(v) for r, v in roles.items() if v} for group, roles in groups.items()}
+    return {group: roles for group, roles in filled.items() if roles}
+
+
+def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
+    """(step, value) of the records that have it; a value that was not finite leaves a gap."""
+    found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
+    return [(step, math.nan if value is None else value) for step, value in found]
+
+
+def counted(records: list[dict[str, Any]]) -> str:
+    """What the run counts: "tokens" of a text, or "samples" of data of one's own."""
+    return "samples" if any("samples_per_second" in record for record in records) else "tokens"
+
+
+def loss_unit(records: list[dict[str, Any]]) -> str:
+    return "nats per byte" if counted(records) == "tokens" else "own loss"
+
+
+def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
+    """Training and validation loss in nats per byte: validation records tell how many bytes a token has."""
+    validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")
+    bytes_per_token = 1.0
+    for record in records:
+        if record["kind"] == "validation" and record.get("loss") and record.get("nats_per_byte"):
+            bytes_per_token = record["loss"] / record["nats_per_byte"]
+    train = [(step, value / bytes_per_token) for step, value in curve(records, "train", "loss")]
+    return train, validation

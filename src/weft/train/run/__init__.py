@@ -1,0 +1,1 @@
+"""One run as processes: who starts them, how they meet, what ends them, and where the run lives."""

@@ -1,0 +1,102 @@
+"""What a run that goes on does with settings that are no longer those it was trained with.
+
+    REFUSED   the weights were trained as something else, or the setting would have no effect any more
+    TOLD      holds from here on, and is told before the first step
+    QUIET     how it runs, not what it computes beyond rounding
+
+What the run was trained with is in its config.toml. docs/training.md has this table for people.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from weft.train.config import TrainConfig, load_config, to_dict
+from weft.train.errors import ConfigError
+from weft.train.toml_values import show
+
+Treatment = Literal["refused", "told", "quiet"]
+REFUSED: Treatment = "refused"
+TOLD: Treatment = "told"
+QUIET: Treatment = "quiet"
+
+CONFIG = "config.toml"
+
+_SECTIONS: dict[str, Treatment] = {
+    "model": REFUSED,
+    "data": REFUSED,
+    "train": QUIET,
+    "optimizer": TOLD,
+    "schedule": TOLD,
+    "sharding": QUIET,
+    "checkpoint": QUIET,
+    "run": QUIET,
+}
+_SETTINGS: dict[str, Treatment] = {
+    **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
+    "model.recompute": QUIET,
+    "data.paths": TOLD,
+    "data.cache_dir": QUIET,
+    **dict.fromkeys(("train.seed", "train.ema_decay"), REFUSED),
+    **dict.fromkeys(
+        (
+            "train.steps",
+            "train.global_batch_size",
+            "train.precision",
+            "train.validation_batches",
+            "train.gradient_clip",
+            "train.expert_bias_rate",
+        ),
+        TOLD,
+    ),
+}
+
+
+def treatment(setting: str) -> Treatment:
+    """What a resume does with a changed `section.name`."""
+    return _SETTINGS.get(setting, _SECTIONS[setting.partition(".")[0]])
+
+
+def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
+    """What a person should know before the run in `directory` goes on from `step` with `config`.
+
+    Raises ConfigError that names the settings which cannot change.
+    """
+    path = directory / CONFIG
+    if not path.is_file():
+        return [f"{path} is gone: nobody knows whether the run was trained with these settings"]
+    before = load_config(path)
+    differences = dict(_differences(to_dict(before), to_dict(config)))
+    refused = [
+        f"{name} = {new} (it is {old})" for name, (old, new) in differences.items() if treatment(name) == REFUSED
+    ]
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)}: cannot change in a run that goes on; leave it as it is in {path}, or start a new "
+            "run without --resume"
+        )
+    told = [
+        f"{name} = {new} from here on, it was {old}"
+        for name, (old, new) in differences.items()
+        if treatment(name) == TOLD
+    ]
+    rates = [each.optimizer.lr * each.schedule.factor(step, each.train.steps) for each in (before, config)]
+    if told and rates[0] != rates[1]:
+        told.append(f"the learning rate of step {step + 1} is {rates[1]:.3g}, it would have been {rates[0]:.3g}")
+    return told
+
+
+def _differences(
+    before: Mapping[str, Mapping[str, object]], now: Mapping[str, Mapping[str, object]]
+) -> list[tuple[str, tuple[str, str]]]:
+    found = []
+    for section, settings in now.items():
+        for name in [*settings, *(name for name in before[section] if name not in settings)]:
+            old, new = before[section].get(name), settings.get(name)
+            if old != new:
+                found.append((f"{section}.{name}", (_shown(old), _shown(new))))
+    return found
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else show(value)

@@ -1,0 +1,35 @@
+"""Why a process ends: exit codes, and which errors a person can act on without a traceback."""
+
+import errno
+
+from weft.checkpoint import CheckpointError
+
+SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED = range(4)
+"""Exit codes. INTERRUPTED: somebody asked it to stop; what was reached is saved."""
+
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+class Refused(RuntimeError):
+    """What ends a run and is said in one line."""
+
+
+class Interrupted(Exception):
+    """Somebody asked to stop before training began."""
+
+
+def in_one_line(error: BaseException) -> str | None:
+    """What to say of `error` in place of its traceback; None where the traceback is what helps."""
+    if isinstance(error, CheckpointError | Refused):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}: make room; what was saved before is as it was"
+    no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if no_memory or "can't allocate memory" in str(error):
+        first = " ".join(str(error).split())[:200]
+        return (
+            f"no memory left ({first}): lower train.microbatch_size or data.sequence_length, set "
+            "train.activation_checkpointing = true, or use more ranks"
+        )
+    return None

@@ -1,0 +1,116 @@
+"""How the ranks of a run find each other, and what is said while some are not there yet."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from weft.train.run.failures import Interrupted, Refused
+from weft.train.run.stop import StopRequest
+
+FIRST_WORD_S = 5.0
+"""After which waiting is worth a line."""
+NEXT_WORD_S = 60.0
+_POLL_S = 0.1
+COUNT = "count"
+"""How many ranks have come; below zero once one of them has left again."""
+_AWAY = 1 << 32
+_STORE_TIMEOUT = timedelta(minutes=30)
+
+
+def meet(
+    init_method: str,
+    rank: int,
+    ranks: int,
+    *,
+    patience: float,
+    stop: StopRequest,
+    say: Callable[[str], None],
+) -> dist.Store:
+    """A store that all ranks have come to. `init_method`: file:///… or tcp://host:port.
+
+    Waits up to `patience` seconds, says whom it waits for, and obeys `stop`. Raises Refused, naming the ranks that did
+    not come, and Interrupted.
+    """
+    where = urlsplit(init_method)
+    wait = _Wait(patience, stop, say)
+    if where.scheme == "file":
+        store: dist.Store = dist.FileStore(where.path, ranks)
+    else:
+        store = _connect(where.hostname or "", where.port or 0, rank, ranks, wait)
+    keys = [f"here/{number}" for number in range(ranks)]
+    store.set(keys[rank], socket.gethostname())
+    store.add(COUNT, 1)
+    while (count := store.add(COUNT, 0)) < ranks:
+        if count < 0 and wait.is_over_for_others():
+            raise Interrupted("stopped: another rank was stopped while it waited; nothing was trained")
+        if stop.requested and _leave(store, ranks):
+            raise Interrupted(f"stopped while waiting for {_absent(store, keys)}; nothing was trained")
+        wait.on(lambda: _absent(store, keys))
+    return store
+
+
+def _leave(store: dist.Store, ranks: int) -> bool:
+    """Take this rank back, unless all have come: then one of them may be past this point and would wait in vain."""
+    if store.add(COUNT, -_AWAY) + _AWAY < ranks:
+        return True
+    store.add(COUNT, _AWAY)
+    return False
+
+
+def _connect(host: str, port: int, rank: int, ranks: int, wait: "_Wait") -> dist.Store:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process listens
+    listens = rank == 0 and not agent
+    if listens:
+        try:
+            store = dist.TCPStore(host, port, ranks, True, _STORE_TIMEOUT, wait_for_workers=False)
+        except dist.DistNetworkError as error:
+            raise Refused(f"rank 0 cannot listen on {host}:{port} ({' '.join(str(error).split())[:200]})") from error
+    else:
+        while not _answers(host, port):
+            if wait.stop.requested:
+                raise Interrupted(f"stopped while waiting for rank 0 at {host}:{port}; nothing was trained")
+            wait.on(lambda: f"{'torchrun' if agent else 'rank 0'}, which should listen on {host}:{port}")
+        store = dist.TCPStore(host, port, ranks, False, _STORE_TIMEOUT)
+    return dist.PrefixStore(f"weft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _absent(store: dist.Store, keys: list[str]) -> str:
+    numbers = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    shown = ", ".join(numbers[:8]) + (", …" if len(numbers) > 8 else "")
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown} of {len(keys)}"
+
+
+class _Wait:
+    def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
+        self.patience, self.stop, self.say = patience, stop, say
+        self.started = time.monotonic()
+        self.next_word = FIRST_WORD_S
+        self.left: float | None = None
+
+    def is_over_for_others(self) -> bool:
+        """Whether somebody has left for a second, which is longer than it takes to think better of it."""
+        self.left = self.left or time.monotonic()
+        return time.monotonic() - self.left > 1
+
+    def on(self, whom: Callable[[], str]) -> None:
+        """A moment longer, for whom `whom` names."""
+        waited = time.monotonic() - self.started
+        if waited > self.patience:
+            raise Refused(f"{whom()} did not come within {self.patience:g} s (run.patience)")
+        if waited > self.next_word:
+            self.say(f"waiting for {whom()}")
+            self.next_word = waited + NEXT_WORD_S
+        time.sleep(_POLL_S)

@@ -1,0 +1,100 @@
+"""One rank of `weft train`, whoever started it."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from weft.checkpoint import CheckpointError
+from weft.train.config import load_config
+from weft.train.loop import Trainer, open_run_together
+from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL, Interrupted, Refused, in_one_line
+from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
+from weft.train.run.runs import Run, resuming
+from weft.train.run.stop import StopRequest
+from weft.train.run.world import Place
+
+
+def work(
+    place: Place, path: str, overrides: list[str], resume: str | bool, command: str, *, or_start: bool = False
+) -> NoReturn:
+    """Train as the rank at `place` and end the process with the exit code that the command line promises.
+
+    command: what a person types to start the same run again, without `--resume`.
+    """
+    stop = StopRequest()
+    stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
+    rank = _Rank(place.rank, supervised=RUN in os.environ)
+    try:
+        config = load_config(path, overrides)
+        device = place.device()
+        place.join(device, patience=config.run.patience, stop=stop, say=rank.say)
+        run = _given_run() if rank.supervised else None
+        if run is None:
+            run = open_run_together(config, resume or config.run.resume, command, or_start=or_start)
+        trainer = Trainer(config, run, device=device, stop=stop, bark=rank.end_hanging)
+        rank.trains = True
+        if run.note:
+            trainer.say(run.note)
+        complete = trainer.run()
+        if not complete:
+            trainer.say(
+                f"stopped at step {trainer.position.step} of {config.train.steps}, which is saved; "
+                f"go on with: {resuming(command, run.directory)}"
+            )
+        dist.destroy_process_group()
+        rank.end(SUCCESS if complete else INTERRUPTED)
+    except Interrupted as interrupted:
+        rank.say(str(interrupted))
+        rank.end(INTERRUPTED)
+    except Exception as error:
+        rank.end(rank.explain(error))
+
+
+class _Rank:
+    """What one rank says, and how it ends."""
+
+    def __init__(self, number: int, *, supervised: bool) -> None:
+        self.number, self.supervised = number, supervised
+        self.trains = False
+        """Whether everything that can be wrong with the configuration was checked."""
+
+    def say(self, line: str) -> None:
+        print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)
+
+    def explain(self, error: Exception) -> int:
+        """Say why this rank ends, to a person or to the process that started it; returns the exit code."""
+        line = in_one_line(error)
+        kind: Kind = "failure" if line is None else "ended"
+        if not self.trains and isinstance(error, ValueError):
+            kind, line = "configuration", str(error)
+        elif not self.trains and isinstance(error, CheckpointError):
+            kind = "refused"
+        if self.supervised:
+            report_failure(self.number, kind, line or str(error), error)
+        elif line is not None:
+            self.say(" ".join(line.split()))
+        else:
+            self.say(f"failed:\n{''.join(traceback.format_exception(error))}")
+        return WRONG_CALL if kind == "configuration" else FAILURE
+
+    def end_hanging(self, line: str) -> None:
+        """End a rank whose main thread will not."""
+        self.end(self.explain(Refused(line)))
+
+    @staticmethod
+    def end(code: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The ordinary way out takes down threads of communication: it can wait for ranks that this one let
+        # down, and has been seen to abort after all was done.
+        os._exit(code)
+
+
+def _given_run() -> Run:
+    fields = json.loads(os.environ[RUN])
+    return Run(Path(fields["directory"]), fields["step"], fields["note"])

@@ -1,0 +1,160 @@
+"""A model and data of one's own."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import weft
+from weft.train.config import TrainConfig
+from weft.train.errors import ConfigError
+from weft.train.experts import ExpertBalance
+from weft.train.task.precision import mixed_precision
+from weft.train.task.task import Losses
+
+LossFunction = Callable[[Any, Any], Any]
+Data = Iterable[Any] | Callable[[int, int], Iterable[Any]]
+
+
+class OwnTask:
+    """One rank's part of training `model` on `data`; the arguments are those of `weft.train.Trainer`."""
+
+    unit = "samples"
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: LossFunction,
+        data: Data,
+        validation: Data | None,
+        shard: Callable[..., Any] | None,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        _refuse_what_has_no_effect(config)
+        meshes = weft.init_meshes(device.type, dp_shard=config.sharding.dp_shard)
+        rank, ranks = meshes.dp_rank, meshes.dp_size
+        self.batches = Stream(_of_rank(data, rank, ranks), config.microbatches_per_step(ranks))
+        self.validation = () if validation is None else _of_rank(validation, rank, ranks)
+        self.units_per_step = config.train.global_batch_size
+        self.description = f"own data: {getattr(data, '__name__', type(data).__name__)}"
+        torch.manual_seed(config.train.seed)  # the same initial weights on every rank
+        built = model if isinstance(model, nn.Module) else _on_meta(model)
+        if not any(parameter.is_meta for parameter in built.parameters()):
+            built = built.to(device)
+        options = {
+            "mesh": meshes.dense,
+            "strategy": config.sharding.strategy,
+            "mp_policy": mixed_precision(config.train.precision),
+        }
+        (shard or shard_repeated_blocks)(built, **options)
+        if not isinstance(built, weft.FSDPModule):
+            raise ConfigError("shard: must end with weft.fully_shard(model, **options) for the whole model; add that")
+        self.model: Any = built
+        self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
+        self._loss = loss
+
+    def loss(self, microbatch: Any) -> Losses:
+        found = self._loss(self.model, microbatch)
+        return found if isinstance(found, tuple) else (found, {})
+
+    def validation_values(self, loss: float) -> dict[str, float]:
+        return {"loss": loss}
+
+    def baseline(self) -> None:
+        return None
+
+
+class Stream:
+    """Microbatches of any iterable, again and again; its position is saved and restored exactly.
+
+    An iterable with `state_dict` and `load_state_dict` restores itself. Another one is gone through again up to where
+    it was: it must yield the same microbatches each time, or after `set_epoch(n)`, where it has that, the same for n.
+    """
+
+    per_rank = True
+
+    def __init__(self, source: Iterable[Any], microbatches_per_step: int) -> None:
+        self.source, self.microbatches_per_step = source, microbatches_per_step
+        self.epoch, self.taken = 0, 0
+        self._iterator: Iterator[Any] | None = None
+
+    def next_step(self) -> list[Any]:
+        return [self._next() for _ in range(self.microbatches_per_step)]
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = self._start()
+            try:
+                microbatch = next(self._iterator)
+            except StopIteration:
+                if not self.taken:
+                    break
+                self.epoch, self.taken, self._iterator = self.epoch + 1, 0, None
+            else:
+                self.taken += 1
+                return microbatch
+        raise ConfigError("data: yields no microbatch when it is gone through; give an iterable that starts anew")
+
+    def _start(self) -> Iterator[Any]:
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self.epoch)
+        return iter(self.source)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self.source.state_dict() if hasattr(self.source, "state_dict") else None
+        return {"epoch": self.epoch, "taken": self.taken, "own": [own]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.taken = int(state["epoch"]), int(state["taken"])
+        (own,) = state["own"]
+        if (own is not None) != hasattr(self.source, "load_state_dict"):
+            raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
+        if own is not None:
+            self.source.load_state_dict(own)  # type: ignore[attr-defined]
+        self._iterator = self._start()
+        if own is None:
+            for _ in range(self.taken):
+                next(self._iterator)
+
+    def load_from_other_ranks(self, state: dict[str, Any], rank: int, ranks: int) -> None:
+        raise ConfigError(f"data: its position was saved by another number of ranks than {ranks}; resume on as many")
+
+
+def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
+    """One unit for each block that stands in a row of its like (`ModuleList`, `Sequential`), and one for the rest."""
+    rows = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    for row in reversed(rows):  # inner ones first, as `fully_shard` wants it
+        kinds = Counter(map(type, row))  # before sharding changes them
+        for block in row:
+            if kinds[type(block)] > 1 and any(True for _ in block.parameters()):
+                weft.fully_shard(block, **options)
+    return weft.fully_shard(model, **options)
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def _of_rank(data: Data, rank: int, ranks: int) -> Iterable[Any]:
+    if inspect.isroutine(data):
+        return data(rank, ranks)
+    assert isinstance(data, Iterable)
+    if isinstance(data, Iterator):
+        raise ConfigError("data: is an iterator, which can be gone through once; give a list, a loader or a function")
+    return data
+
+
+def _refuse_what_has_no_effect(config: TrainConfig) -> None:
+    plain = TrainConfig()
+    for section in ("model", "data"):
+        if getattr(config, section) != getattr(plain, section):
+            raise ConfigError(f"[{section}]: has no effect with a model and data of one's own; leave the section out")
+    for name in ("activation_checkpointing", "overlap"):
+        if getattr(config.train, name):
+            raise ConfigError(f"train.{name} = true: has no effect on a model of one's own; leave it out")

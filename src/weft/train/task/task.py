@@ -1,0 +1,58 @@
+"""What a loop knows of what it trains."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from weft.train.experts import ExpertBalance
+
+Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""The mean loss of a microbatch, a scalar, and other numbers of it by name."""
+
+
+class Batches(Protocol):
+    """This rank's microbatches, and the position in them, which a checkpoint holds."""
+
+    def next_step(self) -> list[Any]:
+        """The microbatches of one optimizer step, as many on every rank."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Task(Protocol):
+    """A sharded model, its data and its loss, on one rank."""
+
+    model: Any
+    experts: ExpertBalance
+    unit: str
+    """What is counted: "tokens"."""
+    units_per_step: int
+    """Over all ranks."""
+    description: str
+    """A line about the data."""
+
+    @property
+    def batches(self) -> Batches:
+        """Of the training data."""
+        ...
+
+    @property
+    def validation(self) -> Iterable[Any]:
+        """This rank's microbatches of the validation set, as many on every rank; empty: none."""
+        ...
+
+    def loss(self, microbatch: Any) -> Losses:
+        """Of a microbatch that lies on the device."""
+        ...
+
+    def validation_values(self, loss: float) -> dict[str, float]:
+        """What is logged for a validation whose mean loss is `loss`; "loss" is one of the names."""
+        ...
+
+    def baseline(self) -> float | None:
+        """The validation loss of something simple, as `validation_values` has it last; None without one."""
+        ...

@@ -1,0 +1,102 @@
+"""The trainer for a model, data and habits of one's own."""
+
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.train import loop
+from weft.train.config import TrainConfig, from_tables, load_config
+from weft.train.run.stop import StopRequest
+from weft.train.run.world import place_from
+from weft.train.task.own import Data, LossFunction, OwnTask
+
+OR_START = "or-start"
+MOMENTS = ("start", "step", "validation", "save", "end")
+Callback = Callable[["Trainer", dict[str, Any]], None]
+
+
+class Trainer(loop.Trainer):
+    """Trains any module with the loop of `weft train`: sharded, logged, saved, resumed bit for bit.
+
+        trainer = weft.train.Trainer(
+            model=build,  # an nn.Module, or a function that builds one, which is called on the meta device
+            loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+            data=batches,  # an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable
+            config="run.toml",  # a path, TOML text's tables as a dictionary, or a TrainConfig
+        )
+        trainer.run()
+
+    Under torchrun or SLURM, or in the default process group if there is one, else alone. The microbatches of a step are
+    `train.global_batch_size / (ranks x train.microbatch_size)`.
+
+    loss: the mean over a microbatch, or a tuple of it and other scalars by name, which are logged too.
+    validation: like `data`, finite, as many microbatches on every rank. shard: `shard(model, **options)` calls
+    `weft.fully_shard(module, **options)` on what should be units, the model last; default: a unit for each block of a
+    row of alike ones. optimizer: makes one for the sharded model; default: AdamW of [optimizer]. callbacks: by moment
+    ("start", "step", "validation", "save", "end"), each called with the trainer and the moment's numbers, on all ranks.
+    resume: as `weft train --resume`: True, or the directory of a run; "or-start" where there may be none.
+
+    Raises ConfigError for what is wrong with the configuration or the arguments, CheckpointError, CheckpointMismatch.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: LossFunction,
+        data: Data,
+        config: TrainConfig | Mapping[str, Mapping[str, Any]] | str | Path,
+        validation: Data | None = None,
+        shard: Callable[..., Any] | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        callbacks: Mapping[str, Callback] | None = None,
+        resume: bool | str = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.callbacks = dict(callbacks or {})
+        if strange := set(self.callbacks) - set(MOMENTS):
+            raise loop.ConfigError(f"callbacks: {sorted(strange)[0]!r} is no moment; choose from {', '.join(MOMENTS)}")
+        settings = _configuration(config)
+        stop = StopRequest()
+        if threading.current_thread() is threading.main_thread():
+            stop.listen(None)
+        device = _join(settings, stop)
+        command = shlex.join(["python", *sys.argv])
+        settings.validate(dist.get_world_size())
+        or_start = resume == OR_START
+        run = loop.open_run_together(settings, or_start or resume, command, or_start=or_start)
+        task = OwnTask(model, loss, data, validation, shard, settings, device)
+        super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
+
+    def moment(self, name: str, numbers: dict[str, Any]) -> None:
+        if name in self.callbacks:
+            self.callbacks[name](self, numbers)
+
+
+def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str | Path) -> TrainConfig:
+    if isinstance(config, TrainConfig):
+        return config
+    if isinstance(config, Mapping):
+        return from_tables({section: dict(values) for section, values in config.items()})
+    return load_config(config)
+
+
+def _join(config: TrainConfig, stop: StopRequest) -> torch.device:
+    if dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    place = place_from(os.environ)
+    if place is None:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        return device
+    device = place.device()
+    place.join(device, patience=config.run.patience, stop=stop, say=lambda line: print(line, file=sys.stderr))
+    return device

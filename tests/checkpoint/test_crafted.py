@@ -1,0 +1,231 @@
+"""Checkpoints from elsewhere: what they name is not run, and what is wrong with them is one line."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+
+from weft.checkpoint import CheckpointError, CheckpointManager, CheckpointMismatch
+from weft.checkpoint.manifest import File, Manifest
+from weft.cli import main
+
+SHARD = "__0_0.distcp"
+
+
+class Bomb:
+    """Leaves a file behind wherever it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    with CheckpointManager(tmp_path / "checkpoints") as manager:
+        manager.save(1, {"model": {"weight": torch.ones(3, 5)}, "data": {"position": 7}})
+    return tmp_path / "checkpoints" / "step-00000001"
+
+
+def load(checkpoint):
+    state = {"model": {"weight": torch.zeros(3, 5)}, "data": {"position": 0}}
+    CheckpointManager(checkpoint.parent).load(state)
+    return state
+
+
+def with_true_checksums(checkpoint):
+    """What somebody does who knows the format: the manifest lists the files as they are now."""
+    names = [path.name for path in checkpoint.iterdir() if path.name != "weft.json"]
+    files = {name: File.measure(checkpoint / name) for name in names}
+    Manifest(1, 1, files).write(checkpoint)
+
+
+def metadata_of(checkpoint):
+    return pickle.loads((checkpoint / ".metadata").read_bytes())
+
+
+def put_metadata(checkpoint, metadata):
+    content = metadata if isinstance(metadata, bytes) else pickle.dumps(metadata)
+    (checkpoint / ".metadata").write_bytes(content)
+    with_true_checksums(checkpoint)
+
+
+def put_entry(checkpoint, key, content):
+    """Replace the stored bytes of `key`."""
+    metadata = metadata_of(checkpoint)
+    (index,) = [index for index in metadata.storage_data if index.fqn == key]
+    path = checkpoint / SHARD
+    metadata.storage_data[index] = _StorageInfo(SHARD, path.stat().st_size, len(content))
+    with path.open("ab") as stream:
+        stream.write(content)
+    put_metadata(checkpoint, metadata)
+
+
+def put_place(checkpoint, **changes):
+    metadata = metadata_of(checkpoint)
+    for place in metadata.storage_data.values():
+        for name, value in changes.items():
+            setattr(place, name, value)
+    put_metadata(checkpoint, metadata)
+
+
+def put_size(checkpoint, size):
+    metadata = metadata_of(checkpoint)
+    entry = metadata.state_dict_metadata["model.weight"]
+    entry.size = torch.Size(size)
+    put_metadata(checkpoint, metadata)
+
+
+def put_json(checkpoint, change):
+    path = checkpoint / "weft.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
+def saved(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def deflated(content):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return stream.getvalue()
+
+
+def linked(path, target):
+    path.unlink()
+    path.symlink_to(target)
+
+
+def link_to_a_copy(checkpoint, name):
+    shutil.copy(checkpoint / name, checkpoint.parent / "elsewhere")
+    linked(checkpoint / name, checkpoint.parent / "elsewhere")
+
+
+def reduce_in_a_key(checkpoint, mark):
+    metadata = metadata_of(checkpoint)
+    metadata.state_dict_metadata[Bomb(mark)] = TensorStorageMetadata(TensorProperties(), torch.Size([]), [])
+    put_metadata(checkpoint, metadata)
+
+
+def patch_a_class(checkpoint):
+    """`BUILD` on a class, not on an instance, would change it for the whole process."""
+    build = pickle.dumps(MetadataIndex, 4)[:-1] + b"N}" + b"\x8c\x03fqnK\x01s\x86b."
+    put_metadata(checkpoint, build)
+
+
+CRAFTED = {
+    "a call in place of the metadata": lambda c, mark: put_metadata(c, Bomb(mark)),
+    "a call inside the metadata": lambda c, mark: put_metadata(c, Metadata({}, planner_data=Bomb(mark))),
+    "a call in a key of the metadata": reduce_in_a_key,
+    "a call written in the oldest protocol": lambda c, mark: put_metadata(c, f"cos\nmkdir\n(S'{mark}'\ntR.".encode()),
+    "a call by an instance": lambda c, mark: put_metadata(c, f"(S'{mark}'\nios\nmkdir\n.".encode()),
+    "a class of torch that no metadata needs": lambda c, mark: put_metadata(c, pickle.dumps(torch.nn.Linear)),
+    "a function behind an allowed name": lambda c, mark: put_metadata(c, b"\x80\x04\x8c\x05torch\x8c\x07os.open\x93."),
+    "a class that is changed": lambda c, mark: patch_a_class(c),
+    "a memo of absurd size": lambda c, mark: put_metadata(c, b"\x80\x02Kxr\xff\xff\xff\x7f."),
+    "metadata that is something else": lambda c, mark: put_metadata(c, {"state_dict_metadata": {}}),
+    "metadata that is no pickle": lambda c, mark: put_metadata(c, b"\xff" * 100),
+    "a call in place of plain data": lambda c, mark: put_entry(c, "data.position", saved(Bomb(mark))),
+    "a bare pickle in place of plain data": lambda c, mark: put_entry(c, "data.position", pickle.dumps(Bomb(mark))),
+    "a call in place of a tensor": lambda c, mark: put_entry(c, "model.weight", saved(Bomb(mark))),
+    "a bare pickle in place of a tensor": lambda c, mark: put_entry(
+        c, "model.weight", pickle.dumps(Bomb(mark)) + bytes(60)
+    ),
+    "a module in place of a tensor": lambda c, mark: put_entry(c, "model.weight", saved(torch.nn.Linear(1, 1))),
+    "a tensor of another shape": lambda c, mark: put_entry(c, "model.weight", saved(torch.ones(2, 5))),
+    "a tensor of another dtype": lambda c, mark: put_entry(c, "model.weight", saved(torch.ones(3, 5).double())),
+    "a compressed tensor": lambda c, mark: put_entry(c, "model.weight", deflated(saved(torch.ones(3, 5)))),
+    "a path out of the checkpoint": lambda c, mark: put_place(c, relative_path="../../secret"),
+    "an absolute path": lambda c, mark: put_place(c, relative_path="/etc/passwd"),
+    "a place behind the end": lambda c, mark: put_place(c, offset=1 << 60),
+    "a place of absurd length": lambda c, mark: put_place(c, length=1 << 60),
+    "a negative place": lambda c, mark: put_place(c, offset=-8),
+    "a transformation": lambda c, mark: put_place(c, transform_descriptors=["zstd"]),
+    "an absurd shape": lambda c, mark: put_size(c, (1 << 40, 1 << 20)),
+    "a shape of words": lambda c, mark: put_metadata(
+        c, pickle.dumps(metadata_of(c)).replace(b"\x8c\x05sizes", b"\x8c\x05xizes")
+    ),
+    "json that lists a file elsewhere": lambda c, mark: put_json(
+        c, lambda fields: fields["files"].update({"../x": fields["files"][SHARD]})
+    ),
+    "json with absurd lengths": lambda c, mark: put_json(
+        c, lambda fields: fields["files"][SHARD].update(bytes=1 << 80)
+    ),
+    "json with other types": lambda c, mark: put_json(c, lambda fields: fields.update(files=[1, 2])),
+    "json without end": lambda c, mark: (c / "weft.json").write_text("[" * 200_000),
+    "json of another step": lambda c, mark: Manifest(7, 1, Manifest.read(c).files).write(c),
+    "a shard that is a link": lambda c, mark: link_to_a_copy(c, SHARD),
+    "metadata that is a link": lambda c, mark: link_to_a_copy(c, ".metadata"),
+    "a manifest that is a link": lambda c, mark: link_to_a_copy(c, "weft.json"),
+    "a shard that never ends": lambda c, mark: linked(c / SHARD, "/dev/zero"),
+    "a shard that is a pipe": lambda c, mark: ((c / SHARD).unlink(), os.mkfifo(c / SHARD)),
+}
+
+
+@pytest.mark.parametrize("craft", CRAFTED.values(), ids=CRAFTED)
+def test_a_crafted_checkpoint_runs_nothing_and_ends_in_one_line(checkpoint, tmp_path, capsys, craft):
+    mark = tmp_path / "mark"
+    craft(checkpoint, mark)
+    with pytest.raises((CheckpointError, CheckpointMismatch)) as error:
+        load(checkpoint)
+    assert not mark.exists()
+    assert "\n" not in str(error.value) and str(error.value).isprintable()
+    assert str(checkpoint) in str(error.value)
+    for words in (["inspect", str(checkpoint)], ["inspect", str(checkpoint.parent), "--verify"]):
+        code = main(words)
+        said = capsys.readouterr().err
+        assert not mark.exists()
+        assert (code, said.count("\n")) in ((0, 0), (1, 1)), said
+
+
+def test_what_the_metadata_names_is_told(checkpoint, tmp_path):
+    put_metadata(checkpoint, Bomb(tmp_path / "mark"))
+    with pytest.raises(CheckpointError, match=r"\.metadata names posix\.mkdir, which no checkpoint needs"):
+        load(checkpoint)
+
+
+def test_a_key_cannot_write_to_the_terminal(checkpoint, capsys):
+    metadata = metadata_of(checkpoint)
+    metadata.state_dict_metadata["model.\x1b[2Jw"] = metadata.state_dict_metadata.pop("model.weight")
+    put_metadata(checkpoint, metadata)
+    assert main(["inspect", str(checkpoint)]) == 1
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(tmp_path):
+    from tests.train.command import weft, write_config
+
+    config = write_config(tmp_path, train__steps=1, train__validate_every=0)
+    assert weft("train", config).returncode == 0
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000001"
+    mark = tmp_path / "mark"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
+    with_true_checksums(checkpoint)
+    done = weft("train", config, "--resume", "--set", "train.steps=2")
+    assert not mark.exists()
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"{checkpoint} cannot be trusted: .metadata names posix.mkdir" in done.stderr
+
+
+def test_torch_reads_a_checkpoint_as_its_own(checkpoint):
+    state = {"model.weight": torch.zeros(3, 5)}
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    assert torch.equal(state["model.weight"], load(checkpoint)["model"]["weight"])

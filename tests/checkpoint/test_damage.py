@@ -1,0 +1,153 @@
+"""Disks lie: damage is never loaded, the newest intact checkpoint is, and what is intact stays."""
+
+import os
+import random
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from tests.pool import distributed
+from weft.checkpoint import CheckpointError, CheckpointManager, ModelState, manifest
+
+FILES = [".metadata", "__0_0.distcp", "weft.json"]
+
+
+def value_of(step):
+    return torch.arange(64).view(8, 8) + 1000.0 * step
+
+
+def save(directory, *steps, keep=9):
+    with CheckpointManager(directory, keep=keep) as manager:
+        for step in steps:
+            manager.save(step, {"model": {"weight": value_of(step)}, "data": {"position": step}})
+
+
+def load(manager):
+    """Which step was loaded, after checking that its values were."""
+    state = {"model": {"weight": torch.zeros(8, 8)}, "data": {"position": 0}}
+    step = manager.load(state)
+    assert torch.equal(state["model"]["weight"], value_of(step))
+    assert state["data"]["position"] == step
+    return step
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def flip(path, places, seed=0):
+    content = bytearray(path.read_bytes())
+    for place in random.Random(seed).sample(range(len(content)), min(places, len(content))):
+        content[place] ^= 0xFF
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "deleted": lambda path: path.unlink(),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_the_newest_intact_checkpoint_is_loaded_and_the_damage_is_named(tmp_path, name, damage):
+    save(tmp_path, 1, 2)
+    damaged = tmp_path / "step-00000002"
+    damage(damaged / name)
+    manager = CheckpointManager(tmp_path)
+    assert load(manager) == 1
+    assert list(manager.passed_over) == [2]
+    said = str(manager.passed_over[2])
+    assert str(damaged) in said and name in said and "damaged" in said and "\n" not in said
+    with pytest.raises(CheckpointError, match=r"damaged: .*" + name.replace(".", r"\.")):
+        manager.load({"model": {"weight": torch.zeros(8, 8)}, "data": {"position": 0}}, step=2)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_flipped_bytes_are_never_loaded(tmp_path, name):
+    save(tmp_path, 1, 2)
+    manager = CheckpointManager(tmp_path)
+    path = tmp_path / "step-00000002" / name
+    whole = path.read_bytes()
+    for seed in range(50):
+        flip(path, 1 if seed % 2 else 20, seed)
+        assert load(manager) == 1
+        path.write_bytes(whole)
+    assert load(manager) == 2
+
+
+def test_a_checkpoint_without_any_intact_one_before_it_is_one_line_and_stays(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / f"step-0000000{step}" / "__0_0.distcp", 20)
+    with pytest.raises(CheckpointError) as error:
+        load(CheckpointManager(tmp_path))
+    for words in ("no checkpoint is intact", "step-00000002 is damaged", "step-00000001 is damaged"):
+        assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_run_that_met_damage_rotates_nothing_away_that_was_there(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    flip(tmp_path / "step-00000003" / "__0_0.distcp", 20)
+    with CheckpointManager(tmp_path, keep=1) as manager:
+        assert load(manager) == 2
+        for step in (3, 4):
+            manager.save(step, {"model": {"weight": value_of(step)}, "data": {"position": step}})
+    kept = names(tmp_path)
+    assert kept[:2] == ["step-00000001", "step-00000002"]
+    assert kept[2].startswith("step-00000003.damaged-")
+    assert kept[3:] == ["step-00000004"]
+    assert load(CheckpointManager(tmp_path)) == 4
+
+
+def test_every_block_that_is_read_is_checked_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "BLOCK", 256)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": {"weight": torch.ones(999)}, "other": {"weight": torch.ones(999)}})
+    path = tmp_path / "step-00000001" / "__0_0.distcp"
+    content = path.read_bytes()
+    broken, first = 0, {"model": {"weight": torch.zeros(999)}}
+    CheckpointManager(tmp_path).load(first)
+    assert first["model"]["weight"].sum() == 999
+    for place in range(0, len(content), 512):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            CheckpointManager(tmp_path).load(first, step=1)
+        except CheckpointError:
+            broken += 1
+    assert len(content) // 512 * 0.4 < broken < len(content) // 512 * 0.7, "about half of it belongs to the other state"
+
+
+@distributed(2)
+def test_damage_that_one_rank_reads_lets_all_ranks_fall_back(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    weft.fully_shard(model)
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step)
+            manager.save(step, {"model": ModelState(model), "own": {f"rank{dist.get_rank()}": torch.ones(3)}})
+        manager.wait()
+        if dist.get_rank() == 0:
+            flip(tmp_path / "step-00000002" / "__1_0.distcp", 20)
+        dist.barrier()
+        assert manager.load({"model": ModelState(model)}) == 1
+        assert "__1_0.distcp" in str(manager.passed_over[2])
+        assert all((parameter.full_tensor() == 1).all() for parameter in model.parameters())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(tmp_path / "step-00000002")
+        dist.barrier()
+        assert manager.load({"model": ModelState(model)}) == 1
+        assert manager.passed_over == {}

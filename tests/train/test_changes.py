@@ -1,0 +1,161 @@
+"""A run that goes on with other settings: refused, told or quiet, as the table in docs/training.md says."""
+
+import dataclasses
+import re
+import shlex
+
+import pytest
+
+from tests.train.command import metrics, write_config
+from tests.train.test_loop import StopAt, train_on
+from weft.cli import _parser
+from weft.train.config import SECTIONS, load_config, to_toml
+from weft.train.errors import ConfigError
+from weft.train.loop import Trainer
+from weft.train.run.changes import CONFIG, changed, treatment
+from weft.train.run.runs import Run, open_run
+
+CHANGED = {
+    "model.num_attention_heads=4 & model.num_key_value_heads=4": "refused",  # the same shapes, another function
+    "model.rope_theta=500.0": "refused",
+    "model.rms_norm_eps=1e-2": "refused",
+    "model.aux_loss_coef=0.1": "told",
+    'model.recompute=["attend"]': "quiet",
+    "data.seed=3": "refused",
+    "data.validation_fraction=0.3": "refused",
+    "data.sequence_length=8": "refused",
+    "train.seed=5": "refused",
+    "train.steps=9": "told",
+    "train.global_batch_size=4": "told",
+    "train.precision=bf16": "told",
+    "train.gradient_clip=0.1": "told",
+    "train.validation_batches=1": "told",
+    "train.microbatch_size=4": "quiet",
+    "train.log_every=1": "quiet",
+    "train.activation_checkpointing=true": "quiet",
+    "optimizer.lr=0.01": "told",
+    "optimizer.betas=[0.5, 0.6]": "told",
+    "optimizer.eps=0.01": "told",
+    "optimizer.weight_decay=0.7": "told",
+    "schedule.warmup_steps=1": "told",
+    "schedule.shape=linear": "told",
+    "schedule.min_lr_ratio=0.5": "told",
+    "sharding.strategy=no_shard": "quiet",
+    "checkpoint.keep=1": "quiet",
+}
+
+
+def stopped(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=6, train__validate_every=0, model__num_key_value_heads=2)
+    pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
+    return path
+
+
+def resumed(path, directory, overrides):
+    """What a run that goes on says before its first step, and the options of its optimizer then; or why it does not."""
+    config = load_config(path, overrides)
+    said = []
+    try:
+        trainer = Trainer(config, Run(directory, 3), say=said.append)
+    except ConfigError as error:
+        return str(error), None, None
+    groups = [
+        {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups
+    ]
+    rate = trainer.schedule.advance()
+    trainer.checkpoints.close()
+    return said, groups, rate
+
+
+def all_resumed(path, directory):
+    return {setting: resumed(path, directory, setting.split(" & ")) for setting in CHANGED}
+
+
+def test_each_changed_setting_is_refused_told_or_quiet_as_the_table_says(pool, tmp_path):
+    path = stopped(pool, tmp_path)
+    before = metrics(tmp_path / "run")
+    for setting, (said, groups, rate) in pool.run(1, all_resumed, path, tmp_path / "run")[0].items():
+        name = setting.partition("=")[0]
+        assert treatment(name) == CHANGED[setting], setting
+        if CHANGED[setting] == "refused":
+            assert groups is None and name in said and "\n" not in said, (setting, said)
+            continue
+        assert said[0] == f"going on with {tmp_path / 'run'} from step 3"
+        if CHANGED[setting] == "quiet":
+            assert said[1:] == [], setting
+            continue
+        assert said[1].startswith(f"{name} = ") and "from here on, it was " in said[1], (setting, said)
+        config = load_config(path, [setting])
+        for group in groups:
+            assert tuple(group["betas"]) == config.optimizer.betas and group["eps"] == config.optimizer.eps
+        assert [group["weight_decay"] for group in groups] == [config.optimizer.weight_decay, 0.0]
+        assert rate == pytest.approx(config.optimizer.lr * config.schedule.factor(3, config.train.steps))
+        jump = [line for line in said if line.startswith("the learning rate of step 4 is")]
+        assert bool(jump) == (name.startswith(("schedule.", "train.steps", "optimizer.lr"))), (setting, said)
+    assert metrics(tmp_path / "run") == before, "a refused or closed run writes nothing"
+
+
+def resume_at_once(path, directory):
+    config = load_config(path, ["optimizer.weight_decay=0.7"])
+    stop = StopAt(4)
+    stop.trainer = Trainer(config, Run(directory, 3), say=lambda line: None, stop=stop)
+    stop.trainer.run()
+    return [group["weight_decay"] for group in stop.trainer.optimizer.param_groups]
+
+
+def test_a_changed_option_is_used_and_recorded(pool, tmp_path):
+    path = stopped(pool, tmp_path)
+    assert pool.run(1, resume_at_once, path, tmp_path / "run")[0] == [0.7, 0.0]
+    assert load_config(tmp_path / "run" / CONFIG).optimizer.weight_decay == 0.7
+
+
+def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_it(pytestconfig):
+    text = (pytestconfig.rootpath / "docs" / "training.md").read_text()
+    table = text.partition("| changed setting |")[2].partition("\n\n")[0]
+    found = {}
+    for row in table.splitlines()[2:]:
+        settings, what = row.strip("| ").split(" | ")[:2]
+        found |= dict.fromkeys(re.findall(r"`([a-z_.*]+)`", settings), what.split(":")[0])
+    for section, fields in SECTIONS.items():
+        for field in dataclasses.fields(fields):
+            name = f"{section}.{field.name}"
+            assert found.get(name, found.get(f"{section}.*")) == treatment(name), name
+
+
+def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate_continuous(pytestconfig, tmp_path):
+    root = pytestconfig.rootpath
+    block = (root / "README.md").read_text().partition("## Train, stop, go on")[2].split("```")[1]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("weft train")]
+    assert len(commands) >= 2
+    before = None
+    for command in commands:
+        options = _parser().parse_args(command[1:])
+        path = root / options.config if options.config else tmp_path / CONFIG
+        now = load_config(path, options.overrides)
+        if options.resume:
+            assert changed(tmp_path, now, 100) == [] and now == before
+        before = now
+        (tmp_path / CONFIG).write_text(to_toml(now))
+
+
+def test_a_run_whose_configuration_is_gone_says_so(tmp_path):
+    config = load_config(write_config(tmp_path))
+    assert "is gone: nobody knows" in changed(tmp_path, config, 3)[0]
+
+
+def test_or_start_goes_on_where_it_can_and_starts_where_it_cannot(tmp_path):
+    config = load_config(write_config(tmp_path)).run
+    first = open_run(config, True, "weft train x.toml", or_start=True)
+    assert (first.directory, first.step) == (tmp_path / "runs" / "tiny", None)
+    (first.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert open_run(config, True, "weft train x.toml", or_start=True) == Run(first.directory, 7)
+    with pytest.raises(ConfigError, match="no run 'tiny' in"):
+        open_run(dataclasses.replace(config, directory=str(tmp_path / "other")), True, "weft train x.toml")
+
+
+def test_printed_commands_survive_a_shell(tmp_path):
+    config = dataclasses.replace(load_config(write_config(tmp_path)).run, name="a name; with $HOME")
+    first = open_run(config, False, "weft train x.toml")
+    (first.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
+    note = open_run(config, False, "weft train x.toml").note
+    assert shlex.split(note.partition("with: ")[2])[-1] == str(first.directory)

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from tests.train.command import metrics, write_config
+from tests.train.test_loop import StopAt, full
+from weft.train.config import load_config
+from weft.train.loop import Trainer
+from weft.train.run.runs import Run
+
+DECAY = 0.9
+
+
+def averaged(path, directory, stop_at, resume_from=None):
+    """The averages at the end, and those that plain weights give, step by step."""
+    stop, plain = StopAt(stop_at), {}
+    stop.trainer = trainer = Trainer(load_config(path), Run(directory, resume_from), stop=stop, say=lambda line: None)
+    weights = dict(trainer.model.named_parameters())
+    plain = {name: full(weight.detach()) for name, weight in weights.items()}
+
+    def follow(name, numbers):
+        for key, weight in weights.items() if name == "step" else ():
+            plain[key] = DECAY * plain[key] + (1 - DECAY) * full(weight.detach())
+
+    trainer.moment = follow
+    trainer.run()
+    averages = {name: full(value) for name, value in trainer.average.state_dict().items()}
+    return averages, plain, metrics(directory, "validation"), {name: full(w.detach()) for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_average_on_any_ranks_is_that_of_one_process(pool, tmp_path, ranks):
+    path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=2)
+    averages, plain, validations, weights = pool.run(ranks, averaged, path, tmp_path / "run", 4)[0]
+    assert averages.keys() == plain.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(averages[name], value)
+        assert not torch.equal(averages[name], weights[name])
+    assert all(line["ema_loss"] > line["loss"] for line in validations), "the average is behind while the loss falls"
+
+
+def test_a_run_with_an_average_goes_on_bit_for_bit(pool, tmp_path):
+    path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=3)
+    whole = pool.run(2, averaged, path, tmp_path / "whole", 6)[0]
+    pool.run(2, averaged, path, tmp_path / "parts", 3)
+    parts = pool.run(2, averaged, path, tmp_path / "parts", 6, 3)[0]
+    assert parts[2] == whole[2]
+    assert all(torch.equal(parts[0][name], value) for name, value in whole[0].items())

@@ -1,0 +1,57 @@
+import pytest
+
+from tests.train.command import metrics, write_config
+from weft.cli import main
+from weft.train.config import load_config
+from weft.train.loop import train
+
+
+def train_to_the_end(path):
+    train(load_config(path))
+
+
+def ask(*words):
+    """In a rank of the pool: what the command prints ends up in a file, the process group is there already."""
+    assert main([str(word) for word in words]) == 0
+
+
+def evaluated(run, options):
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        ask("eval", run, *options)
+    words = said.getvalue().split("  ")
+    return {word.rpartition(" ")[0]: float(word.rpartition(" ")[2]) for word in words}
+
+
+def test_eval_gives_the_validation_loss_that_the_run_had(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=4, train__validate_every=2, checkpoint__every=2, train__ema_decay=0.5)
+    pool.run(2, train_to_the_end, path)
+    run = tmp_path / "runs" / "tiny"
+    for record, options in zip(metrics(run, "validation"), (["--step", "2"], [])):
+        found = pool.run(1, evaluated, run, options)[0]
+        assert found["step"] == record["step"]
+        assert found["loss"] == pytest.approx(record["loss"], rel=1e-5)
+        assert found["nats per byte"] == pytest.approx(record["nats_per_byte"], rel=1e-5)
+    assert pool.run(1, evaluated, run, ["--ema"])[0]["loss"] == pytest.approx(record["ema_loss"], rel=1e-5)
+
+
+def test_a_report_is_written_again_the_same(pool, tmp_path, capsys):
+    pool.run(1, train_to_the_end, write_config(tmp_path, train__steps=3))
+    page = tmp_path / "runs" / "tiny" / "report.html"
+    before = page.read_text()
+    page.unlink()
+    assert main(["report", str(page.parent)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert page.read_text() == before
+    for words in ("A training run of weft, 3 steps of a model with", "1 rank, CPU", "torch ", "<details><summary>"):
+        assert words in before
+
+
+@pytest.mark.parametrize("command", ["eval", "report"])
+def test_what_is_no_run_is_one_line(tmp_path, capsys, command):
+    assert main([command, str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "name the directory of a run" in said

@@ -1,0 +1,218 @@
+"""`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import weft
+from tests.train.command import metrics
+from weft.checkpoint import verify
+from weft.train import Trainer
+from weft.train.errors import ConfigError
+from weft.train.task.own import Stream
+
+
+def make_model():
+    return nn.Sequential(
+        nn.Linear(4, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 2)
+    )
+
+
+def batches(rank, ranks, steps=5):
+    generator = torch.Generator().manual_seed(7)
+    whole = [torch.randn(8, 4, generator=generator) for _ in range(steps)]
+    return [(x.chunk(ranks)[rank], x.chunk(ranks)[rank].sum(-1, keepdim=True).expand(-1, 2)) for x in whole]
+
+
+def loss(model, batch):
+    value = mse_loss(model(batch[0]), batch[1])
+    return value, {"twice": 2 * value}
+
+
+def settings(folder, steps=7, **train):
+    return {
+        "train": {
+            "steps": steps,
+            "global_batch_size": 8,
+            "microbatch_size": 8 // dist.get_world_size(),
+            "validate_every": 3,
+            "gradient_clip": 0.5,
+            "seed": 3,
+            **train,
+        },
+        "schedule": {"shape": "constant", "warmup_steps": 0},
+        "checkpoint": {"every": 3},
+        "run": {"directory": str(folder)},
+    }
+
+
+def fit(folder, steps=7, model=None, **options):
+    torch.manual_seed(3)
+    options = {"data": batches, "validation": batches, "config": settings(folder, steps), **options}
+    trainer = Trainer(model=model or make_model(), loss=loss, say=lambda line: None, **options)
+    trainer.run()
+    weights = {name: value.full_tensor().clone() for name, value in trainer.model.state_dict().items()}
+    return metrics(folder / "default"), metrics(folder / "default", "validation"), weights
+
+
+def reference(steps=7):
+    torch.manual_seed(3)
+    model = make_model()
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= d]} for d in (2,)]
+    groups.append({"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    data, losses = batches(0, 1), []
+    for step in range(steps):
+        value, _ = loss(model, data[step % len(data)])
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    with torch.no_grad():
+        validation = sum(loss(model, batch)[0].item() for batch in data) / len(data)
+    return losses, validation, model.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_one_s_own_model_is_the_plain_loop_in_one_process(pool, tmp_path, ranks):
+    losses, validation, weights = reference()
+    lines, validations, trained = pool.run(ranks, fit, tmp_path)[0]
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert [line["twice"] for line in lines] == pytest.approx([2 * value for value in losses], rel=1e-5)
+    assert validations[-1]["loss"] == pytest.approx(validation, rel=1e-5)
+    assert validations[-1]["samples"] == 56
+    for name, value in weights.items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    assert (tmp_path / "default" / "report.html").is_file()
+
+
+def go_on(folder, steps, resume):
+    return fit(folder, steps, resume=resume)
+
+
+class Counting:
+    """Data that knows where it is, as a loader with state does."""
+
+    def __init__(self, rank=0):
+        self.at, self.rank = 0, rank
+
+    def __iter__(self):
+        while self.at < 5:
+            self.at += 1
+            yield batches(self.rank, dist.get_world_size())[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def stateful(rank, ranks):
+    return Counting(rank)
+
+
+def go_on_stateful(folder, steps, resume):
+    return fit(folder, steps, resume=resume, data=stateful)
+
+
+@pytest.mark.parametrize("how", [go_on, go_on_stateful])
+def test_a_run_of_one_s_own_goes_on_bit_for_bit(pool, tmp_path, how):
+    whole = pool.run(2, how, tmp_path / "whole", 9, False)[0]
+    pool.run(2, how, tmp_path / "parts", 7, "or-start")
+    parts = pool.run(2, how, tmp_path / "parts", 9, "or-start")[0]
+    assert parts[0] == whole[0]
+    assert all(torch.equal(parts[2][name], value) for name, value in whole[2].items())
+    verify(tmp_path / "parts" / "default" / "checkpoints" / "step-00000009")
+
+
+class Cube(nn.Module):
+    """Filled by `reset_parameters`, as a model that is built on the meta device is."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def with_habits(folder):
+    seen = []
+    callbacks = {
+        name: lambda trainer, numbers, name=name: seen.append(name) for name in ("start", "step", "save", "end")
+    }
+    trainer = Trainer(
+        model=Cube,
+        loss=lambda model, batch: mse_loss(model(batch[0]), batch[1]),
+        data=batches,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        callbacks=callbacks,
+        config=settings(folder, 3),
+        say=lambda line: None,
+    )
+    trainer.run()
+    units = sum(isinstance(module, weft.FSDPModule) for module in trainer.model.modules())
+    return seen, units, type(trainer.optimizer).__name__
+
+
+def test_a_function_builds_the_model_blocks_are_units_and_moments_call(pool, tmp_path):
+    for seen, units, optimizer in pool.run(2, with_habits, tmp_path):
+        assert seen == ["start", "step", "step", "step", "save", "end"]
+        assert units == 4, "three blocks and the rest"
+        assert optimizer == "SGD"
+
+
+def refusals(folder):
+    arguments = {"model": make_model(), "loss": loss, "data": batches, "config": settings(folder)}
+    found = []
+    for change in (
+        {"callbacks": {"epoch": print}},
+        {"data": iter([])},
+        {"shard": lambda model, **options: None},
+        {"config": {**settings(folder), "model": {"hidden_size": 64}}},
+        {"config": settings(folder, overlap=True)},
+        {"config": settings(folder, microbatch_size=3)},
+    ):
+        with pytest.raises(ConfigError) as error:
+            Trainer(**{**arguments, **change})
+        found.append(str(error.value))
+    return found
+
+
+def test_what_cannot_work_is_one_line(pool, tmp_path):
+    said = pool.run(1, refusals, tmp_path)[0]
+    words = [
+        "'epoch' is no moment",
+        "data: is an iterator",
+        "shard: must end",
+        "[model]: has no effect",
+        "overlap",
+        "3",
+    ]
+    for line, word in zip(said, words):
+        assert word in line and "\n" not in line
+
+
+def test_data_that_yields_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="data: yields no microbatch"):
+        Stream([], 1).next_step()
+
+
+def test_every_pass_through_the_data_has_a_number():
+    class Source(list):
+        def set_epoch(self, number):
+            self[:] = [number, number]
+
+    stream = Stream(Source([0, 0]), 3)
+    assert stream.next_step() + stream.next_step() == [0, 0, 1, 1, 2, 2]
+    again = Stream(Source([0, 0]), 3)
+    again.load_state_dict(stream.state_dict())
+    assert again.next_step() == stream.next_step() == [3, 3, 4]
