@@ -66,7 +66,7 @@ CASES = [
     case(test_two_roots.test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other),
     *(
         case(test_failures.test_going_on_after_an_exception, fails=each, then=test_failures.trains, slow=True)
-        for number, each in enumerate(test_failures.FAILURES)
+        for each in test_failures.FAILURES[:3]
     ),
     # experts, schedules, optimizers
     case(test_sharded.test_sharded_experts_train_as_one_process_does, 4, slow=True),
@@ -75,7 +75,7 @@ CASES = [
     case(test_schedule.test_an_exception_leaves_a_model_that_runs_again),
     *(
         case(test_schedule.test_every_way_of_running_equals_plain_forward_and_backward, name=name, slow=True)
-        for name in test_schedule.MODELS
+        for name in list(test_schedule.MODELS)[:1]
     ),
     case(test_events.test_each_delayed_product_of_a_sharded_model_runs_in_its_slot),
     case(test_main_grad.test_modules_that_add_to_main_grad_find_it_in_every_step_that_needs_it, slow=True),

@@ -26,16 +26,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.comm import streams
 from weft.debug.clocks import HOST, CheckedStream, Clock, Host
-from weft.debug.memory import Access, Memory, StreamOrderError
+from weft.debug.memory import Access, Memory, Site, StreamOrderError
 
 _WRITTEN_BY_COLLECTIVES = {
     "_allgather_base_": 1,
@@ -158,10 +159,10 @@ class StreamChecker:
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Operator `func` has run."""
         self._raise_pending()
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = list(_tensors_in((args, kwargs)))
         written = _written(func, args, kwargs)
         there = {each.untyped_storage()._cdata for each in given if _has_memory(each)}
-        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _has_memory(each)]
+        made = [each for each in _tensors_in(result) if _has_memory(each)]
         fresh = [each for each in made if each.untyped_storage()._cdata not in there]
         if not written and made and not fresh:
             return  # a view
@@ -353,15 +354,26 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     schema = func._schema
     if schema.name.startswith("c10d::"):
         count = _WRITTEN_BY_COLLECTIVES.get(schema.name.removeprefix("c10d::"), len(args))
-        return [each for each in tree_leaves(list(args[:count])) if isinstance(each, torch.Tensor)]
-    given = [*zip(schema.arguments, args), *((each, kwargs.get(each.name)) for each in schema.arguments[len(args) :])]
-    return [
-        leaf
-        for argument, value in given
-        if argument.is_write
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    ]
+        return list(_tensors_in(args[:count]))
+    values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _arguments_written(func))
+    return list(_tensors_in(list(values)))
+
+
+@cache
+def _arguments_written(func: Any) -> list[tuple[int, str]]:
+    """Number and name of the arguments that `func` writes to."""
+    return [(at, each.name) for at, each in enumerate(func._schema.arguments) if each.is_write]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)
 
 
 def _inside_collective() -> bool:
@@ -372,15 +384,19 @@ def _inside_collective() -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
-def _site() -> str:
+def _site() -> Site:
     """The functions that led here, without torch's and this package's."""
-    frame, found = sys._getframe(2), list[str]()
+    frame, found = sys._getframe(2), list[tuple[CodeType, int]]()
     while frame is not None and len(found) < 3:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and "/weft/debug/" not in file and "contextlib" not in file:
-            found.append(f"{'/'.join(file.rsplit('/', 2)[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+        if not _is_internal(frame.f_code):
+            found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(found)
+    return Site(tuple(found))
+
+
+@cache
+def _is_internal(code: CodeType) -> bool:
+    return any(part in code.co_filename for part in ("/torch/", "/weft/debug/", "contextlib", "typing_extensions"))
 
 
 def _finalized(checker: "weakref.ref[StreamChecker]", key: int) -> None:

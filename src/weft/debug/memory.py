@@ -14,6 +14,7 @@ free     both, on the stream that the memory was allocated on: the caching alloc
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import NamedTuple
 
 from weft.debug.clocks import HOST
@@ -25,6 +26,16 @@ class StreamOrderError(RuntimeError):
     """Work that may run at the same time uses the same memory; the message names both, their streams and places."""
 
 
+class Site(NamedTuple):
+    """Where something was called: functions with the lines they were at, the innermost first."""
+
+    calls: tuple[tuple[CodeType, int], ...]
+
+    def __str__(self) -> str:
+        places = (("/".join(code.co_filename.rsplit("/", 2)[-2:]), line, code.co_name) for code, line in self.calls)
+        return " < ".join(f"{file}:{line} {name}" for file, line, name in places)
+
+
 class Access(NamedTuple):
     """One operator's use of memory. `time`: of its actor. `site`: where it was called."""
 
@@ -32,7 +43,7 @@ class Access(NamedTuple):
     time: int
     operator: str
     stream: str
-    site: str
+    site: Site
 
     def happened(self, clock: Mapping[int, int]) -> bool:
         """Whether it lies behind `clock`."""
