@@ -113,36 +113,30 @@ def _wrote(tensors: Iterable[DTensor]) -> None:
 
 def _local(func: Any, args: tuple, kwargs: dict) -> Any:
     """An element-wise operator on the parts, where operands are scalars, cut alike, or can be sliced alike."""
+    # Such operators have no lists of tensors; and torch's optimizers call them for each parameter: no pytrees.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
-    like = _uneven((args, kwargs))[0] if changed is None else changed
+    given = (*args, *kwargs.values())
+    like = next(each for each in given if isinstance(each, UnevenDTensor)) if changed is None else changed
     if not isinstance(like, UnevenDTensor):
         return _on_owner(func, args, kwargs)
     if kwargs.get("memory_format") is torch.contiguous_format and not like.is_contiguous():
         return _on_owner(func, args, kwargs)  # the strides change
-
-    def fitted(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.shape != like.shape or _fits(leaf, like):
-            return leaf
-        if isinstance(leaf, DTensor) or changed is not None:
-            return like.like(like.slice_of(_whole(leaf)))
-        return leaf  # a plain tensor: what a module computes that runs outside of its unit
-
-    mine, options = tree_map(fitted, (args, kwargs))
-    if any(isinstance(leaf, torch.Tensor) and not _fits(leaf, like) for leaf in tree_flatten((mine, options))[0]):
-        return _on_owner(func, args, kwargs)
-    result = _on_parts(func, mine, options)
+    mine = []
+    for each in given:
+        if isinstance(each, torch.Tensor) and not _fits(each, like):
+            if each.shape != like.shape or not (isinstance(each, DTensor) or changed is not None):
+                return _on_owner(func, args, kwargs)  # such as what a module computes that runs outside of its unit
+            each = like.slice_of(_whole(each))
+        mine.append(each._local_tensor if isinstance(each, DTensor) else each)
+    try:
+        result = func(*mine[: len(args)], **dict(zip(kwargs, mine[len(args) :])))
+    except RuntimeError as error:
+        _explain_dtypes(func, {leaf.dtype for leaf in _uneven(given)}, error)
+        raise
     if changed is None:
         return like.like(result)
     _wrote([changed])
     return changed
-
-
-def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    try:
-        return func(*_localized(args), **_localized(kwargs))
-    except RuntimeError as error:
-        _explain_dtypes(func, {leaf.dtype for leaf in _uneven((args, kwargs))}, error)
-        raise
 
 
 def _explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
@@ -157,6 +151,8 @@ def _explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> No
 
 def _fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
     if isinstance(operand, UnevenDTensor):
+        if operand._cuts is like._cuts and operand._spec is like._spec:
+            return True
         return (
             operand._cuts == like._cuts
             and operand.device_mesh == like.device_mesh
