@@ -160,8 +160,11 @@ def test_memory_of_the_host_that_is_read_before_the_host_has_waited_is_found():
         lambda x: torch.equal(x, x),
         lambda x: bool(x.any()),
         lambda x: torch.unique(x),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.cpu(),
     ],
-    ids=["item", "nonzero", "mask", "equal", "bool", "unique"],
+    ids=["item", "nonzero", "mask", "equal", "bool", "unique", "tolist", "numpy", "cpu"],
 )
 def test_what_asks_the_device_makes_the_host_wait(ask):
     with check_streams() as checker:

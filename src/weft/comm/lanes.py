@@ -56,10 +56,14 @@ class Ticket:
 
         Their messages would pair with those of whoever uses the lane next.
         """
-        self._order(self._home)
+        self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.abandon(ABANDONED_TIMEOUT)
+
+    def order(self) -> None:
+        """Where there are streams: let the one that asked for it go on behind it. The host waits for nothing."""
+        self._order(self._home)
 
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""

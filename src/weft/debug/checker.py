@@ -13,11 +13,13 @@ reads and writes (`weft.debug.memory`), and the clocks of `weft.debug.clocks` sa
     -------------------------------------------  -----------------------------------------------------------------
     with tensors in memory of the host alone     the host's own
     with others                                  of the current stream
-    that asks the device for a number or a size  a wait of the host: `.item()`, `nonzero()`, a mask as an index
+    that asks the device for a number or a size  a wait of the host: `.item()`, `nonzero()`, a mask as an index, and
+                                                 the calls `.tolist()`, `.numpy()`, `.cpu()`
     a copy between host and device that blocks   a wait of the host
     a collective                                 of the current stream, as NCCL's is
 
-Collectives are those of the backend, never direct sends. It cannot say which kernels sleep, or what NCCL does inside.
+Collectives are those of the backend, never direct sends. It cannot say which kernels sleep, or what NCCL does inside;
+and it takes autograd to compute on the stream that calls backward.
 """
 
 import sys
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import streams
@@ -99,9 +102,8 @@ class StreamChecker:
         self.work: list[Ran] = []
         self._record = record
         self._host = Host(self.current, self._note_wait)
-        self._actors = 0
+        self._by_actor: dict[int, CheckedStream] = {}
         self._compute = self._current = self.new("compute")
-        self._by_actor = {self._compute.actor: self._compute}
         self._memories: dict[int, Memory] = {}
         self._watched: set[int] = set()
         self._of_host: set[int] = set()
@@ -112,11 +114,9 @@ class StreamChecker:
 
     def new(self, name: str) -> CheckedStream:
         """A stream."""
-        self._actors += 1
-        stream = CheckedStream(name, self._actors, self._host)
-        if self._actors > 1:
-            self._by_actor[stream.actor] = stream
-        return stream
+        actor = HOST + 1 + len(self._by_actor)
+        self._by_actor[actor] = CheckedStream(name, actor, self._host)
+        return self._by_actor[actor]
 
     def current(self) -> CheckedStream:
         """The stream of what is computed now."""
@@ -189,6 +189,16 @@ class StreamChecker:
                 self._note(name, access, clock, reads, wrote)
         if not host and self._asks_device(func, args, kwargs, given, made):
             self._host.wait(dict(clock), name)
+
+    def asked(self, tensor: torch.Tensor, name: str) -> None:
+        """The host reads all of `tensor` by a call that is no operator on the CPU."""
+        if self._as_host or not _has_memory(tensor):
+            return
+        if self._is_host(tensor):
+            self._use(tensor, Memory.read, *self._access(name, host=True))
+        else:
+            self._use(tensor, Memory.read, *self._access(name))
+            self._host.wait(dict(self._current.clock), name)
 
     def _only_host(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the host computes this: a number may lie anywhere."""
@@ -303,6 +313,21 @@ class _Mode(TorchDispatchMode):
         return result
 
 
+class _Calls(TorchFunctionMode):
+    """Shows the checker the calls by which the host reads a tensor."""
+
+    _READ = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
+
+    def __init__(self, checker: StreamChecker) -> None:
+        super().__init__()
+        self._checker = checker
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if (name := self._READ.get(func)) is not None:
+            self._checker.asked(args[0], name)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     """Run the code for CUDA on CPU tensors and raise StreamOrderError where its order leaves room for a wrong result.
@@ -324,7 +349,7 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     streams.check_with(checker)
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     try:
-        with _Mode(checker):
+        with _Mode(checker), _Calls(checker):
             yield checker
         checker.finish()
     finally:

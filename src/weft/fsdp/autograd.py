@@ -140,7 +140,7 @@ def _flat(value: Any) -> Iterator[Any]:
 def install() -> None:
     """Wrap torch's function that runs a backward, once."""
     run = torch.autograd._engine_run_backward
-    if hasattr(run, "__wrapped__"):
+    if hasattr(run, "_explains_sharded_weights"):
         return
 
     @functools.wraps(run)
@@ -160,6 +160,7 @@ def install() -> None:
                 raise _not_in_graph(each)
         return found
 
+    explained._explains_sharded_weights = True  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = explained  # type: ignore[assignment]
 
 

@@ -263,7 +263,7 @@ class HookDriver:
                         f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return "
                         "a clone(), or pass reshard_after_forward=False"
                     )
-                if self._call is None and RETURNED not in self.unit.holders:
+                if self._call is None and RETURNED not in self.unit.holders:  # else until its backward is over
                     self.unit.acquire(RETURNED)
             if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)

@@ -228,6 +228,7 @@ class Unit:
         """Gather weights that are held again, since the main weights have changed."""
         self._to("renew")
         for group in self.groups:
+            group.check_unwritten()
             group.outdate()
             if group.transient is not None:
                 group.free()
@@ -235,9 +236,11 @@ class Unit:
         self._wait()
 
     def tell_version(self) -> None:
-        """A backward begins: let autograd read only what was saved from the main weights that there are now."""
-        if self.resident:
+        """A pass begins, and the weights are here: let autograd read only what was saved from the main weights that
+        there are now. Raises WeightsWritten as `release` does."""
+        if self.state in (State.HERE, State.HELD):
             for group in self.groups:
+                group.check_unwritten()
                 group.tell_version()
 
     def register(self) -> None:

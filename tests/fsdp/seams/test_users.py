@@ -206,15 +206,23 @@ def test_weights_that_forward_writes_where_computation_has_another_dtype(strateg
     right_or_refused(program, r"leave\.weight")
 
 
+@pytest.mark.parametrize("then", ["nothing", "a pass", "a step and a pass"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_weights_that_are_written_under_the_users_unshard(strategy):
+def test_weights_that_are_written_under_the_users_unshard(strategy, then):
     plain, sharded = pair(strategy)
 
     def program() -> None:
-        for net in (plain, sharded):
-            with unsharded(net), torch.no_grad():
-                net.leave.weight.mul_(0.5)
+        for net, rows_of in ((plain, whole), (sharded, mine)):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            loss_of(net, rows_of(batch(1))).backward()
+            with unsharded(net):
+                with torch.no_grad():
+                    net.leave.weight.mul_(0.5)
+                if "step" in then:
+                    optimizer.step()
+                if "pass" in then:
+                    loss_of(net, rows_of(batch())).backward()
         assert_weights(sharded, plain)
 
     right_or_refused(program, r"leave\.weight")
@@ -229,6 +237,17 @@ def test_a_backward_through_weights_that_a_step_has_changed_raises_as_in_one_pro
         loss = loss_of(net, rows_of(batch(1)))
         optimizer.step()
         with naming(type(net).__name__), pytest.raises(RuntimeError, match=r"modified|written|changed"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_weights_that_stay_until_backward_and_are_written_before_it_are_refused_as_in_one_process(strategy):
+    for net, rows_of in zip(pair(strategy), (whole, mine)):
+        loss = loss_of(net, rows_of(batch()))
+        with torch.no_grad():
+            net.leave.weight.clamp_(-0.1, 0.1)
+        with naming(type(net).__name__), pytest.raises(RuntimeError, match=r"modified|written"):
             loss.backward()
 
 

@@ -103,10 +103,6 @@ class Prefetch:
             upcoming = list(islice(free, 1))
         return unit.number in upcoming
 
-    def latest(self, kind: Pass) -> list[int]:
-        """The units of the last pass of this kind."""
-        return self._records[kind].latest
-
     def foreseen(self, units: Sequence[Unit]) -> Callable[[Transient, Transient], bool]:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
         unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}

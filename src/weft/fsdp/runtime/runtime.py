@@ -161,6 +161,9 @@ class Runtime:
     def _begin_entry(self) -> None:
         check_alive(self._process_groups)
         self.recover()
+        if self.post_optimizer_event is not None:
+            self.post_optimizer_event.wait()
+            self.post_optimizer_event = None
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -181,9 +184,6 @@ class Runtime:
         units, groups = self.units, self._process_groups
         if self.options.check_collectives and any(group.size() > 1 for group in groups):
             self._joins.begin_pass(units, self._agreement, groups)
-        if self.post_optimizer_event is not None:
-            self.post_optimizer_event.wait()
-            self.post_optimizer_event = None
         for unit in units:
             unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in units:
@@ -398,6 +398,7 @@ class Runtime:
     def fail(self) -> None:
         """An exception left the pass under way."""
         self.passes.fail()
+        self.reductions.order()
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.give_back()
