@@ -724,7 +724,7 @@ def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
 
 
 @pytest.mark.slow
-@settings_of(120)
+@settings_of(60)
 @given(random=RANDOM)
 def test_any_long_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=6)
