@@ -157,8 +157,8 @@ MUTATIONS = [
     Mutation(
         "a ticket is not waited for",
         "comm/lanes.py",
-        "if self._transfer is None and (self._event is None or self._waited):",
-        "if True:",
+        "elif self._transfer is not None:",
+        "elif False:",
         "comm/test_lanes.py::test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it",
     ),
     Mutation(
@@ -353,8 +353,8 @@ MUTATIONS = [
     Mutation(
         "a user's hold is evicted by a pass",
         "fsdp/runtime/runtime.py",
-        "unit.end_holds(UNTIL_BACKWARD, *(",
-        "unit.end_holds(USER, UNTIL_BACKWARD, *(",
+        "unit.end_holds(UNTIL_BACKWARD, RETURNED, *(",
+        "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *(",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
     ),
     Mutation(
