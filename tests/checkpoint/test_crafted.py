@@ -11,9 +11,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from weft.checkpoint import CheckpointError, CheckpointManager, CheckpointMismatch
+from weft.checkpoint.loading import unpack
 from weft.checkpoint.manifest import File, Manifest
 from weft.cli import main
 
@@ -86,6 +93,18 @@ def put_size(checkpoint, size):
     put_metadata(checkpoint, metadata)
 
 
+def put_chunks(checkpoint, chunks):
+    """Of "model.weight", each stored in a place of its own."""
+    metadata = metadata_of(checkpoint)
+    entry = metadata.state_dict_metadata["model.weight"]
+    (index,) = [index for index in metadata.storage_data if index.fqn == "model.weight"]
+    place = metadata.storage_data.pop(index)
+    entry.chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
+    for at, _ in chunks:
+        metadata.storage_data[MetadataIndex("model.weight", at)] = place
+    put_metadata(checkpoint, metadata)
+
+
 def put_json(checkpoint, change):
     path = checkpoint / "weft.json"
     fields = json.loads(path.read_text())
@@ -97,6 +116,20 @@ def saved(value):
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def with_pickle(pickled):
+    """What `torch.save` writes, with another pickle in it."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(7))) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("data.pkl") else old.read(name))
+    return stream.getvalue()
+
+
+def memory(name, called=None):
+    """A call for a gigabyte of it, small enough for a machine on which it succeeds."""
+    return b"\x80\x02" + (called or b"cbuiltins\n" + name + b"\n") + b"J" + (1 << 30).to_bytes(4, "little") + b"\x85R."
 
 
 def deflated(content):
@@ -150,6 +183,16 @@ CRAFTED = {
     "a module in place of a tensor": lambda c, mark: put_entry(c, "model.weight", saved(torch.nn.Linear(1, 1))),
     "a tensor of another shape": lambda c, mark: put_entry(c, "model.weight", saved(torch.ones(2, 5))),
     "a tensor of another dtype": lambda c, mark: put_entry(c, "model.weight", saved(torch.ones(3, 5).double())),
+    "a call that takes memory": lambda c, mark: put_entry(c, "data.position", with_pickle(memory(b"bytearray"))),
+    "a call that takes memory, told apart": lambda c, mark: put_entry(
+        c, "data.position", with_pickle(memory(b"bytearray", b"\x8c\x08builtins\x8c\x09bytearray\x93"))
+    ),
+    "a storage that takes memory": lambda c, mark: put_entry(
+        c, "data.position", with_pickle(memory(b"", b"ctorch.storage\nUntypedStorage\n"))
+    ),
+    "parts that lie on each other": lambda c, mark: put_chunks(c, [((0, 0), (2, 5)), ((0, 0), (1, 5))]),
+    "parts that overlap in columns": lambda c, mark: put_chunks(c, [((0, 0), (3, 3)), ((0, 1), (3, 2))]),
+    "digits without end": lambda c, mark: put_size(c, (10**5000, 1)),
     "a compressed tensor": lambda c, mark: put_entry(c, "model.weight", deflated(saved(torch.ones(3, 5)))),
     "a path out of the checkpoint": lambda c, mark: put_place(c, relative_path="../../secret"),
     "an absolute path": lambda c, mark: put_place(c, relative_path="/etc/passwd"),
@@ -229,3 +272,24 @@ def test_torch_reads_a_checkpoint_as_its_own(checkpoint):
     state = {"model.weight": torch.zeros(3, 5)}
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     assert torch.equal(state["model.weight"], load(checkpoint)["model"]["weight"])
+
+
+def test_an_element_that_is_there_twice_is_told(checkpoint):
+    put_chunks(checkpoint, [((0, 0), (3, 3)), ((0, 1), (3, 2))])
+    with pytest.raises(CheckpointError, match=r"has some elements of model\.weight twice"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["bytearray", "frozenset"])
+def test_what_plain_data_may_not_name_is_told(name):
+    with pytest.raises(ValueError, match=rf"it names builtins\.{name}, which no checkpoint needs"):
+        unpack(io.BytesIO(with_pickle(memory(name.encode()))))
+
+
+def test_plain_data_and_tensors_of_any_dtype_are_read():
+    values = [1, 2.5, "a", b"b", None, {"c": (1, {2})}, 3j, torch.float32, torch.Size([2]), 1 << 70]
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn):
+        tensor = torch.zeros(2, dtype=dtype)
+        assert unpack(io.BytesIO(saved(tensor))).dtype == dtype
+        assert unpack(io.BytesIO(saved(torch.nn.Parameter(tensor, requires_grad=False)))).dtype == dtype
+    assert unpack(io.BytesIO(saved(values))) == values

@@ -314,3 +314,19 @@ def test_progress_says_when_a_save_begins_and_ends(tmp_path):
         manager.save(7, {"numbers": {"value": torch.ones(2)}})
     assert said[0] == "saving step 7 …"
     assert said[1].startswith("saved step 7 in ")
+
+
+def test_a_load_that_fails_leaves_the_state_that_is_saved_later(tmp_path):
+    model, optimizer = make_plain()
+    step(model, optimizer)
+    optimizer_state = OptimizerState(model, optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": optimizer_state}, asynchronous=False)
+        with pytest.raises(CheckpointMismatch):
+            manager.load({"optimizer": optimizer_state, "model": {"another": torch.zeros(1)}})
+    assert optimizer_state.state_dict()["state"]["weight"]["exp_avg"].any()
+
+
+def make_plain():
+    model = torch.nn.Linear(5, 3)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -3,6 +3,7 @@ import torch
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, full
+from weft.models import HybridModel, hf
 from weft.train.config import load_config
 from weft.train.loop import Trainer
 from weft.train.run.runs import Run
@@ -45,3 +46,17 @@ def test_a_run_with_an_average_goes_on_bit_for_bit(pool, tmp_path):
     parts = pool.run(2, averaged, path, tmp_path / "parts", 6, 3)[0]
     assert parts[2] == whole[2]
     assert all(torch.equal(parts[0][name], value) for name, value in whole[0].items())
+
+
+def averages_of_a_run_from_weights(path, weights):
+    config = load_config(path, [f"run.weights={weights}", "run.name=second"])
+    trainer = Trainer(config, Run(config.run.path, None), say=lambda line: None)
+    found = trainer.average.state_dict()
+    return all(torch.equal(full(found[name]), full(weight)) for name, weight in trainer.model.named_parameters())
+
+
+def test_averages_start_at_the_weights_that_a_run_starts_from(pool, tmp_path):
+    path = write_config(tmp_path, train__ema_decay=0.9, train__steps=2, train__validate_every=0)
+    model = HybridModel(load_config(path).model)
+    hf.save(model, tmp_path / "published")
+    assert pool.run(1, averages_of_a_run_from_weights, path, tmp_path / "published")[0]

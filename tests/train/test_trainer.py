@@ -216,3 +216,176 @@ def test_every_pass_through_the_data_has_a_number():
     again = Stream(Source([0, 0]), 3)
     again.load_state_dict(stream.state_dict())
     assert again.next_step() == stream.next_step() == [3, 3, 4]
+
+
+def test_loaders_with_an_epoch_and_a_state_hear_of_the_epoch_first():
+    heard = []
+
+    class Loader(list):
+        def set_epoch(self, number):
+            heard.append(("epoch", number))
+
+        def state_dict(self):
+            return {"at": 1}
+
+        def load_state_dict(self, state):
+            heard.append(("state", state["at"]))
+
+    Stream(Loader([1]), 1).load_state_dict({"epoch": 2, "taken": 1, "own": [{"at": 1}]})
+    assert heard == [("epoch", 2), ("state", 1)]
+
+
+def make(folder, steps=1, *, model=None, **options):
+    torch.manual_seed(3)
+    options = {"loss": loss, "data": batches, "config": settings(folder, steps), **options}
+    return Trainer(model=model or make_model(), say=lambda line: None, **options)
+
+
+def names_that_differ(folder, where):
+    def own(model, batch):
+        return loss(model, batch)[0], {"b" if model.training is (where == "step") and dist.get_rank() else "a": 1.0}
+
+    trainer = make(folder, loss=own, validation=batches)
+    with pytest.raises(ConfigError) as error:
+        trainer.run()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["step", "validation"])
+def test_own_numbers_have_the_same_names_on_every_rank(pool, tmp_path, where):
+    for said in pool.run(2, names_that_differ, tmp_path, where):
+        assert "(a on rank 0, b on rank 1)" in said
+
+
+def in_another_order(folder):
+    def own(model, batch):
+        numbers = [("one", 1), ("two", torch.tensor(2)), ("rank", float(dist.get_rank()))]
+        return loss(model, batch)[0], dict(numbers[:: -1 if dist.get_rank() else 1])
+
+    make(folder, loss=own, validation=batches).run()
+    return metrics(folder / "default"), metrics(folder / "default", "validation")
+
+
+def test_own_numbers_are_plain_ones_or_scalars_in_any_order(pool, tmp_path):
+    for (line,) in pool.run(2, in_another_order, tmp_path)[0]:
+        assert (line["one"], line["two"], line["rank"]) == (1, 2, 0.5)
+
+
+def own_numbers_that_are_refused(folder):
+    found = []
+    for numbers in ({"loss": 1.0}, {"step": 1.0}, {"ema_x": 1.0}, {"x": torch.ones(2)}, {"x": "much"}):
+        with pytest.raises(ConfigError) as error:
+            trainer = make(folder, loss=lambda model, batch: (loss(model, batch)[0], numbers))  # noqa: B023
+            trainer.run()
+        found.append(str(error.value))
+    return found
+
+
+def test_own_numbers_that_cannot_be_logged_are_refused(pool, tmp_path):
+    words = ["'loss', which is taken", "'step', which", "'ema_x', which", "'x' is a tensor [2]", "'x' is a str"]
+    for line, word in zip(pool.run(1, own_numbers_that_are_refused, tmp_path)[0], words, strict=True):
+        assert word in line
+
+
+def loss_with_a_router_beside_it(folder):
+    trainer = make(folder)
+    trainer.experts.take_losses = lambda zero: zero + 100
+    trainer.run()
+    return metrics(folder / "default")
+
+
+def test_nothing_is_taken_off_a_loss_of_one_s_own(pool, tmp_path):
+    (line,) = pool.run(1, loss_with_a_router_beside_it, tmp_path)[0]
+    assert line["loss"] > 0
+
+
+def modes_after_validation(folder):
+    model = make_model()
+    trainer = make(folder, model=model, validation=batches)
+    trainer.model[1].eval()  # frozen, as batch norms are
+    trainer.run()
+    return trainer.model.training, trainer.model[0].training, trainer.model[1].training
+
+
+def test_a_validation_leaves_every_module_as_it_was(pool, tmp_path):
+    assert pool.run(1, modes_after_validation, tmp_path)[0] == (True, True, False)
+
+
+def momentum_that_changes(folder):
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def change(trainer, numbers):
+        trainer.optimizer.param_groups[0]["momentum"] = 0.5
+
+    make(folder, optimizer=sgd, callbacks={"step": change}).run()
+    again = make(folder, 2, optimizer=sgd, resume=True)
+    return again.optimizer.param_groups[0]["momentum"]
+
+
+def test_options_of_one_s_own_optimizer_are_those_of_the_checkpoint(pool, tmp_path):
+    assert pool.run(1, momentum_that_changes, tmp_path)[0] == 0.5
+
+
+def flat_optimizer(folder):
+    with pytest.raises(ConfigError) as error:
+        make(folder, optimizer=lambda model: weft.optim.flat(torch.optim.AdamW, model, lr=0.1))
+    return str(error.value)
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_before_the_first_step(pool, tmp_path):
+    assert "optimizer: cannot be in a checkpoint" in pool.run(1, flat_optimizer, tmp_path)[0]
+
+
+def done_twice(folder):
+    make(folder).run()
+    again = make(folder, resume=True)
+    held = again.checkpoints._lock is not None
+    return held, again.run(), again.checkpoints._lock is None
+
+
+def test_a_run_with_nothing_to_do_lets_others_write(pool, tmp_path):
+    assert pool.run(1, done_twice, tmp_path)[0] == (True, True, True)
+
+
+def signals_around_a_run(folder):
+    import signal
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    trainer = make(folder)
+    within = [signal.getsignal(number) for number in numbers]
+    trainer.run()
+    return before == [signal.getsignal(number) for number in numbers], before == within
+
+
+def test_signals_do_after_a_run_what_they_did_before(pool, tmp_path):
+    assert pool.run(1, signals_around_a_run, tmp_path)[0] == (True, False)
+
+
+class Callable:
+    def __call__(self, rank, ranks):
+        return batches(rank, ranks)
+
+
+def more_refusals(folder):
+    found = []
+    optimizer = {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1)}
+    for options in (
+        {"validation": lambda rank, ranks: iter(batches(rank, ranks))},
+        {"data": 3},
+        {"config": settings(folder, validation_batches=2)},
+        {"config": {**settings(folder), "optimizer": {"lr": 0.1}}, **optimizer},
+        {"config": {**settings(folder), "run": {"directory": str(folder), "weights": "there"}}},
+    ):
+        with pytest.raises(ConfigError) as error:
+            make(folder, **options)
+        found.append(str(error.value))
+    make(folder, data=Callable()).run()
+    return found
+
+
+def test_data_and_options_without_effect_are_refused(pool, tmp_path):
+    words = ["first validation would use up", "neither an iterable", "validation_batches", "[optimizer]", "run.weights"]
+    for line, word in zip(pool.run(1, more_refusals, tmp_path)[0], words, strict=True):
+        assert word in line

@@ -1,6 +1,7 @@
 """From a checkpoint into live state, with nothing left out in silence."""
 
 import io
+import pickletools
 import zipfile
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
@@ -11,6 +12,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 Stored = TensorStorageMetadata | BytesStorageMetadata
+
+_BARE_STORAGE = "torch.storage UntypedStorage"
+"""Of tensors whose dtype has no storage class of its own, such as float8."""
+_NAMES = {
+    *("_codecs encode", "collections Counter", "collections OrderedDict", "torch Size", "torch device"),
+    *(f"{module} {name}" for module in ("__builtin__", "builtins") for name in ("complex", "set")),
+    *(f"torch._utils _rebuild_{kind}" for kind in ("parameter", "tensor_v2", "tensor_v3")),
+    _BARE_STORAGE,
+    *(f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    *(f"torch {name}" for name in vars(torch) if name.endswith("Storage")),
+}
+"""What plain data and tensors are made of; `torch.load` allows more: `bytearray`, with a number, takes any memory."""
 
 
 class CheckpointMismatch(ValueError):
@@ -33,8 +46,27 @@ def unpack(stream: IO[bytes]) -> Any:
     with zipfile.ZipFile(stream) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed")
+        for entry in archive.infolist():
+            if entry.filename.lower().endswith("data.pkl"):
+                _check_names(archive.read(entry), sum(each.file_size for each in archive.infolist()))
     stream.seek(0)
     return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _check_names(pickled: bytes, length: int) -> None:
+    """Raise ValueError unless the pickle, in a stream of `length` bytes, names what is in `_NAMES` only."""
+    calls = largest = 0
+    has_bare_storages = False
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL" and argument not in _NAMES:
+            raise ValueError(f"it names {str(argument).replace(' ', '.')}, which no checkpoint needs")
+        if opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
+            raise ValueError(f"it uses the opcode {opcode.name}, which no checkpoint needs")
+        has_bare_storages |= opcode.name == "GLOBAL" and argument == _BARE_STORAGE
+        calls += opcode.name in ("REDUCE", "NEWOBJ")
+        largest = max(largest, argument) if isinstance(argument, int) else largest
+    if has_bare_storages and calls * largest > 16 * length:  # called with a number, it takes as many bytes
+        raise ValueError(f"it may take {calls * largest} bytes of memory, and has {length}")
 
 
 def compare(checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:

@@ -91,7 +91,7 @@ def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {one_line(error)}") from error
     try:
         _check(metadata, manifest)
-    except (AttributeError, TypeError, KeyError, OverflowError) as error:
+    except (AttributeError, TypeError, KeyError, OverflowError, ValueError) as error:
         raise CheckpointError(f"is not made as Distributed Checkpoint makes it: {one_line(error)}") from error
     return metadata
 
@@ -118,6 +118,7 @@ def _check(metadata: Metadata, manifest: Manifest) -> None:
             _require(takes <= stored <= takes + _OVERHEAD, f"says that {takes} bytes of {key} take {stored}")
         held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         _require(held == math.prod(entry.size), f"has {held} of the {math.prod(entry.size)} elements of {key}")
+        _require(_are_disjoint(entry.chunks), f"has some elements of {key} twice")
 
 
 def _is_place(place: _StorageInfo, manifest: Manifest) -> bool:
@@ -127,6 +128,21 @@ def _is_place(place: _StorageInfo, manifest: Manifest) -> bool:
     inside = _are_counts((place.offset, place.length)) and place.offset + place.length <= file.bytes
     _require(inside, f"looks for parts outside of {place.relative_path}")
     _require(not place.transform_descriptors, f"wants parts of {place.relative_path} transformed")
+    return True
+
+
+def _are_disjoint(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether no element lies in two of the chunks."""
+    filled = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if all(chunk.sizes))
+    for number, (offsets, sizes) in enumerate(filled):
+        for others, other_sizes in filled[number + 1 :]:
+            if sizes and others[0] >= offsets[0] + sizes[0]:
+                break  # and so do all that follow
+            if all(
+                one < other + its and other < one + own
+                for one, own, other, its in zip(offsets, sizes, others, other_sizes)
+            ):
+                return False
     return True
 
 

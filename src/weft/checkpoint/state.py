@@ -61,7 +61,7 @@ class OptimizerState:
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._targets
+        state, self._targets = self._targets, None  # for one load: a later save has the optimizer's own
         if state is None:
             # A rank without a part of a parameter never steps it: its counters would be stale.
             state = {
@@ -81,7 +81,6 @@ class OptimizerState:
         self._targets = targets
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._targets = None
         numbers = {name: number for number, name in enumerate(self.parameters)}
         groups = []
         for index, saved in enumerate(state["groups"]):

@@ -13,6 +13,7 @@ from weft.checkpoint import CheckpointManager, ModelState
 from weft.train.config import load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
+from weft.train.own_numbers import OwnNumbers
 from weft.train.run.changes import CONFIG
 from weft.train.run.runs import CHECKPOINTS
 from weft.train.task.task import Task
@@ -27,22 +28,26 @@ def move(microbatch: Any, device: torch.device) -> Any:
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
     """Means over the validation set of all ranks, nothing where there is none. Calls `moved` at each microbatch."""
+    modes = {module: module.training for module in task.model.modules()}
     task.model.eval()
-    totals: dict[str, torch.Tensor] = {}
-    count = 0
-    for microbatch in task.validation:
-        count += 1
-        moved()
-        loss, own = task.loss(move(microbatch, device))
-        for name, value in {"": loss, **own}.items():
-            totals[name] = totals.get(name, 0) + value.double()
-    task.model.train()
-    if not count:
-        return {}
-    shared = torch.stack([*totals.values()])
+    numbers = OwnNumbers(device)
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    try:
+        for microbatch in task.validation:
+            count += 1
+            moved()
+            loss, own = task.loss(move(microbatch, device))
+            total += loss.double()
+            numbers.add(own)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    shared = torch.cat([total[None], total.new_tensor([count, *numbers.marks()])])
     dist.all_reduce(shared)
-    loss_value, *own_values = (shared / (count * dist.get_world_size())).tolist()
-    return {**task.validation_values(loss_value), **dict(zip([name for name in totals if name], own_values))}
+    total_loss, counts, *marks = shared.tolist()
+    if not counts:
+        return {}
+    return {**task.validation_values(total_loss / counts), **numbers.means(marks)}
 
 
 def evaluate(run: Path, *, step: int | None = None, average: bool = False, overrides: list[str]) -> dict[str, float]:

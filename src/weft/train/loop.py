@@ -27,6 +27,7 @@ from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
+from weft.train.own_numbers import OwnNumbers
 from weft.train.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
@@ -76,7 +77,8 @@ class Trainer:
         self.batches, self.experts = self.task.batches, self.task.experts
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
-        self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
+        self._is_optimizer_configured = optimizer is None
+        self.average: WeightAverage | None = None
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Whatever is random from here on differs between ranks; the initial weights must not.
@@ -85,16 +87,19 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             run.checkpoints, keep=config.checkpoint.keep, progress=lambda line: self.progress.note(line)
         )
-        self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here until now may have saved another one
         self.saved_step = 0
-        if run.step is None and config.run.weights:
-            Source(config.run.weights).load(self.model)
-        if run.step is not None:
-            try:
+        try:
+            self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here may have saved another one
+            if run.step is None and config.run.weights:
+                Source(config.run.weights).load(self.model)
+            if config.train.ema_decay:
+                self.average = WeightAverage(self.model, config.train.ema_decay)  # starts at the weights that there are
+            self._check_state()
+            if run.step is not None:
                 self._go_on()
-            except BaseException:
-                self.checkpoints.close()
-                raise
+        except BaseException:
+            self.checkpoints.close()
+            raise
         self.progress = Progress(
             config.train.steps,
             first_step=self.position.step,
@@ -115,16 +120,28 @@ class Trainer:
             **({"ema": self.average} if self.average else {}),
         }
 
+    def _check_state(self) -> None:
+        """What cannot be saved is found before the first step."""
+        try:
+            self.state()
+        except ValueError as error:
+            raise ConfigError(f"optimizer: cannot be in a checkpoint: {error}") from error
+
     def _go_on(self) -> None:
         """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
-        options = [{**group, "params": None} for group in self.optimizer.param_groups]
+        # The schedule sets the learning rate from the configuration; the other options of an optimizer of one's own are
+        # its own, and may have changed on the way.
+        held = (lambda name: name != "params") if self._is_optimizer_configured else (lambda name: name == "lr")
+        options = [
+            {name: value for name, value in group.items() if held(name)} for group in self.optimizer.param_groups
+        ]
         try:
             self.saved_step = self.checkpoints.load(self.state())
         except ConfigError:
             changed(self.run_place.directory, self.config, 0)  # knows which setting made the data another
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
-            group.update({**configured, "params": group["params"]})
+            group.update(configured)
         told = changed(self.run_place.directory, self.config, self.saved_step)
         for error in self.checkpoints.passed_over.values():
             self.say(f"{error}; it is passed over, and no checkpoint that is there now is deleted")
@@ -138,6 +155,12 @@ class Trainer:
         Returns whether the run is complete. Either way the last step is in a committed checkpoint. Raises
         RuntimeError when the loss is no longer finite.
         """
+        try:
+            return self._run()
+        finally:
+            self.checkpoints.close()
+
+    def _run(self) -> bool:
         config, position = self.config, self.position
         self._describe()
         self.moment("start", {"step": position.step})
@@ -186,7 +209,7 @@ class Trainer:
         started = time.perf_counter()
         self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.advance()
-        self.own_numbers: dict[str, list[torch.Tensor]] = {}
+        self.own_numbers = OwnNumbers(self.device)
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
@@ -203,17 +226,19 @@ class Trainer:
         if self.average:
             self.average.after_step()
 
-        # One small all-reduce a step carries everything that ranks have to agree on.
+        # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
         mean = losses.double().mean() / self.ranks
         router_mean = router_losses.double() / (len(microbatches) * self.ranks)
         depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
-        own = [torch.stack(found).double().mean() / self.ranks for found in self.own_numbers.values()]
-        known = torch.stack([mean, router_mean, mean.new_tensor(self.stop.requested), *own])
-        shared = torch.cat([known, depth_means])
+        marks = self.own_numbers.marks()
+        known = torch.stack([mean, router_mean])
+        shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
         dist.all_reduce(shared)
         loss_value, router_value, stops, *rest = shared.tolist()
-        own_values, depths = rest[: len(own)], rest[len(own) :]
-        depth_share = self.config.model.mtp_loss_coef * sum(depths) / len(depths) if depths else 0.0
+        own_values, depths = self.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
+        added = 0.0
+        if self.task.adds_losses:
+            added = router_value + (self.config.model.mtp_loss_coef * sum(depths) / len(depths) if depths else 0.0)
         position = self.position
         position.step += 1
         position.tokens += self.task.units_per_step
@@ -222,14 +247,14 @@ class Trainer:
         seconds = time.perf_counter() - started
         position.seconds += seconds
         values = {
-            "loss": loss_value - router_value - depth_share,
+            "loss": loss_value - added,
             **{f"loss_depth_{number}": value for number, value in enumerate(depths, start=1)},
             **({"router_loss": router_value} if self.experts.has_losses else {}),
             "lr": learning_rate,
             "gradient_norm": float(norm),
             f"{self.task.unit}_per_second": self.task.units_per_step / seconds,
             "memory_bytes": _memory_in_use(self.device),
-            **dict(zip(self.own_numbers, own_values)),
+            **own_values,
         }
         return values, stops > 0
 
@@ -255,8 +280,7 @@ class Trainer:
             self.model.set_is_last_backward(number == len(microbatches))
             loss, own = self.task.loss(microbatch)
             (loss * scale).backward()
-            for name, value in own.items():
-                self.own_numbers.setdefault(name, []).append(value.detach())
+            self.own_numbers.add(own)
             found.append(loss.detach())
         return torch.stack(found)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.train import loop
-from weft.train.config import TrainConfig, from_tables, load_config
+from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
 from weft.train.task.own import Data, LossFunction, OwnTask
@@ -68,13 +68,28 @@ class Trainer(loop.Trainer):
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
             stop.listen(None)
-        device = _join(settings, stop)
-        command = shlex.join(["python", *sys.argv])
-        settings.validate(dist.get_world_size())
-        or_start = resume == OR_START
-        run = loop.open_run_together(settings, or_start or resume, command, or_start=or_start)
-        task = OwnTask(model, loss, data, validation, shard, settings, device)
-        super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
+        try:
+            device = _join(settings, stop)
+            command = shlex.join(["python", *sys.argv])
+            settings.validate(dist.get_world_size())
+            if optimizer is not None and settings.optimizer != OptimizerConfig():
+                raise loop.ConfigError(
+                    "[optimizer]: has no effect with an optimizer of one's own; leave the section out"
+                )
+            or_start = resume == OR_START
+            run = loop.open_run_together(settings, or_start or resume, command, or_start=or_start)
+            task = OwnTask(model, loss, data, validation, shard, settings, device)
+            super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
+        except BaseException:
+            stop.release()
+            raise
+
+    def run(self) -> bool:
+        """As `loop.Trainer.run`; afterwards SIGINT, SIGTERM and SIGHUP do what they did before the trainer was made."""
+        try:
+            return super().run()
+        finally:
+            self.stop.release()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         if name in self.callbacks:

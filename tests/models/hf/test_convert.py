@@ -110,10 +110,15 @@ CHANGES = [
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0}}, "'longrope'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
     ({"model_type": "bert"}, "model_type='bert': there are llama"),
+    ({"layer_types": ["linear_attention", "windowed"]}, "full_attention, linear_attention only, not windowed"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types: 3, where qwen3_next needs .*num_hidden_layers=2"),
+    ({"layer_types": 2}, "layer_types: 2, where"),
+    ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
 ]
 
 
-@pytest.mark.parametrize("changes, message", CHANGES, ids=[next(iter(changes)) for changes, _ in CHANGES])
+@pytest.mark.parametrize("changes, message", CHANGES, ids=[message for _, message in CHANGES])
 def test_a_field_that_changes_the_result_and_is_not_supported_is_named(there, changes, message):
     rewrite(there, **changes)
     with pytest.raises(ValueError, match=message):
@@ -173,3 +178,61 @@ def test_the_command_converts_and_names_what_is_wrong(there, capsys):
     assert hf.config_of(back) == hf.config_of(there)
     assert main(["convert", str(ours), str(there.parent / "other"), "--family", "llama"]) == 2
     assert "llama has no layer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "field, value", [("scoring_func", "softmax"), ("topk_method", "greedy"), ("moe_layer_freq", 2)]
+)
+def test_another_router_than_deepseek_s_is_refused(field, value):
+    plain = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    family = hf.family_of(plain)
+    family.config(plain)
+    with pytest.raises(ConversionError, match=f"{field}={value!r}"):
+        family.config({**plain, field: value})
+
+
+def make_small():
+    torch.manual_seed(0)
+    return HybridModel(HybridConfig(pattern="[*-]", hidden_size=16))
+
+
+def test_a_directory_with_a_model_is_not_written_over(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    hf.save(make_small(), tmp_path)
+    with pytest.raises(ConversionError, match=r"holds a model already \(config\.json, model\.safetensors\)"):
+        hf.save(make_small(), tmp_path)
+
+
+def test_a_width_that_follows_from_others_is_that_width(tmp_path):
+    model = make_small()
+    hf.save(model, tmp_path)
+    assert (model.cfg.head_dim, hf.config_of(tmp_path).head_dim) == (None, 4)
+    hf.load(model, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "", "..", 3])
+def test_an_index_names_files_beside_it_only(tmp_path, file):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ConversionError, match="no file beside it"):
+        TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_damaged_index_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConversionError, match=r"index\.json .*undamaged copy"):
+        TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"width": 3}}', '{"model": {"hidden_size": -1}}'])
+def test_a_damaged_description_is_named(tmp_path, text):
+    (tmp_path / "weft-model.json").write_text(text)
+    with pytest.raises(ConversionError, match=r"weft-model\.json .*undamaged copy"):
+        hf.config_of(tmp_path)
+
+
+def test_folders_do_not_come_along(tmp_path):
+    hf.save(make_small(), tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer_files").mkdir()
+    hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours" / "tokenizer_files").exists()

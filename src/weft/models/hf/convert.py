@@ -13,7 +13,7 @@ from typing import Any
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError
-from weft.models.hf.families import family_for, family_of, raw_of
+from weft.models.hf.families import family_for, family_of, raw_of, read_ours
 from weft.models.hf.family import KEPT, Raw
 from weft.models.hf.places import Same
 from weft.models.hf.weights import check_complete
@@ -42,7 +42,8 @@ def convert(source: str | Path, target: str | Path, model_type: str | None = Non
         _to_ours(source, files, target)
     for pattern in COMING_ALONG:
         for path in source.glob(pattern):
-            shutil.copy2(path, target / path.name)
+            if path.is_file():
+                shutil.copy2(path, target / path.name)
 
 
 def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
@@ -60,7 +61,7 @@ def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
 
 
 def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str | None) -> None:
-    saved = json.loads((source / OURS).read_text())
+    saved = read_ours(source)
     cfg = HybridConfig(**saved["model"])
     family, raw = family_for(cfg, model_type or saved.get("family"))
     places = family.places(cfg)

@@ -97,11 +97,11 @@ DEEPSEEK_V3 = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0},
-    kept=frozenset(
-        (
-            *("pretraining_tp", "num_nextn_predict_layers", "ep_size", "moe_layer_freq", "scoring_func"),
-            *("topk_method",),
-        )
-    ),
+    required={
+        "attention_dropout": 0.0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    kept=frozenset(("pretraining_tp", "num_nextn_predict_layers", "ep_size")),
 )

@@ -25,7 +25,7 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         if (directory / INDEX).exists():
-            places = json.loads((directory / INDEX).read_text())["weight_map"]
+            places = _read_index(directory / INDEX)
         elif (directory / WEIGHTS).exists():
             with safe_open(directory / WEIGHTS, "pt") as file:
                 places = dict.fromkeys(file.keys(), WEIGHTS)
@@ -48,6 +48,25 @@ class TensorFiles:
         if file not in self._files:
             self._files[file] = safe_open(self.directory / file, "pt")
         return self._files[file].get_slice(name)
+
+
+def read_json(path: Path) -> Any:
+    """Raises `ConversionError` for what is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} is no JSON ({error}): take an undamaged copy") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    index = read_json(path)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict):
+        raise ConversionError(f"{path} has no weight_map: take an undamaged copy")
+    for name, file in places.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise ConversionError(f"{path} looks for {name} in {file!r}, which is no file beside it")
+    return places
 
 
 class TensorWriter:

@@ -1,11 +1,10 @@
 """All families, and which of them a configuration belongs to."""
 
-import json
 from pathlib import Path
 
 from weft.models.config import HybridConfig
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
-from weft.models.hf.directory import OURS, THEIRS
+from weft.models.hf.directory import OURS, THEIRS, read_json
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, tensor_names
 from weft.models.hf.glm4_moe import GLM4_MOE
@@ -24,9 +23,23 @@ FAMILIES = {family.model_type: family for family in ALL}
 def raw_of(directory: Path) -> Raw:
     """The content of the directory's config.json."""
     try:
-        return json.loads((directory / THEIRS).read_text())
+        raw = read_json(directory / THEIRS)
     except FileNotFoundError:
         raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model") from None
+    if not isinstance(raw, dict):
+        raise ConversionError(f"{directory / THEIRS} holds no fields: take an undamaged copy")
+    return raw
+
+
+def read_ours(directory: Path) -> Raw:
+    """The content of the directory's weft-model.json, with the fields of a `HybridConfig` under "model"."""
+    saved = read_json(directory / OURS)
+    try:
+        HybridConfig(**saved["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConversionError(f"{directory / OURS} describes no model ({reason}): take an undamaged copy") from error
+    return saved
 
 
 def family_of(raw: Raw) -> Family:
@@ -45,7 +58,7 @@ def config_of(directory: str | Path) -> HybridConfig:
     """
     directory = Path(directory)
     if (directory / OURS).exists():
-        return HybridConfig(**json.loads((directory / OURS).read_text())["model"])
+        return HybridConfig(**read_ours(directory)["model"])
     raw = raw_of(directory)
     return family_of(raw).config(raw)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,7 @@ class Family:
         different = [
             f"{name}={getattr(cfg, name)!r} (it has {getattr(again, name)!r})"
             for name in relevant(cfg)
-            if _plain(cfg, name) != _plain(again, name)
+            if plain(cfg, name) != plain(again, name)
         ]
         if different:
             raise ConversionError(f"{self.model_type} cannot hold {'; '.join(different)}")
@@ -171,12 +171,25 @@ def relevant(cfg: HybridConfig) -> list[str]:
     return [name for name in names if name not in apart or apart[name] & symbols]
 
 
+def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:
+    """Raise `ConversionError` unless `layer_types`, where it is given, names a known type for each of the layers."""
+    kinds = raw.get("layer_types")
+    if not kinds:
+        return
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        given = len(kinds) if isinstance(kinds, list) else repr(kinds)
+        raise ConversionError(f"layer_types: {given}, where {family} needs one for each of num_hidden_layers={layers}")
+    if strange := {str(kind) for kind in kinds} - set(known):
+        raise ConversionError(f"layer_types: weft's {family} has {listed(known)} only, not {listed(strange)}")
+
+
 def experts(template: str) -> Bound:
     """The matrices of all experts, `template` with the expert's number."""
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
-def _plain(cfg: HybridConfig, name: str) -> Any:
+def plain(cfg: HybridConfig, name: str) -> Any:
+    """A field so that alike models have it alike, however they are spelled."""
     if name == "pattern":
         return flat(cfg)
     return cfg.attention_head_dim if name == "head_dim" else getattr(cfg, name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
 from weft.models.hf.errors import ConversionError
-from weft.models.hf.family import Family, Raw, Table, experts, flat
+from weft.models.hf.family import Family, Raw, Table, check_layer_types, experts, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -19,6 +19,8 @@ EXPERTS: Table = {
 def ends(raw: Raw, layers: int) -> list[str]:
     """What each layer ends in: experts, but for those in `mlp_only_layers` and between steps."""
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+    if type(step) is not int or step < 1:
+        raise ConversionError(f"decoder_sparse_step={step!r}: must be at least 1, where every layer ends in experts")
     return ["-" if number in dense or (number + 1) % step else "E" for number in range(layers)]
 
 
@@ -31,8 +33,7 @@ def written_ends(cfg: HybridConfig) -> Raw:
 def read(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     layers = raw.get("num_hidden_layers", 32)
-    if windowed := set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise ConversionError(f"layer_types: weft's qwen3 has full_attention only, not {', '.join(sorted(windowed))}")
+    check_layer_types(raw, layers, ("full_attention",), "qwen3")
     return {
         "pattern": "[*-]" * layers,
         "attention_bias": "all" if raw.get("attention_bias") else "none",
@@ -56,7 +57,7 @@ def read_moe(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     layers = raw.get("num_hidden_layers", 24)
     return {
-        **read(raw),
+        **read({"num_hidden_layers": layers, **raw}),
         "pattern": "".join(f"[*{end}]" for end in ends(raw, layers)),
         "num_experts": raw.get("num_experts") or raw.get("num_local_experts", 128),  # releases have the first
     }

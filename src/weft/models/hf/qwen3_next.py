@@ -4,7 +4,8 @@ import torch
 
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
-from weft.models.hf.family import Family, Raw, Table, experts, flat
+from weft.models.hf.errors import ConversionError
+from weft.models.hf.family import Family, Raw, Table, check_layer_types, experts, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
 from weft.models.hf.places import Rows
 from weft.models.hf.qwen3 import ends, written_ends
@@ -45,6 +46,9 @@ EXPERTS: Table = {
 def read(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
+    if type(interval) is not int or interval < 1:
+        raise ConversionError(f"full_attention_interval={interval!r}: must be at least 1")
+    check_layer_types(raw, count, MIXERS, raw.get("model_type", "qwen3_next"))
     mixers = raw.get("layer_types") or [
         "linear_attention" if (number + 1) % interval else "full_attention" for number in range(count)
     ]

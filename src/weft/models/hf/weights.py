@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from weft.models.hf.directory import THEIRS, TensorFiles, TensorWriter
+from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
-from weft.models.hf.family import flat, relevant
+from weft.models.hf.family import flat, plain, relevant
 from weft.models.hf.places import Place
 from weft.models.model import HybridModel
 
@@ -29,9 +29,9 @@ def load(model: HybridModel, directory: str | Path) -> None:
     directory = Path(directory)
     cfg = config_of(directory)
     if different := [
-        f"{name}={getattr(model.cfg, name)!r}, there {getattr(cfg, name)!r}"
+        f"{name}={plain(model.cfg, name)!r}, there {plain(cfg, name)!r}"
         for name in relevant(cfg)
-        if name != "pattern" and getattr(model.cfg, name) != getattr(cfg, name)
+        if name != "pattern" and plain(model.cfg, name) != plain(cfg, name)
     ]:
         raise ConversionError(f"{directory} holds another model: {'; '.join(different)}; build it with hf.config_of")
     if flat(cfg) != flat(model.cfg):
@@ -52,12 +52,14 @@ def load(model: HybridModel, directory: str | Path) -> None:
 def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
     """Write `model`, sharded or not, as a Hugging Face directory of the family `model_type`, or of one that fits.
 
-    All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it.
+    All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it,
+    and if the directory holds a model already: what one left would be read as the other's.
     """
     directory = Path(directory)
     family, raw = family_for(model.cfg, model_type)
     places = family.places(model.cfg)
     writes = not dist.is_initialized() or dist.get_rank() == 0
+    _refuse_another(directory)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
     with TensorWriter(directory) if writes else _Nowhere() as writer:
@@ -80,6 +82,18 @@ def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
         complaints.append(f"unused: {listed(unused)}")
     if complaints:
         raise ConversionError(f"{files.directory} does not fit its configuration: {'; '.join(complaints)}")
+
+
+def _refuse_another(directory: Path) -> None:
+    """On all ranks alike, by what the first one sees: it begins to write when others may not have looked yet."""
+    found: list[list[str]] = [[]]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        files = (directory / INDEX, directory / THEIRS, directory / OURS, *sorted(directory.glob("*.safetensors")))
+        found[0] = [path.name for path in files if path.exists()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    if found[0]:
+        raise ConversionError(f"{directory} holds a model already ({listed(found[0], 3)}): save into a new directory")
 
 
 class _Nowhere(TensorWriter):

@@ -6,13 +6,19 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
-def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Let `handler` have SIGINT, SIGTERM and, unless the starter wants it ignored (nohup), SIGHUP."""
+def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Let `handler` have SIGINT, SIGTERM and, unless the starter wants it ignored (nohup), SIGHUP.
+
+    Returns who had them before.
+    """
+    before = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
+            before[int(number)] = signal.signal(number, handler)
+    return before
 
 
 class StopRequest:
@@ -26,6 +32,7 @@ class StopRequest:
         self._event = threading.Event()
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         """Called with one line when the request comes."""
+        self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -33,9 +40,16 @@ class StopRequest:
 
     def listen(self, pipe: int | None) -> None:
         """Begin to listen to signals and, if given, to the reading end of the control pipe."""
-        on_stop_signals(self._on_signal)
+        self._before = on_stop_signals(self._on_signal)
         if pipe is not None:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
+
+    def release(self) -> None:
+        """Give the signals back to who had them before `listen`, unless somebody else has taken them since."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._on_signal and handler is not None:
+                signal.signal(number, handler)
+        self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -1,6 +1,5 @@
 """A model and data of one's own."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.models import HybridModel
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
@@ -23,6 +23,7 @@ class OwnTask:
     """One rank's part of training `model` on `data`; the arguments are those of `weft.train.Trainer`."""
 
     unit = "samples"
+    adds_losses = False
 
     def __init__(
         self,
@@ -39,6 +40,11 @@ class OwnTask:
         rank, ranks = meshes.dp_rank, meshes.dp_size
         self.batches = Stream(_of_rank(data, rank, ranks), config.microbatches_per_step(ranks))
         self.validation = () if validation is None else _of_rank(validation, rank, ranks)
+        if isinstance(self.validation, Iterator):
+            raise ConfigError(
+                "validation: the function returns an iterator, which the first validation would use up; "
+                "return a list or a loader"
+            )
         self.units_per_step = config.train.global_batch_size
         self.description = f"own data: {getattr(data, '__name__', type(data).__name__)}"
         torch.manual_seed(config.train.seed)  # the same initial weights on every rank
@@ -53,6 +59,11 @@ class OwnTask:
         (shard or shard_repeated_blocks)(built, **options)
         if not isinstance(built, weft.FSDPModule):
             raise ConfigError("shard: must end with weft.fully_shard(model, **options) for the whole model; add that")
+        if config.run.weights and not isinstance(built, HybridModel):
+            raise ConfigError(
+                f"run.weights = {config.run.weights!r}: can be loaded into a weft.models.HybridModel only, not into a "
+                f"{type(built).__name__}; leave it out and load the weights in `model`"
+            )
         self.model: Any = built
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
         self._loss = loss
@@ -101,9 +112,12 @@ class Stream:
         raise ConfigError("data: yields no microbatch when it is gone through; give an iterable that starts anew")
 
     def _start(self) -> Iterator[Any]:
+        self._set_epoch()
+        return iter(self.source)
+
+    def _set_epoch(self) -> None:
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
-        return iter(self.source)
 
     def state_dict(self) -> dict[str, Any]:
         own = self.source.state_dict() if hasattr(self.source, "state_dict") else None
@@ -114,9 +128,10 @@ class Stream:
         (own,) = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
+        self._set_epoch()  # first: some loaders begin the epoch anew with it
         if own is not None:
             self.source.load_state_dict(own)  # type: ignore[attr-defined]
-        self._iterator = self._start()
+        self._iterator = iter(self.source)
         if own is None:
             for _ in range(self.taken):
                 next(self._iterator)
@@ -142,9 +157,12 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _of_rank(data: Data, rank: int, ranks: int) -> Iterable[Any]:
-    if inspect.isroutine(data):
+    if callable(data) and not isinstance(data, Iterable):
         return data(rank, ranks)
-    assert isinstance(data, Iterable)
+    if not isinstance(data, Iterable):
+        raise ConfigError(
+            f"data: a {type(data).__name__} is neither an iterable nor a function (rank, ranks); give one"
+        )
     if isinstance(data, Iterator):
         raise ConfigError("data: is an iterator, which can be gone through once; give a list, a loader or a function")
     return data
@@ -155,6 +173,11 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
     for section in ("model", "data"):
         if getattr(config, section) != getattr(plain, section):
             raise ConfigError(f"[{section}]: has no effect with a model and data of one's own; leave the section out")
+    if config.train.validation_batches != plain.train.validation_batches:
+        raise ConfigError(
+            f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of one's "
+            "own, which is gone through as a whole; leave it out"
+        )
     for name in ("activation_checkpointing", "overlap"):
         if getattr(config.train, name):
             raise ConfigError(f"train.{name} = true: has no effect on a model of one's own; leave it out")

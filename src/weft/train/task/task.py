@@ -7,7 +7,7 @@ import torch
 
 from weft.train.experts import ExpertBalance
 
-Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
 """The mean loss of a microbatch, a scalar, and other numbers of it by name."""
 
 
@@ -34,6 +34,8 @@ class Task(Protocol):
     """Over all ranks."""
     description: str
     """A line about the data."""
+    adds_losses: bool
+    """Whether the loss has those of routers and prediction depths in it; they are logged apart."""
 
     @property
     def batches(self) -> Batches:

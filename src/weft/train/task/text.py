@@ -17,6 +17,7 @@ class TextTask:
     """One rank's part. Raises ConfigError for what is wrong with the text, or a model that finds no memory."""
 
     unit = "tokens"
+    adds_losses = True
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         meshes = weft.init_meshes(device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)

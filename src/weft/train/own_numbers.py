@@ -1,0 +1,84 @@
+"""Numbers that a loss gives beside itself, as means over microbatches and ranks."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.train.errors import ConfigError
+
+_TAKEN = frozenset(
+    (
+        *("", "self", "step", "kind", "loss", "validation_loss", "nats_per_byte", "router_loss", "lr", "gradient_norm"),
+        *("memory_bytes", "tokens", "samples", "tokens_per_second", "samples_per_second"),
+    )
+)
+_TAKEN_PREFIXES = ("ema_", "loss_depth_")
+_MARK_BITS = 16
+"""Of a mark: the sum of the squares of those of all ranks is still exact in fp64."""
+
+
+class OwnNumbers:
+    """Collects the numbers of microbatches; every rank must have the same names before their means are taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._totals: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, numbers: Mapping[str, Any]) -> None:
+        """Those of one microbatch. Raises ConfigError for a name that is taken and for what is no scalar."""
+        for name, value in numbers.items():
+            if not isinstance(name, str) or name in _TAKEN or name.startswith(_TAKEN_PREFIXES):
+                raise ConfigError(f"loss: gives a number the name {name!r}, which is taken; choose another")
+            scalar = _scalar(name, value, self._device)
+            self._totals[name] = self._totals[name] + scalar if name in self._totals else scalar
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def marks(self) -> list[float]:
+        """What tells whether the ranks have the same names; as many everywhere, to be summed over them for `means`."""
+        digest = hashlib.sha256("\0".join(sorted(self._totals)).encode()).digest()
+        width = _MARK_BITS // 8
+        parts = [int.from_bytes(digest[start : start + width], "little") for start in range(0, 3 * width, width)]
+        return [float(mark) for part in parts for mark in (part, part * part)]
+
+    def means(self, marks: Sequence[float]) -> dict[str, float]:
+        """By name, over all that all ranks added; all ranks call this. `marks`: the sums of theirs.
+
+        Raises ConfigError on all ranks where names differ.
+        """
+        ranks, names = dist.get_world_size(), sorted(self._totals)
+        sums = [int(mark) for mark in marks]
+        # All alike exactly where the mean of the squares is the square of the mean.
+        if any(ranks * squares != total * total for total, squares in zip(sums[::2], sums[1::2])):
+            raise _differ(names, ranks)
+        if not names:
+            return {}
+        totals = torch.stack([self._totals[name] for name in names])
+        shared = torch.cat([totals, totals.new_tensor([self._counts[name] for name in names])])
+        dist.all_reduce(shared)
+        values = shared.tolist()
+        return {name: total / count for name, total, count in zip(names, values, values[len(names) :])}
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, Real):
+        return torch.as_tensor(float(value), dtype=torch.float64, device=device)
+    if not isinstance(value, torch.Tensor) or value.dim() or value.is_complex():
+        kind = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(f"loss: the number {name!r} is {kind}, not one real number; give its mean or sum")
+    return value.detach().to(device=device, dtype=torch.float64)
+
+
+def _differ(names: list[str], ranks: int) -> ConfigError:
+    of_all: list[list[str]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(of_all, names)
+    other = next(rank for rank, found in enumerate(of_all) if found != of_all[0])
+    first, second = (", ".join(found) or "none" for found in (of_all[0], of_all[other]))
+    return ConfigError(
+        f"loss: the names of its numbers differ between ranks ({first} on rank 0, {second} on rank {other}); "
+        "give the same on every rank"
+    )
