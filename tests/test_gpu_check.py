@@ -21,7 +21,7 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
         "Beside torch FSDP2",
     ]
     assert "failed" not in report.lower()
-    assert "host time" in parts[2] and "step of the same" in parts[2] and "weft/FSDP2" in parts[2]
+    assert "host time" in parts[2] and "step of the same" in parts[2] and "weft / side" in parts[2]
 
 
 def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
