@@ -29,6 +29,7 @@ def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def versions() -> str:
+    """Of what a run is made with, for a person."""
     return f"weft {version('weft')}, torch {version('torch')}, Python {python_version()}"
 
 
@@ -43,4 +44,5 @@ def commit() -> str | None:
 
 
 def command() -> str:
+    """What this process was started with."""
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -31,6 +31,7 @@ def counted(records: list[dict[str, Any]]) -> str:
 
 
 def loss_unit(records: list[dict[str, Any]]) -> str:
+    """What losses are counted in."""
     return "nats per byte" if counted(records) == "tokens" else "own loss"
 
 
