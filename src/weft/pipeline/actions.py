@@ -1,0 +1,62 @@
+"""A schedule is data: who does what, with which microbatch, in which order.
+
+    rank 0   F0.0 F1.0 F0.1 F2.0+B0.1 F1.1+B0.0 ...
+    rank 1   F0.0 F0.1+...
+
+`F1.0` is the forward of microbatch 1 through this rank's chunk 0; `B` its backward, or `I` and `W` its two parts: the
+gradients of what came in, and those of weights. `F2.0+B0.1` are a forward and a backward that run as one pair.
+
+Chunks are dealt to ranks in one of two ways; with 2 chunks on 4 ranks:
+
+    "loop"   rank 0: stages 0, 4   rank 1: 1, 5   rank 2: 2, 6   rank 3: 3, 7
+    "v"      rank 0: stages 0, 7   rank 1: 1, 6   rank 2: 2, 5   rank 3: 3, 4
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LOOP, V = "loop", "v"
+
+
+class Action(NamedTuple):
+    """One microbatch through one chunk of a rank. `kind`: "F", "B", or the parts of "B": "I" and "W"."""
+
+    kind: str
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.chunk}"
+
+
+Entry = tuple[Action, ...]
+"""One action, or a forward and a backward (in this order) that run as one pair."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A schedule: for each pipeline rank its entries, in order. `placement`: "loop" or "v"."""
+
+    name: str
+    ranks: tuple[tuple[Entry, ...], ...]
+    chunks: int
+    microbatches: int
+    placement: str = LOOP
+
+    @property
+    def stages(self) -> int:
+        """How many pieces the model is cut into."""
+        return len(self.ranks) * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Which piece of the model, from the first, `chunk` of `rank` is."""
+        if self.placement == V and chunk % 2:
+            rank = len(self.ranks) - 1 - rank
+        return chunk * len(self.ranks) + rank
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """The rank and the chunk that hold `stage`."""
+        chunk, rank = divmod(stage, len(self.ranks))
+        if self.placement == V and chunk % 2:
+            rank = len(self.ranks) - 1 - rank
+        return rank, chunk
