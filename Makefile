@@ -1,10 +1,10 @@
-# make train | train-moe | train-hybrid | test | test-fast | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | test | test-fast | test-long | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe train-hybrid test test-fast fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid test test-fast test-long fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -25,10 +25,13 @@ train-hybrid: install
 	$(BIN)/weft sample $$(ls -td runs/stdlib-hybrid* | head -1) --prompt "def read(self"
 
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not long'
 
 test-fast: install lint
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not long'
+
+test-long: install
+	$(BIN)/python -m pytest -m long
 
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py

@@ -93,7 +93,7 @@ def test_the_trainer_s_examples_are_short():
         assert len((EXAMPLES / name).read_text().splitlines()) < 60
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_own_models_and_data_train_resume_and_load_into_plain_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = run("vision.py")
@@ -106,7 +106,7 @@ def test_own_models_and_data_train_resume_and_load_into_plain_torch(tmp_path, mo
     assert "trained up to step 60" in run("hf_finetune.py")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_module_learns_on_two_ranks_and_shows_its_units():
     output = run("any_module.py", "--steps", 40)
     losses = losses_in(output)
@@ -125,7 +125,7 @@ def hf_llama():
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its_checkpoint(hf_llama, tmp_path):
     output = run("hf_llama.py", "--steps", 8, "--checkpoint", tmp_path / "llama")
 
@@ -145,7 +145,7 @@ def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its
     assert (tmp_path / "llama" / ".metadata").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hugging_face_directory_is_trained_with_experts_overlapped_and_written_back(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_experts": 4, "moe_intermediate_size": 16}

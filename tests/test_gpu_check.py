@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
     found, report = rehearse(tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -21,7 +21,7 @@ Z3 = {"strategy": "optim_grads_params"}
 def case(body: Callable, ranks: int = 2, slow: bool = False, **options: Any) -> Any:
     """A test of another file, how many ranks run it, and with which parameters."""
     name = [body.__name__.removeprefix("test_"), *(getattr(each, "__name__", str(each)) for each in options.values())]
-    return pytest.param(body, ranks, options, id="-".join(name), marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(body, ranks, options, id="-".join(name), marks=[pytest.mark.long] if slow else [])
 
 
 CASES = [

@@ -68,7 +68,7 @@ def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
     assert "no run 'tiny' in" in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "said"),
     [('data.paths=["{empty}"]', "no text found there"), ("data.sequence_length=100000", "fewer than one")],
@@ -158,7 +158,7 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_p
     assert "_shared" not in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_runs_a_program_on_local_ranks(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "hello.py").write_text(
@@ -178,7 +178,7 @@ def test_bench_runs_a_program_on_local_ranks(tmp_path):
     assert said == ["rank 0 of 2 ['--rounds', '3']", "rank 1 of 2 ['--rounds', '3']"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_and_the_module_are_the_same_program():
     command = shutil.which("weft", path=str(sys.executable).rpartition("/")[0])
     assert command is not None

@@ -239,7 +239,7 @@ def _load_together(barrier, settings, pipe):
     pipe.send((corpus.train.tobytes(), corpus.validation.tobytes()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_build_the_cache_at_once_all_get_whole_tokens(text, tmp_path):
     (text / "long.txt").write_text("".join(f"long {i}\n" for i in range(200_000)))
     settings = config(text, tmp_path)

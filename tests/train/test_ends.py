@@ -78,7 +78,7 @@ def test_a_port_that_is_taken_is_one_line():
             meeting.meet(f"tcp://127.0.0.1:{port}", 0, 2, patience=1, stop=StopRequest(), say=print)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(3)
 def test_the_rank_that_hangs_is_named_on_every_rank():
     barks = []
@@ -138,7 +138,7 @@ def test_without_matplotlib_the_report_says_what_is_missing(tmp_path, monkeypatc
     assert "training loss" in page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_without_its_first_rank_says_so_and_obeys_sigterm(tmp_path):
     config = write_config(tmp_path)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -164,7 +164,7 @@ def listening(pid):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_rank_is_named_and_ranks_listen_on_loopback_only(tmp_path):
     settings = {"train__watchdog": 2.0, "train__steps": 100_000, "train__validate_every": 0, "checkpoint__every": 0}
     config = write_config(tmp_path, **settings)
@@ -181,7 +181,7 @@ def test_a_stopped_rank_is_named_and_ranks_listen_on_loopback_only(tmp_path):
     assert "Traceback" not in errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     config = write_config(tmp_path, train__steps=2, train__validate_every=0, model__hidden_size=64)
     assert weft("train", config).returncode == 0
@@ -204,7 +204,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     assert metrics(run)[:2] == lines
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_head_does_not_end_a_run(tmp_path):
     config = write_config(tmp_path, train__steps=3, train__validate_every=0, train__log_every=1)
     command = f"{sys.executable} -m weft train {config} | head -n 1"

@@ -61,6 +61,7 @@ def predictions(path, directory, overrides):
     return logits, {name: full(value) for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_with_experts_anywhere(pool, tmp_path):
     path = write_config(tmp_path, **SETTINGS, train__steps=8, train__validate_every=4)
     whole, parts = tmp_path / "whole", tmp_path / "runs" / "tiny"

@@ -27,7 +27,7 @@ from tests.train.command import (
 )
 from weft.checkpoint import CheckpointManager, committed_steps, verify
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MOMENTS = 40
 

@@ -75,7 +75,7 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
         place.device()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
     changes = {"train__steps": 3, "train__validate_every": 0, "checkpoint__every": 0}
     config = write_config(tmp_path, **changes)
@@ -119,7 +119,7 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_run_with_its_traceback_and_exit_code_1(tmp_path):
     config = write_config(tmp_path, optimizer__lr=1e30, schedule__warmup_steps=0, train__gradient_clip=0.0)
     done = weft("train", config, "--ranks", 2)

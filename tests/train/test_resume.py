@@ -19,7 +19,7 @@ from tests.train.command import (
 )
 from weft.checkpoint import verify
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(tmp_path):
