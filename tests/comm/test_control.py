@@ -13,7 +13,7 @@ from weft.comm.watch.control import agree
 def test_pretended_ranks_agree_with_the_only_real_one():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
     try:
-        assert agree([3, -4], [5], [dist.group.WORLD], "test") == ([3, -4], [5])
+        assert agree([3, -4], [5], [dist.group.WORLD], "test", channel=0) == ([3, -4], [5])
     finally:
         dist.destroy_process_group()
 
