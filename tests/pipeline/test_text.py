@@ -24,9 +24,17 @@ def test_a_table_of_one_s_own_comes_from_a_file(tmp_path):
                 F1.0 B1.0
         rank 1: F0.0 B0.0 F1.0 B1.0
     """)
-    made = read_table(path)
+    made = table(str(path), ranks=2, chunks=1, microbatches=2)
+    assert made == table(str(path)) == read_table(path)
     assert made.name == "mine"
     assert made.ranks[0] == made.ranks[1] == table("1f1b", ranks=1, microbatches=2).ranks[0]
+
+
+def test_a_file_for_other_numbers_than_asked_for_is_refused(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(format_table(table("1f1b", ranks=2, microbatches=2)))
+    with pytest.raises(ValueError, match=r"mine.txt: is a table for ranks = 2, not 4"):
+        table(str(path), ranks=4, microbatches=2)
 
 
 HEAD = "table x: chunks 1, microbatches 1, placement loop\n"

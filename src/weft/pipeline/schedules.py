@@ -17,10 +17,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 from weft.pipeline.actions import Action, Entry, Table, V
 from weft.pipeline.simulation import check
+from weft.pipeline.text import read_table
 
 Visit = tuple[int, int]
 """A microbatch and a chunk."""
@@ -86,16 +88,30 @@ SCHEDULES = {
 }
 
 
-@cache
-def table(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Table:
-    """The table of a published schedule, checked. `chunks`: stages for each rank (default: what is usual).
+def table(name: str, *, ranks: int | None = None, microbatches: int | None = None, chunks: int | None = None) -> Table:
+    """The checked table of a published schedule, or the one in the file `name`.
 
-    Raises ValueError for an unknown name and for numbers that the schedule cannot take.
+    chunks: stages on each rank (default: what the schedule usually has). Of a file, numbers that are given must be the
+    file's. Raises ValueError for an unknown name and for numbers that the schedule cannot take.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"{name!r} is no schedule; there are: {', '.join(SCHEDULES)}")
+    sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    if name in SCHEDULES:
+        if ranks is None or microbatches is None:
+            raise ValueError(f"{name}: a schedule needs a number of ranks and of microbatches")
+        return _published(name, ranks, SCHEDULES[name].chunks if chunks is None else chunks, microbatches)
+    if not Path(name).exists():
+        raise ValueError(f"{name!r} is no schedule and no file; there are: {', '.join(SCHEDULES)}")
+    made = read_table(name)
+    has = {"ranks": len(made.ranks), "microbatches": made.microbatches, "chunks": made.chunks}
+    for what, value in sizes.items():
+        if value not in (None, has[what]):
+            raise ValueError(f"{name}: is a table for {what} = {has[what]}, not {value}; change one of the two")
+    return made
+
+
+@cache
+def _published(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
     schedule = SCHEDULES[name]
-    chunks = schedule.chunks if chunks is None else chunks
     for what, value in {"ranks": ranks, "chunks": chunks, "microbatches": microbatches}.items():
         if value < 1:
             raise ValueError(f"{name}: {what} = {value}; must be at least 1")
