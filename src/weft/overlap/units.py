@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from weft.comm.watch.lookout import lookout
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.runtime.runtime import Runtime
@@ -88,9 +89,13 @@ class ModelUnits:
                 data[-1].release.extend(holds)
                 if direction == BACKWARD:
                     steps_held[-1].reduce.extend(held)
-        for each in around:
-            if each.step[2:4] == (None, "embed") and each.step.direction == BACKWARD:
-                each.reduce.extend(self.outside)
+        ends = {
+            each.step.microbatch: each
+            for each in around
+            if each.step.direction == BACKWARD and each.step.slot in ("embed", "head")
+        }
+        for each in ends.values():  # the last of a microbatch that reads what is outside of layers
+            each.reduce.extend(self.outside)
         if around:
             holds = [(unit, Hold("a schedule")) for unit in self.outside]
             around[0].acquire[:0] = holds
@@ -133,10 +138,12 @@ class ModelUnits:
         for unit in around.reduce:
             self.runtime.reduce(unit)
 
-    def failed(self, step: Step, error: BaseException) -> None:
-        """A step ended in `error`: tell ranks that wait for this one."""
+    def failed(self, what: str, error: BaseException) -> None:
+        """The step `what` ended in `error`: tell ranks that wait for this one."""
         if self.runtime is not None:
-            self.runtime.note_failure(str(step), error)
+            self.runtime.note_failure(what, error)
+        elif (watch := lookout()) is not None:
+            watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
         """The units that are gathered at once, at each acquisition, with what is gathered ahead."""
