@@ -462,7 +462,7 @@ class Census(list):
     def append(self, step):
         super().append(step)
         self.alive.append(sum(handle() is not None for handle in self.handles))
-        if step.ends_microbatch:
+        if (step.direction, step.slot) == ("backward", "embed"):
             self.tensors.append(
                 sum(issubclass(type(each), torch.Tensor) and each.dim() > 0 for each in gc.get_objects())
             )

@@ -1,6 +1,5 @@
 """A model in stages computes what it computes in one piece, bit for bit."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -9,7 +8,6 @@ import weft
 from tests.pool import distributed
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
-from weft.pipeline import Action, Table
 
 CFG = HybridConfig(
     pattern="[*-]*[*-]-",
@@ -21,28 +19,6 @@ CFG = HybridConfig(
     num_experts=4,
     moe_intermediate_size=16,
 )
-
-
-def one(kind, microbatch, chunk=0):
-    return (Action(kind, microbatch, chunk),)
-
-
-def gpipe(ranks, count):
-    rank = [one(kind, number) for kind in "FB" for number in range(count)]
-    return Table("gpipe", (tuple(rank),) * ranks, 1, count)
-
-
-def one_f_one_b(ranks, count):
-    table = []
-    for rank in range(ranks):
-        warmup = min(ranks - 1 - rank, count)
-        entries = [one("F", number) for number in range(warmup)]
-        for number in range(count):
-            if number + warmup < count:
-                entries.append(one("F", number + warmup))
-            entries.append(one("B", number))
-        table.append(tuple(entries))
-    return Table("1f1b", tuple(table), 1, count)
 
 
 def data(count, cfg=CFG, rank=0):
@@ -77,20 +53,58 @@ def same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def in_stages(cfg, meshes, schedule, count, expected, rounds=1, **how):
+    """A model in stages under `schedule`: losses and gradients are the `expected` ones."""
+    model = build(cfg, meshes, **how)
+    losses, whole = expected
+    for _ in range(rounds):
+        trace = []
+        same(forward_backward(model, data(count, cfg), schedule=schedule, trace=trace), losses)
+        same(gradients(model), {name: whole[name] for name, _ in model.named_parameters()})
+    return model, trace
+
+
+def one_piece(cfg, count):
+    whole = build(cfg)
+    return plain(whole, data(count, cfg)), gradients(whole)
+
+
 @distributed(2, 4)
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_a_dense_model_in_stages_equals_the_one_in_one_piece(schedule):
+def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
     ranks = dist.get_world_size()
-    whole = build(CFG)
-    microbatches = data(5)
-    losses, expected = plain(whole, microbatches), gradients(whole)
-    model = build(CFG, weft.init_meshes("cpu", pp=ranks))
+    meshes = weft.init_meshes("cpu", pp=ranks)
+    expected = one_piece(CFG, 5)
+    for schedule in ("gpipe", "1f1b", "combined"):
+        # What crosses is told in the first round and known in the second.
+        model, trace = in_stages(CFG, meshes, schedule, 5, expected, rounds=2)
+        assert sum(step.slot == "send" for step in trace) == (10 if dist.get_rank() < ranks - 1 else 0)
     names = [None] * ranks
     dist.all_gather_object(names, [name for name, _ in model.named_parameters()])
-    assert sorted(name for part in names for name in part) == sorted(expected)
-    for _ in range(2):  # shapes are known in the second
-        trace = []
-        found = forward_backward(model, microbatches, schedule=schedule(ranks, 5), trace=trace)
-        same(found, losses)
-        same(gradients(model), {name: expected[name] for name, _ in model.named_parameters()})
-        assert sum(step.slot == "send" for step in trace) == (10 if dist.get_rank() < ranks - 1 else 0)
+    assert sorted(name for part in names for name in part) == sorted(expected[1])
+
+
+@distributed(2)
+def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
+    meshes = weft.init_meshes("cpu", pp=2)
+    expected = one_piece(CFG, 5)
+    for schedule, placement in (("interleaved", "loop"), ("combined", "loop"), ("dualpipev", "v"), ("zbv", "v")):
+        how = {"chunks": 2, "placement": placement}
+        _, trace = in_stages(CFG, meshes, schedule, 5, expected, **how)
+        apart = [step for step in trace if step.slot.endswith(".weights")]
+        assert bool(apart) == (placement == "v")
+        if placement == "v" and dist.get_rank() == 1:  # the turn: both stages are here
+            assert not any(step.slot in ("embed", "head") for step in trace)
+
+
+def test_chunks_of_one_rank_need_no_process_group():
+    cfg = dataclasses.replace(CFG, pattern="[*-]|*|[*-]|-")
+    expected = one_piece(cfg, 3)
+    in_stages(cfg, None, "interleaved", 3, expected, chunks=4)
+
+
+@distributed(2)
+def test_empty_segments_pass_on_what_they_get():
+    meshes = weft.init_meshes("cpu", pp=2)
+    for pattern in ("|[*-]*", "[*-]|", "[*-]||*-|"):
+        cfg = dataclasses.replace(CFG, pattern=pattern)
+        in_stages(cfg, meshes, "interleaved", 3, one_piece(cfg, 3))

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -13,7 +14,8 @@ from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
 from weft.comm.watch.mismatch import mismatch
 from weft.overlap.layer import STAGES, StagedLayer, StagedModel, beside_forward
-from weft.pipeline.actions import Action, Entry, Table
+from weft.pipeline import Table, check
+from weft.pipeline import table as named_table
 from weft.pipeline.placement import Cut
 
 _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert_modules")
@@ -123,25 +125,28 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 
 
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
-    """The table of that name, or the one given, if it fits the model and the microbatches."""
+    """The table of that name, or the one given, if it can run and fits the model and the microbatches."""
     if not isinstance(schedule, (str, Table)):
         raise TypeError(f"schedule={schedule!r}: pass a name or a weft.pipeline.Table")
-    table = _named(schedule, cut, microbatches) if isinstance(schedule, str) else schedule
+    if isinstance(schedule, str):
+        found = named_table(schedule, ranks=cut.ranks, microbatches=microbatches, chunks=cut.chunks)
+    else:
+        found = _checked(schedule)
     for what, asked, given in (
-        ("ranks", len(table.ranks), cut.ranks),
-        ("chunks on a rank", table.chunks, cut.chunks),
-        ("microbatches", table.microbatches, microbatches),
+        ("ranks", len(found.ranks), cut.ranks),
+        ("chunks on a rank", found.chunks, cut.chunks),
+        ("microbatches", found.microbatches, microbatches),
     ):
         if asked != given:
             raise ValueError(
-                f"schedule {table.name!r} is for {asked} {what}, and there are {given}: make the table for these"
+                f"schedule {found.name!r} is for {asked} {what}, and there are {given}: make the table for these"
             )
-    if len(cut.segments) > 1 and table.chunks > 1 and table.placement != cut.placement:
+    if len(cut.segments) > 1 and found.chunks > 1 and found.placement != cut.placement:
         raise ValueError(
-            f"schedule {table.name!r} deals stages by {table.placement!r}, the model by {cut.placement!r}: build the "
-            f"model with placement={table.placement!r}"
+            f"schedule {found.name!r} deals stages by {found.placement!r}, the model by {cut.placement!r}: build the "
+            f"model with placement={found.placement!r}"
         )
-    return table
+    return found
 
 
 def require_same(cut: Cut, table: Table, microbatches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -161,13 +166,7 @@ def require_same(cut: Cut, table: Table, microbatches: Sequence[tuple[Tensor, Te
         )
 
 
-def _named(name: str, cut: Cut, microbatches: int) -> Table:
-    """The table of that name."""
-    if cut.ranks == cut.chunks == 1 and name in ("combined", "1f1b"):
-        one = [[(Action(kind, number, 0),) for kind in "FB"] for number in range(microbatches)]
-        rank: list[Entry] = [entry for pair in one for entry in pair]
-        if name == "combined":
-            pairs = [(Action("F", number, 0), Action("B", number - 1, 0)) for number in range(1, microbatches)]
-            rank = [rank[0], *pairs, rank[-1]]
-        return Table(name, (tuple(rank),), 1, microbatches)
-    raise ValueError(f"schedule={name!r}")
+@lru_cache(maxsize=16)
+def _checked(table: Table) -> Table:
+    check(table)
+    return table
