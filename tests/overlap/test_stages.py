@@ -1,5 +1,7 @@
 """A model in stages computes what it computes in one piece, bit for bit."""
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
