@@ -1,15 +1,21 @@
 """A model in stages computes what it computes in one piece, bit for bit."""
 
 import dataclasses
+import time
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import distributed
+from weft.comm.watch.mismatch import CollectiveMismatch
 from weft.models import HybridConfig, HybridModel
-from weft.overlap import forward_backward
+from weft.models.stack import Layer
+from weft.overlap import evaluate, forward_backward
+from weft.pipeline import Action, Table, balanced
 
 CFG = HybridConfig(
     pattern="[*-]*[*-]-",
@@ -110,3 +116,110 @@ def test_empty_segments_pass_on_what_they_get():
     for pattern in ("|[*-]*", "[*-]|", "[*-]||*-|"):
         cfg = dataclasses.replace(CFG, pattern=pattern)
         in_stages(cfg, meshes, "interleaved", 3, one_piece(cfg, 3))
+
+
+@distributed(2)
+def test_tied_weights_on_two_ranks_and_prediction_depths():
+    """The last rank has a copy of the embedding; both have the whole gradient, in whatever call it was made."""
+    meshes = weft.init_meshes("cpu", pp=2)
+    tied = dataclasses.replace(CFG, pattern="[*-]*[*-]/*-", tie_word_embeddings=True)
+    for cfg, how in ((tied, {}), (tied, {"chunks": 2, "placement": "v"})):
+        losses, whole = one_piece(cfg, 4)
+        model = build(cfg, meshes, **how)
+        schedule = "dualpipev" if how else "1f1b"
+        found = [
+            loss
+            for half in (data(4, cfg), data(4, cfg))
+            for loss in forward_backward(model, half, schedule=schedule, loss_scale=0.5)
+        ]
+        same(found, losses * 2)
+        copies = dist.get_rank() == 1 and not how
+        assert (model.embedding is not None) == (dist.get_rank() == 0 or copies)
+        assert (model.mtp is not None) == (model.decoder.final_layernorm is not None)
+        mine = gradients(model)
+        torch.testing.assert_close(mine, {name: whole[name] for name in mine})
+        both = [None, None]
+        dist.all_gather_object(both, mine.get("embedding.weight"))
+        if copies:
+            same(*both)
+
+
+@distributed(2)
+def test_an_evaluation_over_stages_gives_the_losses_and_leaves_gradients_alone():
+    meshes = weft.init_meshes("cpu", pp=2)
+    whole = build(CFG).eval()
+    with torch.no_grad():
+        expected = [whole(*pair) for pair in data(5)]
+    for how in ({}, {"chunks": 2}, {"chunks": 2, "placement": "v"}):
+        model = build(CFG, meshes, **how).eval()
+        same(evaluate(model, data(5)), expected)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.train()
+        forward_backward(model, data(4), schedule="combined" if how.get("placement") != "v" else "zbv")
+        before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        same(evaluate(model.eval(), data(5)), expected)
+        same({name: parameter.grad for name, parameter in model.named_parameters()}, before)
+
+
+@distributed(2)
+def test_ranks_that_were_called_with_different_things_say_so():
+    model = build(CFG, weft.init_meshes("cpu", pp=2))
+    rank = dist.get_rank()
+    pairs = data(4)
+    if rank:
+        pairs = [(tokens[:, :-1], labels[:, :-1]) for tokens, labels in pairs]
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: schedule '1f1b'.*\[2, 6\].*rank 1: .*\[2, 5\]"):
+        forward_backward(model, pairs, schedule="1f1b")
+    with pytest.raises(CollectiveMismatch, match=r"'gpipe'.*'1f1b'"):
+        forward_backward(model, data(4), schedule=("gpipe", "1f1b")[rank])
+    # And after that as if nothing had been; another shape is told anew.
+    forward_backward(model, data(4), schedule="1f1b")
+    longer = [(tokens.repeat(1, 2), labels.repeat(1, 2)) for tokens, labels in data(3)]
+    model.zero_grad()
+    whole = build(CFG)
+    same(forward_backward(model, [*data(1), *longer], schedule="1f1b"), plain(whole, [*data(1), *longer]))
+
+
+@distributed(2)
+def test_a_stage_that_fails_is_named_on_the_others():
+    model = build(CFG, weft.init_meshes("cpu", pp=2))
+    started = time.monotonic()
+    if dist.get_rank():
+        fails = mock.patch.object(Layer, "attend", side_effect=ArithmeticError("no such number"))
+        with fails, pytest.raises(ArithmeticError):
+            forward_backward(model, data(4), schedule="1f1b")
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            forward_backward(model, data(4), schedule="1f1b")
+        said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+        assert "left the forward of microbatch 0" in said and "stage 1" in said and "no such number" in said, said
+    assert time.monotonic() - started < 30
+
+
+def test_what_does_not_fit_is_refused():
+    model = build(CFG, chunks=2)
+    for schedule, message in (
+        ("1f1b", "chunks = 2; it has 1"),
+        ("dualpipev", "deals stages by 'v', the model by 'loop'"),
+        (weft.pipeline.table("gpipe", ranks=1, chunks=2, microbatches=3), "for 3 microbatches, and there are 4"),
+        (weft.pipeline.table("gpipe", ranks=2, chunks=2, microbatches=4), "for 2 ranks, and there are 1"),
+        (Table("mine", (((Action("F", 0, 0),),),), 2, 4), "is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forward_backward(model, data(4), schedule=schedule)
+    with pytest.raises(TypeError, match="pass a name or a weft.pipeline.Table"):
+        forward_backward(model, data(4), schedule=3)
+    with pytest.raises(ValueError, match="5 segments"):
+        build(dataclasses.replace(CFG, pattern="*|*|*|*|*"), chunks=2)
+    with pytest.raises(ValueError, match="chunks=0: each rank has at least 1 stage"):
+        build(CFG, chunks=0)
+    with pytest.raises(ValueError, match=r"placement='w': choose"):
+        build(CFG, chunks=2, placement="w")
+
+
+@pytest.mark.parametrize(
+    "costs, last, expected", [([1, 1, 1, 1], 0, [2, 2]), ([1, 1, 1, 1], 2, [3, 1]), ([1], 0, [0, 1])]
+)
+def test_layers_are_cut_where_the_dearest_segment_is_cheapest(costs, last, expected):
+    assert sorted(map(len, balanced(costs, 2, last=last))) == sorted(expected)
+    assert [number for segment in balanced(costs, 2, last=last) for number in segment] == list(range(len(costs)))

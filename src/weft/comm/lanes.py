@@ -51,7 +51,7 @@ class Ticket:
     def __del__(self) -> None:
         self.abandon()
 
-    def abandon(self) -> None:
+    def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
         """Let transfers end of which nobody uses the result, before their memory goes to somebody else.
 
         Their messages would pair with those of whoever uses the lane next.
@@ -59,7 +59,7 @@ class Ticket:
         self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            transfer.abandon(ABANDONED_TIMEOUT)
+            transfer.abandon(timeout)
 
     @property
     def ended(self) -> bool:

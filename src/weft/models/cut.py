@@ -49,7 +49,9 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
         head = cfg.hidden_size * cfg.vocab_size
         cuts = balanced(layer_costs(cfg, cfg.parsed.layers), ranks * (chunks or 1), last=head)
     rank = mesh.get_local_rank() if mesh is not None else 0
-    return Cut(cuts, ranks, rank, placement, group_of(mesh, 0) if mesh is not None else None)
+    apart = ranks > 1 and placement == LOOP
+    shares = apart and (cfg.tie_word_embeddings or cfg.parsed.depths > 0)
+    return Cut(cuts, ranks, rank, placement, group_of(mesh, 0) if mesh is not None else None, shares)
 
 
 def layer_costs(cfg: HybridConfig, layers: tuple[LogicalLayer, ...]) -> list[float]:

@@ -46,7 +46,7 @@ class HybridModel(nn.Module):
         here = None if cut is None else [number for segment in cut.mine for number in segment]
         source = WeightSource()
         self.embedding: Any = None
-        if begins:
+        if begins or (cut is not None and cut.has_copies):
             self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding", cfg.pad_token_id)
         self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes, here=here, ends=ends)
         self.output_layer: Any = None
@@ -58,6 +58,13 @@ class HybridModel(nn.Module):
     def staged_layers(self) -> Sequence[StagedLayer]:
         """The logical layers of this rank, as `weft.overlap` runs them."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    @property
+    def shared_ends(self) -> Sequence[nn.Module]:
+        """What the first and the last stage both have, where they are on two ranks: the embedding, which a tied head
+        and prediction depths use."""
+        shares = self.cut is not None and self.cut.shares_ends
+        return [self.embedding] if shares and self.embedding is not None else []
 
     @property
     def depths(self) -> Sequence[PredictionDepth]:

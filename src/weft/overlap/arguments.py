@@ -149,20 +149,20 @@ def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
     return found
 
 
-def require_same(cut: Cut, table: Table, microbatches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same."""
+def require_same(cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tensor]], order: Any = ()) -> None:
+    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same: `what`, in which order."""
     if cut.group is None:
         return
-    said = f"{table.name!r} with microbatches of {[list(tokens.shape) for tokens, _ in microbatches]}"
-    word = zlib.crc32(f"{said} {table.ranks}".encode())
+    said = f"{what} of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
+    word = zlib.crc32(f"{said} {order}".encode())
     (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule")
     if highest != -lowest:
         everyone = exchange_objects(said, cut.group, "arguments of a schedule")
         ranks = dist.get_process_group_ranks(cut.group)
         raise mismatch(
-            "of one pipeline run different schedules",
+            "of one pipeline run different things",
             dict(zip(ranks, everyone)),
-            "each calls forward_backward with the same schedule and microbatches of the same shapes",
+            "each calls with the same schedule, and as many microbatches of the same shapes",
         )
 
 

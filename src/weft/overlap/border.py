@@ -39,7 +39,7 @@ class Border:
             return
         hidden, *losses = (value.take() for value in values)
         self._forward.send(key, [hidden, *([torch.stack(losses)] if losses else [])])
-        if self._backward is not None:
+        if self._backward is not None and torch.is_grad_enabled():
             self._backward.learn(key, self._forward)
 
     def gradients_come(self, values: Sequence[Value]) -> None:
@@ -59,7 +59,8 @@ class Border:
         if self._forward is None:
             return self._here.pop(microbatch)
         hidden, *losses = self._forward.take()
-        return [Value(each, needs_grad=True) for each in (hidden, *(losses[0].unbind() if losses else ()))]
+        tensors = [hidden, *(losses[0].unbind() if losses else ())]
+        return [Value(tensor, needs_grad=torch.is_grad_enabled()) for tensor in tensors]
 
     def gradients_leave(self, key: Hashable, values: Sequence[Value]) -> None:
         """The gradients in `values`, which came, go back."""

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import reduce_now
 from weft.comm.ranges import profiled
 from weft.overlap.border import Border
 from weft.overlap.chunk_pass import ChunkPass
 from weft.overlap.layer import StagedLayer
-from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, table_order
+from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
 from weft.overlap.units import Around, ModelUnits
 from weft.pipeline.actions import Table
 from weft.pipeline.placement import Cut
@@ -47,6 +48,8 @@ class ScheduledRun:
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
+        self._apart: set[tuple[int, int]] = set()
+        """The microbatches and chunks whose weight gradients are computed apart."""
         self._losses: dict[int, Tensor] = {}
 
     def forward_backward(
@@ -55,19 +58,23 @@ class ScheduledRun:
         """Carry out what `table` has for this rank."""
         entries = table.ranks[self._cut.rank]
         steps = table_order(entries, self._part, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release)
-        program = self._units.program(steps)
-        apart = {action[1:] for entry in entries for action in entry if delay_wgrad or action.kind == "W"}
-        self._foresee(program)
-        try:
-            with self._units.scheduled(program):
-                self._carry_out(program, apart, trace)
-        except BaseException:
-            if self._transport is not None:
-                self._transport.forget()
-            raise
-        if self._transport is not None:
-            self._transport.finish()
+        self._apart = {action[1:] for entry in entries for action in entry if delay_wgrad or action.kind == "W"}
+        ends = SharedEnds(self._model, self._cut, self._transport)
+        with torch.enable_grad():
+            self._carry_out(list(steps), trace)
+        ends.add_up()
         _checked[self._model] = CHECKED_MICROBATCHES - self._unchecked + len(self._microbatches)
+
+    def evaluate(self) -> None:
+        """All forwards, one chunk after the other, and nothing kept for a backward."""
+        steps = (
+            step
+            for chunk in range(self._cut.chunks)
+            for number in range(len(self._microbatches))
+            for step in combined_order(self._part(number, chunk), None, delay_wgrad=False, early_release=False)
+        )
+        with torch.no_grad():
+            self._carry_out(list(steps), None)
 
     def losses(self) -> list[Tensor]:
         """The loss of each microbatch, on every rank."""
@@ -75,7 +82,20 @@ class ScheduledRun:
             return [self._losses[number] for number in sorted(self._losses)]
         return _shared(self._losses, len(self._microbatches), self._cut, self._microbatches[0][0].device)
 
-    def _carry_out(self, program: Sequence[Around], apart: set, trace: list[Step] | None) -> None:
+    def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
+        program = self._units.program(steps)
+        self._foresee(program)
+        try:
+            with self._units.scheduled(program, backward=torch.is_grad_enabled()):
+                self._go_through(program, trace)
+        except BaseException:
+            if self._transport is not None:
+                self._transport.forget()
+            raise
+        if self._transport is not None:
+            self._transport.finish()
+
+    def _go_through(self, program: Sequence[Around], trace: list[Step] | None) -> None:
         passes: dict[tuple[int, int], ChunkPass] = {}  # those under way: what they hold goes with their backward
         left = Counter((around.step.microbatch, around.step.chunk) for around in program)
         last = {around.step.chunk: around.step.microbatch for around in program}
@@ -83,7 +103,7 @@ class ScheduledRun:
             step = around.step
             place = step.microbatch, step.chunk
             if place not in passes:
-                passes[place] = self._pass(step, delay_wgrad=place in apart)
+                passes[place] = self._pass(step, delay_wgrad=place in self._apart)
             current = passes[place]
             try:
                 self._units.before(around, current, last=step.microbatch == last[step.chunk])
@@ -151,6 +171,34 @@ class ScheduledRun:
         if len(self._cut.segments) == 1:
             return str(step)
         return f"{step} (stage {self._cut.stage(step.chunk)})"
+
+
+class SharedEnds:
+    """What the first and the last stage both have: each adds the other's gradients to its own, in the same order.
+
+    On the last rank they begin at nothing, so that what an earlier call has added is not added again.
+    """
+
+    def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
+        shares = cut.shares_ends and (cut.is_first or cut.is_last)
+        modules = model.shared_ends if shares else ()
+        self._parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
+        self._cut = cut
+        self._transport = transport
+        for parameter in self._parameters if cut.has_copies else ():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Exchange the gradients, if there are any: reductions may be put off to another call."""
+        for parameter in self._parameters:
+            if parameter.grad is None or self._transport is None:
+                continue
+            gradient = parameter.grad
+            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            other = self._transport.swap(mine)
+            first, last = (mine, other) if self._cut.is_first else (other, mine)
+            mine.copy_(first + last)
 
 
 def _numbers(cut: Cut) -> list[range]:

@@ -69,7 +69,24 @@ def forward_backward(
             "nothing to hide; pass overlap=False"
         )
     table = table_of(schedule or ("combined" if overlap else "1f1b"), cut, len(microbatches))
-    require_same(cut, table, microbatches)
+    require_same(cut, f"schedule {table.name!r}", microbatches, table.ranks)
     run = ScheduledRun(model, layers, cut, microbatches, scales)
     run.forward_backward(table, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release, trace=trace)
+    return run.losses()
+
+
+def evaluate(model: Any, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The loss of each microbatch, without a backward; gradients stay as they are.
+
+    Of a model in stages on all ranks of its pipeline, which call this with the same microbatches; each gets all losses.
+    `model.eval()` before it leaves out what layers and prediction depths add in training.
+
+    Raises what `forward_backward` does about `model` and `microbatches`.
+    """
+    layers = layers_of(model)
+    cut = cut_of(model, layers)
+    microbatches = checked_microbatches(microbatches)
+    require_same(cut, "an evaluation", microbatches)
+    run = ScheduledRun(model, layers, cut, microbatches, [1.0] * len(microbatches))
+    run.evaluate()
     return run.losses()

@@ -14,13 +14,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from weft.comm.watch.lookout import lookout
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Hold, Unit
 from weft.overlap.layer import StagedLayer
-from weft.overlap.order import BACKWARD, FORWARD, Step
+from weft.overlap.order import BACKWARD, Step
 
 AHEAD = 2
 """Units gathered ahead: those of both layers of a pair, whose first steps follow one another closely."""
@@ -102,12 +104,13 @@ class ModelUnits:
             around[-1].release.extend(holds)
         return around
 
-    def scheduled(self, program: Sequence[Around]) -> AbstractContextManager:
-        """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end."""
+    def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
+        """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end; not
+        `backward`: it has forward steps only."""
         if self.runtime is None:
             return nullcontext()
         visits = [unit for each in program for unit, _ in each.acquire]
-        return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program))
+        return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program), backward=backward)
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire what the step needs.
@@ -124,7 +127,7 @@ class ModelUnits:
             self.runtime.visit(unit, hold)
             if around.step.direction == BACKWARD:
                 self.runtime.reductions.offer_main_gradients(unit)
-            if around.step.direction == FORWARD:  # its weights stay where they are until the backward
+            elif torch.is_grad_enabled():  # its weights stay where they are until the backward
                 unit.calls.add(self if unit in self.outside else graph)
 
     def after(self, around: Around, graph: Any) -> None:

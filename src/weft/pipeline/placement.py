@@ -20,6 +20,7 @@ class Cut:
     """A model in stages. `segments`: the layers of each stage, numbered over the whole model; `placement`: see above.
 
     `group`: the process group of the pipeline's ranks, None where there is one. `rank`: this one among them.
+    `shares_ends`: whether the first and the last stage, on two ranks, both have parameters that are one in the whole.
     """
 
     segments: tuple[range, ...]
@@ -27,6 +28,7 @@ class Cut:
     rank: int = 0
     placement: str = LOOP
     group: Any = None
+    shares_ends: bool = False
 
     def __post_init__(self) -> None:
         if self.placement not in (LOOP, V):
@@ -65,6 +67,11 @@ class Cut:
     def is_first(self) -> bool:
         """Whether this rank has the first stage: the embedding."""
         return self.holder(0) == self.rank
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether this rank has the second of what the first and the last stage share."""
+        return self.shares_ends and self.is_last
 
     @property
     def is_last(self) -> bool:

@@ -13,6 +13,7 @@ shape of what they belong to.
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from weft.comm.watch.lookout import watching
 from weft.pipeline.placement import Cut
 
 FORWARD, BACKWARD = "forward", "backward"
+ENDS = -1
+"""The border between the last stage and the first, over which the gradients of what both have are exchanged."""
+FAREWELL = timedelta(seconds=1)
+"""How long messages may take to end once a schedule was left by an exception."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6
@@ -100,15 +105,21 @@ class Channel:
 
     def learn(self, key: Hashable, like: "Channel") -> None:
         """What belongs to `key` has the shape that it has in the channel `like`."""
-        self._known[key] = like._known[key]
-        if not self._expected:
-            self._expect()
+        self.knows(key, like._known[key])
+
+    def knows(self, key: Hashable, shapes: Shapes) -> None:
+        """What belongs to `key` has these shapes: nobody need tell."""
+        self._known[key] = shapes
+        self._expect()
 
     def forget(self) -> None:
-        """What was to come does not come any more."""
+        """What was to come does not come any more. Who waits at the other end is told so by its connection."""
         self._coming.clear()
+        for ticket in (*(ticket for _, ticket in self._expected), *self._sent):
+            ticket.abandon(FAREWELL)
         self._expected.clear()
         self._sent.clear()
+        self._told.clear()
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
@@ -156,15 +167,20 @@ class Transport:
     def __init__(self, cut: Cut, device: torch.device) -> None:
         """Collective: every rank of the world makes it."""
         self._channels: dict[tuple[int, str], Channel] = {}
-        borders = range(len(cut.segments) - 1)
-        ends = {border: (cut.holder(border), cut.holder(border + 1)) for border in borders}
-        wanted = [(border, way) for border in borders for way in (FORWARD, BACKWARD) if len(set(ends[border])) == 2]
+        self._is_first = cut.is_first
+        last = len(cut.segments) - 1
+        ends = {border: (cut.holder(border), cut.holder(border + 1)) for border in range(last)}
+        if cut.shares_ends:
+            ends[ENDS] = (cut.holder(0), cut.holder(last))
+        wanted = [(border, way) for border in ends for way in (FORWARD, BACKWARD) if len(set(ends[border])) == 2]
         groups = pair_groups(cut.group, [ends[border] for border, _ in wanted])
         for (border, way), group in zip(wanted, groups):
             if group is None:
                 continue
             title = f"activations from stage {border} to stage {border + 1}"
-            if way == BACKWARD:
+            if border == ENDS:
+                title = "gradients of what the first and the last stage share"
+            elif way == BACKWARD:
                 title = f"gradients from stage {border + 1} to stage {border}"
             self._channels[border, way] = Channel(group, 1 - group.rank(), next_channel(group), title, device)
 
@@ -176,6 +192,19 @@ class Transport:
         """Everything has arrived that was sent from here."""
         for channel in self._channels.values():
             channel.finish()
+
+    def swap(self, tensor: Tensor) -> Tensor:
+        """What the rank with the other end of the model has in place of `tensor`."""
+        ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
+        out, into = (self._channels[ENDS, way] for way in ways)
+        key = shapes = ((tuple(tensor.shape), tensor.dtype),)
+        for channel in (out, into):
+            channel.knows(key, shapes)
+        into.foresee([key])
+        out.send(key, [tensor])
+        (other,) = into.take()
+        out.finish()
+        return other
 
     def forget(self) -> None:
         """A schedule was left by an exception: nothing comes any more."""
