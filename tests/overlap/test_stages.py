@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             forward_backward(model, data(4), schedule=schedule)
-    with pytest.raises(TypeError, match="pass a name or a weft.pipeline.Table"):
+    with pytest.raises(TypeError, match="pass a name or a Table"):
         forward_backward(model, data(4), schedule=3)
     with pytest.raises(ValueError, match="5 segments"):
         build(dataclasses.replace(CFG, pattern="*|*|*|*|*"), chunks=2)

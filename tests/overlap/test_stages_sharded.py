@@ -1,6 +1,7 @@
 """Stages that are sharded, with experts on several ranks: the same step as in one process."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import weft
 from tests.overlap.test_stages import CFG, build, data, gradients
 from tests.pool import distributed
+from weft.fsdp.module import units_under
 from weft.models import shard
 from weft.overlap import evaluate, forward_backward
 
@@ -70,7 +72,7 @@ def test_experts_on_two_ranks_in_two_stages():
         for switches in ({}, {"delay_wgrad": True}):
             _, trace = in_stages(cfg, meshes, "optim_grads_params", schedule, 4, expected, switches, **how)
             directions = [step.direction for step in trace if step.slot in ("dispatch", "combine")]
-            assert sum(one != other for one, other in zip(directions, directions[1:])) > 4
+            assert sum(one != other for one, other in pairwise(directions)) > 4
 
 
 @distributed(2)

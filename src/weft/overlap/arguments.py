@@ -127,7 +127,7 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
     """The table of that name, or the one given, if it can run and fits the model and the microbatches."""
     if not isinstance(schedule, (str, Table)):
-        raise TypeError(f"schedule={schedule!r}: pass a name or a weft.pipeline.Table")
+        raise TypeError(f"schedule={schedule!r}: pass a name or a Table")
     if isinstance(schedule, str):
         found = named_table(schedule, ranks=cut.ranks, microbatches=microbatches, chunks=cut.chunks)
     else:
