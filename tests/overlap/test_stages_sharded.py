@@ -55,9 +55,8 @@ def test_zero_1_to_3_and_hsdp_in_stages():
         ("optim_grads", "zbv", {"chunks": 2, "placement": "v"}),
     ):
         model, _ = in_stages(CFG, meshes, strategy, schedule, 4, expected, **how)
-        assert all(
-            not unit.resident for unit in model._weft_driver.started.units if any(g.transient for g in unit.groups)
-        )
+        gathered = [unit for unit in units_under(model) if any(group.transient for group in unit.groups)]
+        assert not any(unit.resident for unit in gathered)
     replicated = weft.init_meshes("cpu", pp=2, dp_replicate=2)
     in_stages(CFG, replicated, "optim_grads_params", "1f1b", 4, expected)
 
