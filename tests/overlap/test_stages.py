@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import weft
-from tests.pool import distributed
+from tests.pool import RankFailed, distributed
 from weft.comm.watch.mismatch import CollectiveMismatch
 from weft.models import HybridConfig, HybridModel
 from weft.models.stack import Layer
@@ -180,19 +181,20 @@ def test_ranks_that_were_called_with_different_things_say_so():
     same(forward_backward(model, [*data(1), *longer], schedule="1f1b"), plain(whole, [*data(1), *longer]))
 
 
-@distributed(2)
-def test_a_stage_that_fails_is_named_on_the_others():
+def fails_in_the_second_stage():
     model = build(CFG, weft.init_meshes("cpu", pp=2))
+    fault = ArithmeticError("no such number") if dist.get_rank() else None
+    with mock.patch.object(Layer, "attend", side_effect=fault) if fault else nullcontext():
+        forward_backward(model, data(4), schedule="1f1b")
+
+
+def test_a_stage_that_fails_is_named_on_the_others(pool):
     started = time.monotonic()
-    if dist.get_rank():
-        fails = mock.patch.object(Layer, "attend", side_effect=ArithmeticError("no such number"))
-        with fails, pytest.raises(ArithmeticError):
-            forward_backward(model, data(4), schedule="1f1b")
-    else:
-        with pytest.raises(RuntimeError) as caught:
-            forward_backward(model, data(4), schedule="1f1b")
-        said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-        assert "left the forward of microbatch 0" in said and "stage 1" in said and "no such number" in said, said
+    with pytest.raises(RankFailed) as caught:
+        pool.run(2, fails_in_the_second_stage)
+    first, second = str(caught.value).split("--- rank 1")
+    assert "left the forward of microbatch 0, layer 0.attend (stage 1) by ArithmeticError: no such number" in first
+    assert "ArithmeticError: no such number" in second
     assert time.monotonic() - started < 30
 
 

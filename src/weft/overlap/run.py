@@ -135,7 +135,7 @@ class ScheduledRun:
             key=self._key(number),
             delay_wgrad=delay_wgrad,
             loss_scale=self._scales[number],
-            check=number < self._unchecked,
+            check=number < self._unchecked and torch.is_grad_enabled(),
         )
 
     def _part(self, microbatch: int, chunk: int) -> Part:
