@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
+from weft.comm.groups import exchange_objects
 from weft.comm.timeline import Timeline
 from weft.models.prediction import prediction_losses
 from weft.overlap import forward_backward
@@ -75,7 +76,7 @@ class Trainer:
         self.task: Task = TextTask(config, self.device) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
-        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.parameter_count = count_parameters(self.model)
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
@@ -213,7 +214,7 @@ class Trainer:
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
-        depth_losses = prediction_losses(self.model)
+        depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
             norms = weft.parameter_norms(self.model)
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
@@ -228,8 +229,9 @@ class Trainer:
 
         # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
         mean = losses.double().mean() / self.ranks
-        router_mean = router_losses.double() / (len(microbatches) * self.ranks)
-        depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
+        parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
+        router_mean = router_losses.double() / (len(microbatches) * parts)
+        depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.own_numbers.marks()
         known = torch.stack([mean, router_mean])
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
@@ -261,12 +263,15 @@ class Trainer:
     def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
-        if loop.overlap:
+        stages = self.config.sharding.pp > 1
+        if loop.overlap or stages:
             timeline = Timeline() if self._is_recorded() else None
             with timeline or nullcontext():
                 losses = forward_backward(
                     self.model,
                     microbatches,
+                    schedule=self.config.table(self.ranks) if stages else None,
+                    overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
                     loss_scale=scale,
@@ -283,6 +288,13 @@ class Trainer:
             self.own_numbers.add(own)
             found.append(loss.detach())
         return torch.stack(found)
+
+    def _depth_losses(self) -> torch.Tensor:
+        """What prediction depths have added here; only the last stage has them."""
+        losses = prediction_losses(self.model)
+        if self.config.sharding.pp > 1 and not losses.numel():
+            return torch.zeros(self.config.model.parsed.depths)
+        return losses
 
     def _is_recorded(self) -> bool:
         """Whether the step that begins is the one that the report draws: the last, on the first rank."""
@@ -392,6 +404,16 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     return answer[0]
 
 
+def count_parameters(model: Any) -> int:
+    """The numbers that `model` trains, over all of its stages."""
+    cut = getattr(model, "cut", None)
+    again = {id(p) for module in model.shared_ends for p in module.parameters()} if cut and cut.has_copies else ()
+    count = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in again)
+    if cut is None or cut.group is None:
+        return count
+    return sum(exchange_objects(count, cut.group, "the sizes of stages"))
+
+
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over `model`'s parameters; only matrices decay, not norms and biases."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -400,7 +422,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [group for group in groups if group["params"] or getattr(model, "cut", None)],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
