@@ -40,6 +40,8 @@ class Mutation(NamedTuple):
 
 ORDER = "fsdp/test_order.py::"
 SEAMS = "fsdp/seams/"
+CHECK = "pipeline/test_check.py::"
+SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
@@ -489,6 +491,91 @@ MUTATIONS = [
         "if unused := set(files) - wanted:",
         "if unused := set():",
         "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
+    ),
+    # --- schedules of pipelines --------------------------------------------------------------------------------------
+    Mutation(
+        "ranks that wait for each other pass the check",
+        "pipeline/simulation.py",
+        "if len(self._spans[rank]) < len(entries):",
+        "if False:",
+        CHECK + "test_ranks_that_wait_for_each_other_are_told_as_a_circle",
+    ),
+    Mutation(
+        "a microbatch that never comes passes the check",
+        "pipeline/rules.py",
+        "if missing := ledger.missing():",
+        "if missing := None:",
+        CHECK + "test_an_entry_that_is_missing_is_named",
+    ),
+    Mutation(
+        "a microbatch that comes twice passes the check",
+        "pipeline/rules.py",
+        "if microbatch < due:",
+        "if False:",
+        CHECK + "test_an_entry_that_comes_twice_is_refused_where_it_comes_again",
+    ),
+    Mutation(
+        "microbatches out of order pass the check",
+        "pipeline/rules.py",
+        "if microbatch > due:",
+        "if False:",
+        CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
+    ),
+    Mutation(
+        "a backward before its forward passes the check",
+        "pipeline/rules.py",
+        'if kind in "BI" and microbatch >= self._next["F", chunk]:',
+        "if False:",
+        CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
+    ),
+    Mutation(
+        "weight gradients before their other part pass the check",
+        "pipeline/rules.py",
+        'if kind == "W" and microbatch >= self._next["I", chunk]:',
+        "if False:",
+        CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
+    ),
+    Mutation(
+        "a simulated forward does not wait for the stage before",
+        "pipeline/simulation.py",
+        'if kind == "F" and stage > 0:',
+        "if False:",
+        CHECK + "test_what_a_simulation_says_keeps_the_order_of_what_needs_what",
+    ),
+    Mutation(
+        "simulated transfers take no time",
+        "pipeline/simulation.py",
+        "return end + self.costs.transfer * (origin != rank)",
+        "return end",
+        CHECK + "test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not",
+    ),
+    Mutation(
+        "a simulated pair takes as long as its halves",
+        "pipeline/simulation.py",
+        "return time * self.pair if len(entry) == 2 else time",
+        "return time",
+        SCHEDULES + "test_dualpipev_idles_as_long_as_its_authors_say[0.8-4-8]",
+    ),
+    Mutation(
+        "activations are counted as gone before their weight gradients",
+        "pipeline/simulation.py",
+        'alive -= sum(action.kind in "BW" for action in entry)',
+        'alive -= sum(action.kind in "BI" for action in entry)',
+        CHECK + "test_activations_live_until_the_gradients_of_weights_are_there",
+    ),
+    Mutation(
+        "the combined schedule starts without its extra forward",
+        "pipeline/schedules.py",
+        "extra=1",
+        "extra=0",
+        SCHEDULES + "test_pairs_of_the_combined_schedule_follow_each_other_without_a_gap",
+    ),
+    Mutation(
+        "dualpipev pairs the last rank's first forward too",
+        "pipeline/schedules.py",
+        "if number == 0 and behind == 0:",
+        "if False:",
+        SCHEDULES + "test_a_table_is_torch_s_where_both_have_the_schedule[dualpipev]",
     ),
 ]
 

@@ -51,7 +51,7 @@ def test_the_readme_shows_the_example_as_it_is():
     "page",
     [
         *("sharding", "composition", "gradients", "precision", "memory", "debugging", "experts", "overlap"),
-        *("from-fsdp2", "from-megatron-fsdp", "optimizers"),
+        *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules"),
     ],
 )
 @distributed(2)
@@ -77,6 +77,7 @@ PAGES_WITH_TESTS = [
     "from-megatron-fsdp",
     "optimizers",
     "huggingface",
+    "schedules",
 ]
 
 

@@ -170,6 +170,7 @@ def test_pairs_on_the_order_of_1f1b_wait_for_each_other():
         ("F0.0 B0.0 F1.0 B1.1", 3, "there is no chunk 1: chunks go from 0 to 0"),
         ("F0.0 B0.0 F2.0 B1.0", 2, "there is no microbatch 2: they go from 0 to 1"),
         ("B0.0 F0.0 F1.0 B1.0", 0, "its forward F0.0 has not come"),
+        ("F1.0 F0.0 B0.0 B1.0", 0, "F0.0 has not come: each chunk takes the microbatches in order"),
         ("F0.0 I0.0 F1.0 B1.0", 3, "W0.0 has not come"),
         ("F0.0 W0.0 I0.0 F1.0", 1, "its first part I0.0 has not come"),
         ("F0.0 B0.0 F1.0 I1.0", 4, "W1.0 is missing"),
@@ -191,6 +192,13 @@ def test_a_stage_that_takes_longer_makes_the_others_wait():
     heavy = check(made, Costs([1, 2], [1, 2], [1, 2]))
     assert heavy.idle[0] > even.idle[0]
     assert heavy.time == 2 * 3 * 4 + 3  # the heavy rank is busy but for the first forward and the last backward
+
+
+def test_activations_live_until_the_gradients_of_weights_are_there():
+    late = parse_table("table late: chunks 1, microbatches 2, placement loop\nrank 0: F0.0 I0.0 F1.0 I1.0 W0.0 W1.0")
+    early = parse_table("table early: chunks 1, microbatches 2, placement loop\nrank 0: F0.0 I0.0 W0.0 F1.0 B1.0")
+    assert check(late).live == (2,)
+    assert check(early).live == (1,)
 
 
 def test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not():
