@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
-from weft.comm.groups import exchange_objects
 from weft.comm.timeline import Timeline
 from weft.models.prediction import prediction_losses
+from weft.models.stages import Stages
 from weft.overlap import forward_backward
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
 from weft.train.ema import WeightAverage
@@ -76,7 +76,8 @@ class Trainer:
         self.task: Task = TextTask(config, self.device) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
-        self.parameter_count = count_parameters(self.model)
+        self.stages = Stages(self.model)
+        self.parameter_count = self.stages.count_parameters()
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
@@ -216,7 +217,7 @@ class Trainer:
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
-            norms = weft.parameter_norms(self.model)
+            norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
         norm = clip_gradients(self.model, self.config.train.gradient_clip)
@@ -302,7 +303,7 @@ class Trainer:
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
-        found = weft.find_nonfinite(self.model)
+        found = sum(self.stages.all_of(weft.find_nonfinite(self.model)), [])
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
@@ -402,16 +403,6 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
-
-
-def count_parameters(model: Any) -> int:
-    """The numbers that `model` trains, over all of its stages."""
-    cut = getattr(model, "cut", None)
-    again = {id(p) for module in model.shared_ends for p in module.parameters()} if cut and cut.has_copies else ()
-    count = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in again)
-    if cut is None or cut.group is None:
-        return count
-    return sum(exchange_objects(count, cut.group, "the sizes of stages"))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
