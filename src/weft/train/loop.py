@@ -303,7 +303,7 @@ class Trainer:
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
-        found = sum(self.stages.all_of(weft.find_nonfinite(self.model)), [])
+        found = [each for stage in self.stages.all_of(weft.find_nonfinite(self.model)) for each in stage]
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
