@@ -8,7 +8,12 @@ from tests.train.test_loop import reference, train_on
 
 pytestmark = pytest.mark.slow
 
-MODEL = {"model__pattern": "[*E][*-][*E]", "model__num_experts": 4, "model__moe_intermediate_size": 16}
+MODEL = {
+    "model__pattern": "[*E][*-][*E]",
+    "model__num_experts": 4,
+    "model__moe_intermediate_size": 16,
+    "model__expert_bias": True,
+}
 
 
 @pytest.mark.parametrize(

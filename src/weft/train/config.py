@@ -111,8 +111,7 @@ class LoopConfig:
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     schedule: str = ""
-    """With `sharding.pp`: which microbatch runs when, a name of `weft schedule` or a file; empty: "1f1b", over several
-    chunks "interleaved", with `overlap` "combined"."""
+    """With `sharding.pp`: a name of `weft schedule`, or a file; empty: "1f1b", "interleaved" or "combined"."""
     overlap: bool = False
     """Run the token exchange of one microbatch under the computation of its neighbour (`weft.overlap`)."""
     delay_wgrad: bool = False
