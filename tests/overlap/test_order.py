@@ -118,3 +118,34 @@ def test_every_node_runs_once_in_each_direction_and_after_what_it_needs(
         assert sorted(delayed) == sorted(expected if delay_wgrad else [])
         for number, slot in delayed:
             assert backward.index((number, slot)) > backward.index((number, slot.partition(".")[0]))
+
+
+def test_a_pair_of_a_table_runs_as_one_and_without_overlap_one_after_the_other():
+    pair = [(Action("F", 1, 0), Action("B", 0, 1))]
+    ahead, behind = Part(1, layers(EXPERTS)), Part(0, layers(EXPERTS), 1)
+    switches = {"delay_wgrad": False, "early_release": False}
+
+    def steps(overlap):
+        return list(table_order(pair, lambda number, chunk: behind if chunk else ahead, overlap=overlap, **switches))
+
+    assert steps(True) == list(combined_order(ahead, behind, **switches))
+    assert steps(False) == [*combined_order(ahead, None, **switches), *combined_order(None, behind, **switches)]
+
+
+def test_a_chunk_inside_of_the_model_receives_and_sends_as_soon_as_it_can():
+    ahead = Part(1, layers(ALONE), 0, first=False, last=False)
+    behind = Part(0, layers(ALONE, ALONE), 1, first=False, last=False)
+    steps = list(combined_order(ahead, behind, delay_wgrad=False, early_release=False))
+    ends = ["B.send", "F.receive", "F0.attend", "B1.attend", "F.send", "B0.attend", "B.receive"]
+    assert spelled(steps) == ends
+    assert {step.slot for step in steps if step.lane == order.STAGE} == {"send", "receive"}
+
+
+def test_the_parts_of_a_backward_are_its_steps_apart():
+    part = Part(0, layers(EXPERTS, DENSE))
+    entries = [(Action(kind, 0, 0),) for kind in "IW"]
+    steps = list(table_order(entries, lambda *_: part, overlap=True, delay_wgrad=False, early_release=False))
+    whole = list(combined_order(None, part, delay_wgrad=True, early_release=False))
+    assert set(steps) == set(whole) and len(steps) == len(whole)
+    weights = [step for step in steps if step.slot.endswith(".weights")]
+    assert steps[-4:] == weights == [step for step in whole if step.slot.endswith(".weights")]

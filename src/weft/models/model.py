@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.cut import cut_of
-from weft.models.layers import Cache, Embedding
+from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions
 from weft.models.stack import Stack
@@ -53,6 +53,9 @@ class HybridModel(nn.Module):
         if ends and not cfg.tie_word_embeddings:
             self.output_layer = Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
         self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
+        if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
+            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, whoever has the depths
+                dispatcher_of(cfg, meshes)
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:

@@ -55,8 +55,15 @@ class Channel:
         self._known: dict[Hashable, Shapes] = {}
         self._coming: deque[Hashable] = deque()
         self._expected: deque[tuple[list[Tensor], Ticket]] = deque()
-        self._sent: deque[Ticket] = deque()
+        self._sent: deque[tuple[int, Ticket]] = deque()
+        """What may still be under way, numbered."""
+        self._sends = self._answers = 0
         self._told: list[Any] = []
+
+    def open(self, *, sends: bool) -> None:
+        """Send one number, or receive it: communicators are made when first used, and only by both ends at once."""
+        number = [torch.zeros(1, device=self._device)]
+        self._run(send if sends else receive, number).wait()
 
     # --- sender -----------------------------------------------------------------------------------------------------
 
@@ -73,16 +80,24 @@ class Channel:
                 f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, and are now "
                 f"{_shown(shapes)}: the other stage expects the former; build the model anew"
             )
-        while self._sent and self._sent[0].ended:
+        while self._sent and self._sent[0][1].ended:
             self._sent.popleft()
-        self._sent.append(self._run(send, tensors))
+        self._sends += 1
+        self._sent.append((self._sends, self._run(send, tensors)))
+
+    def answered(self) -> None:
+        """The oldest message that was not answered is: it has arrived, and its memory can go."""
+        self._answers += 1
+        while self._sent and self._sent[0][0] <= self._answers:
+            self._sent.popleft()[1].wait()
 
     def finish(self) -> None:
         """Everything has arrived that was sent here."""
         while self._told:
             self._told.pop().wait()
         while self._sent:
-            self._sent.popleft().wait()
+            self._sent.popleft()[1].wait()
+        self._sends = self._answers = 0
 
     # --- receiver ---------------------------------------------------------------------------------------------------
 
@@ -115,10 +130,11 @@ class Channel:
     def forget(self) -> None:
         """What was to come does not come any more. Who waits at the other end is told so by its connection."""
         self._coming.clear()
-        for ticket in (*(ticket for _, ticket in self._expected), *self._sent):
+        for _, ticket in (*self._expected, *self._sent):
             ticket.abandon(FAREWELL)
         self._expected.clear()
         self._sent.clear()
+        self._sends = self._answers = 0
         self._told.clear()
 
     # --- parts ------------------------------------------------------------------------------------------------------
@@ -182,7 +198,9 @@ class Transport:
                 title = "gradients of what the first and the last stage share"
             elif way == BACKWARD:
                 title = f"gradients from stage {border + 1} to stage {border}"
-            self._channels[border, way] = Channel(group, 1 - group.rank(), next_channel(group), title, device)
+            channel = Channel(group, 1 - group.rank(), next_channel(group), title, device)
+            channel.open(sends=ends[border][way == BACKWARD] == cut.rank)
+            self._channels[border, way] = channel
 
     def channel(self, border: int, direction: str) -> Channel | None:
         """The channel over `border`; None where both of its stages are on this rank."""
