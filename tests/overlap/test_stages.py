@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import weft
@@ -15,8 +16,8 @@ from tests.pool import RankFailed, distributed
 from weft.comm.watch.mismatch import CollectiveMismatch
 from weft.models import HybridConfig, HybridModel
 from weft.models.stack import Layer
-from weft.overlap import evaluate, forward_backward
-from weft.pipeline import Action, Table, balanced
+from weft.overlap import Crossing, evaluate, forward_backward
+from weft.pipeline import Action, Cut, Table, balanced
 
 CFG = HybridConfig(
     pattern="[*-]*[*-]-",
@@ -225,3 +226,57 @@ def test_what_does_not_fit_is_refused():
 def test_layers_are_cut_where_the_dearest_segment_is_cheapest(costs, last, expected):
     assert sorted(map(len, balanced(costs, 2, last=last))) == sorted(expected)
     assert [number for segment in balanced(costs, 2, last=last) for number in segment] == list(range(len(costs)))
+
+
+class OwnLayer(nn.Linear):
+    stages, dispatcher = ("attend",), None
+
+    def attend(self, hidden):
+        return Crossing(hidden + super().forward(hidden).tanh())
+
+    def experts(self, rows, handle):
+        raise NotImplementedError
+
+    finish = experts
+
+    def expert_modules(self):
+        return []
+
+
+class OwnModel(nn.Module):
+    """Five layers, or those of some stages; all are made, so that each has the numbers of the whole."""
+
+    def __init__(self, cut=None):
+        super().__init__()
+        torch.manual_seed(0)
+        embedding, layers, head = nn.Embedding(11, 8), [OwnLayer(8, 8) for _ in range(5)], nn.Linear(8, 11)
+        here = range(5) if cut is None else [number for segment in cut.mine for number in segment]
+        self.layers = nn.ModuleDict({str(number): layers[number] for number in here})
+        self.embedding = embedding if cut is None or cut.is_first else None
+        self.head = head if cut is None or cut.is_last else None
+        self.cut = cut
+
+    @property
+    def staged_layers(self):
+        return list(self.layers.values())
+
+    def embed(self, tokens):
+        return self.embedding(tokens)
+
+    def loss(self, hidden, tokens, labels, losses):
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@distributed(2)
+def test_a_model_of_ones_own_says_how_it_is_cut():
+    cfg = dataclasses.replace(CFG, vocab_size=11)
+    whole = OwnModel()
+    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole)
+    mesh = weft.init_meshes("cpu", pp=2).pp
+    segments = range(2), range(2, 5)
+    model = OwnModel(Cut(segments, 2, mesh.get_local_rank(), group=mesh.get_group()))
+    same(forward_backward(model, data(3, cfg), schedule="1f1b"), losses)
+    same(gradients(model), {name: expected[name] for name, _ in model.named_parameters()})
+    model.layers.pop(next(iter(model.layers)))
+    with pytest.raises(ValueError, match="OwnModel: its cut has . layers on rank . of the pipeline"):
+        forward_backward(model, data(3, cfg), schedule="1f1b")

@@ -1,7 +1,9 @@
 """Stages that are sharded, with experts on several ranks: the same step as in one process."""
 
 import dataclasses
+from collections import Counter
 from itertools import groupby
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import weft
 from tests.overlap.test_stages import CFG, build, data, gradients
 from tests.pool import distributed
+from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import units_under
 from weft.models import shard
 from weft.overlap import evaluate, forward_backward
@@ -54,7 +57,16 @@ def test_zero_1_to_3_and_hsdp_in_stages():
         ("optim_grads_params", "dualpipev", {"chunks": 2, "placement": "v"}),
         ("optim_grads", "zbv", {"chunks": 2, "placement": "v"}),
     ):
-        model, _ = in_stages(CFG, meshes, strategy, schedule, 4, expected, **how)
+        reduced = Counter()
+
+        def counted(gradients, *args, reduced=reduced, reduce=GroupGradients.reduce, **kwargs):
+            reduced[gradients] += 1
+            return reduce(gradients, *args, **kwargs)
+
+        with mock.patch.object(GroupGradients, "reduce", counted):
+            model, _ = in_stages(CFG, meshes, strategy, schedule, 4, expected, **how)
+        mine = [group.gradients for unit in units_under(model) for group in unit.trainable_groups]
+        assert reduced == dict.fromkeys(mine, 1 if strategy == "optim" else 4)
         gathered = [unit for unit in units_under(model) if any(group.transient for group in unit.groups)]
         assert not any(unit.resident for unit in gathered)
     replicated = weft.init_meshes("cpu", pp=2, dp_replicate=2)
@@ -68,7 +80,8 @@ def test_experts_on_two_ranks_in_two_stages():
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0)
     expected = of_the_whole(cfg, 2, 4)
     for schedule, how in (("combined", {"chunks": 2}), ("dualpipev", {"chunks": 2, "placement": "v"})):
-        for switches in ({}, {"delay_wgrad": True}):
+        for switches in ({}, {"delay_wgrad": True, "early_release": True}):
+            cfg = dataclasses.replace(cfg, recompute=("attend", "experts") if switches else ())
             _, trace = in_stages(cfg, meshes, "optim_grads_params", schedule, 4, expected, switches, **how)
             runs = [key for key, _ in groupby(trace, key=lambda step: (step.direction, step.microbatch, step.chunk))]
             inside = [one for one, other in zip(runs, runs[2:]) if one == other and one[0] == "backward"]
