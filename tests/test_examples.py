@@ -51,7 +51,7 @@ def test_the_readme_shows_the_example_as_it_is():
     "page",
     [
         *("sharding", "composition", "gradients", "precision", "memory", "debugging", "experts", "overlap"),
-        *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules"),
+        *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules", "pipelines"),
     ],
 )
 @distributed(2)
@@ -78,6 +78,7 @@ PAGES_WITH_TESTS = [
     "optimizers",
     "huggingface",
     "schedules",
+    "pipelines",
 ]
 
 

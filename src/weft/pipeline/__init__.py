@@ -1,6 +1,7 @@
 """Pipelines: schedules as tables, what a table costs, and what moves between stages."""
 
 from weft.pipeline.actions import Action, Entry, Table
+from weft.pipeline.placement import Cut, balanced
 from weft.pipeline.rules import TableError
 from weft.pipeline.schedules import SCHEDULES, table
 from weft.pipeline.simulation import Costs, Simulation, check
@@ -10,10 +11,12 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Cut",
     "Entry",
     "Simulation",
     "Table",
     "TableError",
+    "balanced",
     "check",
     "format_table",
     "parse_table",

@@ -260,11 +260,16 @@ class Runtime:
 
     @contextmanager
     def scheduled(
-        self, visits: Sequence[Unit], depth: int, gathered: Callable[[], Iterable[Iterable[Unit]]]
+        self,
+        visits: Sequence[Unit],
+        depth: int,
+        gathered: Callable[[], Iterable[Iterable[Unit]]],
+        *,
+        backward: bool = True,
     ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
         at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order."""
+        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         try:
@@ -274,11 +279,12 @@ class Runtime:
                     [group.transient for unit in units for group in unit.groups if group.transient is not None]
                     for units in gathered()
                 )
-            self.reductions.begin(taking_turns=False)
+            if backward:
+                self.reductions.begin(taking_turns=False)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
-            self._end_backward()
+            (self._end_backward if backward else self._end_evaluation)()
         except BaseException as error:
             if self._failure is not None and self._failure[0] is error:
                 self._joins.failed(self._failure[1], error)
@@ -288,6 +294,18 @@ class Runtime:
         finally:
             self._failure = None
             self.reductions.more_to_come = False
+
+    def _end_evaluation(self) -> None:
+        """Go to rest; gradients are as they were."""
+        self._joins.collect()
+        units = self.units
+        self._finish_uploads(units)
+        self.prefetch.end_backward()
+        _refuse_leaks(units)
+        for unit in units:
+            unit.free()
+        self._plan(units)
+        self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
