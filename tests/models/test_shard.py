@@ -293,6 +293,30 @@ def test_every_mixed_pattern_has_the_gradients_of_one_process_in_every_way(patte
         assert_close(found, expected, msg=lambda text, at=at: f"{at}: {text}")
 
 
+SINKS = {
+    "attention_sinks": True,
+    "sliding_window": 4,
+    "windowed": (1,),
+    "attention_bias": "all",
+    "experts_bias": True,
+    "router_bias": True,
+    "hidden_act": "clamped_swiglu",
+}
+MULTIPLIERS = {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 3.0}
+
+
+@distributed(2)
+@pytest.mark.parametrize("pattern, options", [("[*E]*E/[*E]", SINKS), ("[ME]*-", MULTIPLIERS)])
+def test_sinks_biases_and_multipliers_have_the_gradients_of_one_process(pattern, options):
+    cfg = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED, **options)
+    for run in (overlapped, one_after_another):
+        expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=2), run)
+        assert_close(found, expected)
+        if options is SINKS:
+            names = ("self_attention.sinks", "mlp.router.bias", "mlp.experts.up_proj_bias")
+            assert all(found[1][f"decoder.layers.0.{name}"].abs().max() > 0 for name in names)
+
+
 @distributed(2)
 def test_decays_keep_their_dtype_where_everything_else_computes_in_bf16():
     cfg = dataclasses.replace(EXPERTS, pattern="MG", **MIXED)

@@ -148,6 +148,7 @@ UNHELD = [
     ({"pattern": "[*E]", "capacity_factor": 1.0}, r"mixtral cannot hold capacity_factor=1.0 \(it has None\)"),
     ({"pattern": "[*-]", "zero_centered_norm": True}, r"llama cannot hold zero_centered_norm=True \(it has False\)"),
     ({"pattern": "*-M", "time_step_limit_min": 0.1}, "nemotron_h cannot hold .*rope_theta=10000.0"),
+    ({"pattern": "[ME][M-]", "rope_theta": 0.0}, "granitemoehybrid has experts in all layers or in none"),
     ({"pattern": "*-*"}, r"layers of llama are pairs such as \[\*-\]"),
 ]
 
@@ -178,6 +179,48 @@ def test_the_command_converts_and_names_what_is_wrong(there, capsys):
     assert hf.config_of(back) == hf.config_of(there)
     assert main(["convert", str(ours), str(there.parent / "other"), "--family", "llama"]) == 2
     assert "llama has no layer" in capsys.readouterr().err
+
+
+QUANTIZED = {"gpt_oss": "mxfp4", "granitemoehybrid": "fp8", "bamba": "compressed-tensors", "deepseek_v3": "fp8"}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_releases_are_refused_by_the_name_of_their_method(tmp_path, kind):
+    KINDS[kind].make().save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", quantization_config={"quant_method": QUANTIZED[kind]})
+    with pytest.raises(ConversionError, match=f"quantized by '{QUANTIZED[kind]}'"):
+        hf.convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+WRITTEN_BY_OTHERS = [
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"}),
+    ("granitemoehybrid", {"time_step_limit": None, "mamba_d_head": "auto"}),
+    ("bamba", {"attn_rotary_emb": 4}),
+    ("gpt_oss", {"layer_types": None}),
+]
+
+
+@pytest.mark.parametrize("kind, changes", WRITTEN_BY_OTHERS, ids=[str(changes) for _, changes in WRITTEN_BY_OTHERS])
+def test_what_releases_have_in_other_words_means_the_same(tmp_path, kind, changes):
+    KINDS[kind].make().save_pretrained(tmp_path)
+    expected = hf.config_of(tmp_path)
+    rewrite(tmp_path, **changes)
+    assert hf.config_of(tmp_path) == expected
+
+
+WRONG_WIDTHS = [
+    ("bamba", {"attn_rotary_emb": 8}, "attn_rotary_emb=8: weft's bamba rotates half of a head, 4"),
+    ("granitemoehybrid", {"mamba_d_head": 5}, "mamba_n_heads=4 of mamba_d_head=5 must be as wide .* 64"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: weft's gpt_oss has 7.0 only"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, message", WRONG_WIDTHS, ids=[str(case[1]) for case in WRONG_WIDTHS])
+def test_numbers_that_weft_would_not_follow_are_refused(tmp_path, kind, changes, message):
+    KINDS[kind].make().save_pretrained(tmp_path)
+    rewrite(tmp_path, **changes)
+    with pytest.raises(ConversionError, match=message):
+        hf.config_of(tmp_path)
 
 
 @pytest.mark.parametrize(

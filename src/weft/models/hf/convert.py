@@ -15,7 +15,7 @@ from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import family_for, family_of, raw_of, read_ours
 from weft.models.hf.family import KEPT, Raw
-from weft.models.hf.places import Same
+from weft.models.hf.places import Same, on_disk
 from weft.models.hf.weights import check_complete
 
 COMING_ALONG = (
@@ -68,9 +68,8 @@ def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str |
     check_complete({name: Same(name) for name in places}, files)
     target.mkdir(parents=True, exist_ok=True)
     with TensorWriter(target) as writer:
-        for name, place in places.items():
-            for theirs, tensor in place.split(files[name][:]):
-                writer.put(theirs, tensor)
+        for theirs, tensor in on_disk(places, ((name, files[name][:]) for name in places)):
+            writer.put(theirs, tensor)
     kept: Raw = saved.get("kept", {}) if family.model_type == saved.get("family") else {}
     _write_json(target / THEIRS, {**kept, **raw})
 

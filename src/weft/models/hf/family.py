@@ -38,7 +38,8 @@ TRAINING = frozenset(
 )
 """Our fields that no result depends on."""
 OF_SYMBOLS = {
-    "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window partial_rotary_factor",
+    "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window windowed attention_sinks "
+    "partial_rotary_factor",
     "*+": "num_attention_heads attention_bias attention_scale rope_theta rope_interleave rope_scaling",
     "+": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
     "M": "mamba_num_heads mamba_head_dim ssm_state_size mamba_n_groups conv_kernel conv_bias mamba_bias "
@@ -47,8 +48,8 @@ OF_SYMBOLS = {
     "-": "intermediate_size",
     "-E": "hidden_act mlp_bias",
     "E": "num_experts num_experts_per_tok moe_intermediate_size moe_latent_size shared_expert_intermediate_size "
-    "shared_expert_gate router_score norm_topk_prob routed_scaling_factor n_group topk_group expert_bias "
-    "capacity_factor",
+    "shared_expert_gate experts_bias router_bias router_score norm_topk_prob routed_scaling_factor n_group topk_group "
+    "expert_bias capacity_factor",
 }
 """Our fields that matter to some symbols only."""
 
@@ -192,4 +193,6 @@ def plain(cfg: HybridConfig, name: str) -> Any:
     """A field so that alike models have it alike, however they are spelled."""
     if name == "pattern":
         return flat(cfg)
+    if name == "windowed":
+        return [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return cfg.attention_head_dim if name == "head_dim" else getattr(cfg, name)
