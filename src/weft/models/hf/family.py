@@ -158,12 +158,6 @@ def flat(cfg: HybridConfig) -> str:
     return "".join(layer.symbols for layer in cfg.parsed.layers)
 
 
-def spelled(cfg: HybridConfig) -> tuple[str, str, int]:
-    """The symbols without groups and segments: of the main part, of one prediction depth, and how many there are."""
-    pattern = cfg.parsed
-    return flat(cfg), "".join(layer.symbols for layer in pattern.prediction), pattern.depths
-
-
 def relevant(cfg: HybridConfig) -> list[str]:
     """The fields that the result of a model of `cfg` depends on."""
     symbols = set(flat(cfg))
