@@ -95,6 +95,8 @@ class HybridConfig:
     """What no step of `M` exceeds; None: no such limit."""
     chunk_size: int = 128
     """Positions that `M` computes at once; changes rounding and speed only."""
+    mamba_kernel: str = "auto"
+    """What computes the state space of `M`: "mamba_ssm", "torch", or "auto", the first where it runs."""
 
     linear_num_key_heads: int = 4
     """Key heads of `G`."""
@@ -106,6 +108,8 @@ class HybridConfig:
     """Width of a value head of `G`."""
     linear_conv_kernel_dim: int = 4
     """Positions that the convolution of `G` sees."""
+    delta_kernel: str = "auto"
+    """What computes the delta rule of `G`: "fla", "torch", or "auto", the first where it runs."""
 
     intermediate_size: int = 256
     """Inner width of `-`."""
@@ -346,4 +350,6 @@ _CHOICES = {
     "qk_norm": ("none", "head", "full"),
     "hidden_act": ACTS,
     "router_score": ("softmax", "sigmoid"),
+    "mamba_kernel": ("auto", "torch", "mamba_ssm"),
+    "delta_kernel": ("auto", "torch", "fla"),
 }

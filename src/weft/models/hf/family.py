@@ -33,7 +33,7 @@ KEPT = frozenset(
 TRAINING = frozenset(
     (
         *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
-        *("time_step_floor", "chunk_size"),
+        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel"),
     )
 )
 """Our fields that no result depends on."""

@@ -35,7 +35,7 @@ _SECTIONS: dict[str, Treatment] = {
 }
 _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
-    "model.recompute": QUIET,
+    **dict.fromkeys(("model.recompute", "model.mamba_kernel", "model.delta_kernel"), QUIET),
     "data.paths": TOLD,
     "data.cache_dir": QUIET,
     **dict.fromkeys(("train.seed", "train.ema_decay"), REFUSED),
