@@ -351,6 +351,7 @@ class Trainer:
             "command": command(),
             "commit": commit(),
             "resumed": [*resumed, step] if step else [],
+            **({"pattern": self.model.cfg.pattern} if isinstance(self.model, HybridModel) else {}),
         }
         keep_facts(folder, facts)
 
