@@ -46,7 +46,9 @@ def read_mamba(raw: Raw) -> Raw:
 
 
 def write_mamba(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """And back; of a model without such layers, numbers that fit each other."""
+    if "M" not in cfg.pattern:
+        return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
         "mamba_d_head": cfg.mamba_head_dim,

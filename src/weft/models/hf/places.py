@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+BLOCK_BYTES = 1 << 22
+"""What is read at once where a tensor goes from file to file."""
+
 
 class Place(Protocol):
     """Where one tensor of ours stands."""
@@ -114,12 +117,20 @@ class Rows:
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
         """See `Place`."""
-        return torch.cat([files[name][:] for name in self.sizes])[self.order[start:end]]
+        wanted, result, before = self.order[start:end], None, 0
+        for name, size in self.sizes.items():
+            here = (wanted >= before) & (wanted < before + size)
+            part = files[name][:]
+            result = part.new_empty(end - start, *part.shape[1:]) if result is None else result
+            result[here] = part[wanted[here] - before]
+            before += size
+        assert result is not None
+        return result
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """See `Place`."""
-        theirs = tensor[self.order.argsort()]
-        yield from zip(self.sizes, theirs.split(list(self.sizes.values())))
+        for name, order in zip(self.sizes, self.order.argsort().split(list(self.sizes.values()))):
+            yield name, tensor[order]
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,7 @@ class Half:
         return mine.mT if self.turned else mine
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The half of the tensor there; `on_disk` puts both together."""
+        """The half of the tensor there; `write` puts both together."""
         yield self.name, tensor.mT if self.turned else tensor
 
     def of(self, whole: Tensor) -> Tensor:
@@ -190,25 +201,33 @@ class Half:
         return whole.unflatten(self.dim, (-1, 2)).select(self.dim, self.part)
 
 
-def on_disk(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors on disk, each as soon as those of ours that it is made of have come."""
-    waiting: dict[str, tuple[Half, Tensor]] = {}
+class Rooms(Protocol):
+    """Where tensors are written: `weft.models.hf.directory.TensorWriter`."""
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to be filled."""
+        ...
+
+
+def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
+    """Copy our tensors to where they stand on disk; those that two of ours share take both as they come."""
+    waiting: dict[str, Tensor] = {}
     for ours, tensor in tensors:
         place = places[ours]
         for name, part in place.split(tensor):
             if not isinstance(place, Half):
-                yield name, part
-            elif name not in waiting:
-                waiting[name] = place, part
-            else:
-                yield name, _joined((place, part), waiting.pop(name))
+                rooms.room(name, part.shape, part.dtype).copy_(part)
+                continue
+            if first := name not in waiting:
+                shape = list(part.shape)
+                shape[place.dim] *= 2
+                waiting[name] = rooms.room(name, shape, part.dtype)
+            place.of(waiting[name] if first else waiting.pop(name)).copy_(part)
 
 
-def _joined(*halves: tuple[Half, Tensor]) -> Tensor:
-    place, part = halves[0]
-    shape = list(part.shape)
-    shape[place.dim] *= 2
-    whole = part.new_empty(shape)
-    for half, tensor in halves:
-        half.of(whole).copy_(tensor)
-    return whole
+def read_into(room: Tensor, place: Place, files: Any) -> None:
+    """Fill `room` with our tensor, by some rows at a time."""
+    rows = max(1, BLOCK_BYTES * room.shape[0] // max(1, room.nbytes)) if room.dim() else 1
+    for start in range(0, room.shape[0], rows):
+        end = min(start + rows, room.shape[0])
+        room[start:end].copy_(place.rows(files, start, end))

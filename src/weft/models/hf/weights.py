@@ -1,7 +1,7 @@
 """Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWri
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
 from weft.models.hf.family import flat, plain, relevant
-from weft.models.hf.places import Place, on_disk
+from weft.models.hf.places import Place, write
 from weft.models.model import HybridModel
 
 
@@ -63,9 +63,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
     with TensorWriter(directory) if writes else _Nowhere() as writer:
-        for theirs, tensor in on_disk(places, _whole(model)):
-            if writes:
-                writer.put(theirs, tensor)
+        write(places, _whole(model), writer)
     if writes:
         raw["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
         (directory / THEIRS).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
@@ -96,8 +94,13 @@ def _refuse_another(directory: Path) -> None:
 
 
 class _Nowhere(TensorWriter):
+    """Of ranks that do not write."""
+
     def __init__(self) -> None:
         super().__init__(Path())
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def __exit__(self, *error: Any) -> None:
         pass
