@@ -30,7 +30,7 @@ from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
-from weft.fsdp.autograd import behind_classes, come, leave, version_when_gone, written
+from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
@@ -123,12 +123,10 @@ class ParameterGroup:
                 FlatBuffer(self.layout, self.mesh, plan.whole, self.full.local).views(), self.tensor_parallel
             )
         ]
-        self._fulls = tuple(self.full_parameters)
-        self._gone = version_when_gone(self)
-        self._told = self.version
-        """The version of the main weights when autograd was last told of it."""
-        self._versions = [0] * len(self._fulls)
-        """Of the full parameters, as autograd was told; another one is a write of somebody else."""
+        apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
+        self.fulls = FullParameters(
+            self.full_parameters, copies=apart or self.transient is not None, version=self.version
+        )
         if self.transient is not None:
             self.transient.settle()
         self.sharded_parameters = [
@@ -144,7 +142,7 @@ class ParameterGroup:
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
         if self.transient is not None:
-            leave(self._fulls, self._gone)
+            self.fulls.leave()
         self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
         self.channel = next_channel(self.groups[-1])
         """Keeps its messages apart from those of other groups."""
@@ -365,32 +363,12 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         self.drop_piece()
         self._give_staging()
-        self.tell_version()
-
-    def tell_version(self) -> None:
-        """Let autograd read only what was saved from the main weights that there are now."""
-        moved, self._told = self.version - self._told, self.version
-        if moved and not self._is_copy:  # their users may write to them, which counts as well
-            come(self._fulls, [parameter._version + moved for parameter in self._fulls])
-        elif self._is_copy:
-            self._versions = [self.version] * len(self._fulls)
-            come(self._fulls, self._versions)
-
-    def check_unwritten(self) -> None:
-        """Raise WeightsWritten if somebody wrote to the full weights and they are not the main weights themselves."""
-        if self._is_copy and [parameter._version for parameter in self._fulls] != self._versions:
-            raise written([p for p, version in zip(self._fulls, self._versions) if p._version != version])
-
-    @cached_property
-    def _is_copy(self) -> bool:
-        """Whether what is written to the full weights does not arrive in the main weights."""
-        main, full = self.main_weight.local, self.model_weight.local
-        return self.transient is not None or main.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        self.fulls.come(self.version)
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
-            leave(self._fulls, self._gone)
+            self.fulls.leave()
             self.transient.give()
 
     def _take_staging(self, channels: Channels) -> torch.Tensor | None:

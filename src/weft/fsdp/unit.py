@@ -216,7 +216,7 @@ class Unit:
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
         for group in self.groups:
-            group.check_unwritten()
+            group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
         """Let those of these go that hold the weights."""
@@ -228,7 +228,7 @@ class Unit:
         """Gather weights that are held again, since the main weights have changed."""
         self._to("renew")
         for group in self.groups:
-            group.check_unwritten()
+            group.fulls.check_unwritten()
             group.outdate()
             if group.transient is not None:
                 group.free()
@@ -240,8 +240,8 @@ class Unit:
         there are now. Raises WeightsWritten as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
-                group.check_unwritten()
-                group.tell_version()
+                group.fulls.check_unwritten()
+                group.fulls.come(group.version)
 
     def register(self) -> None:
         """Register what the holders need: full parameters, or the sharded ones if there is no holder."""
