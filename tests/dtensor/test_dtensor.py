@@ -349,13 +349,6 @@ def test_state_dicts_load_from_sharded_and_from_plain_tensors(strategy):
         torch.testing.assert_close(nets.loss_of(target, tokens), nets.loss_of(plain, tokens))
 
 
-@distributed(2)
-def test_assigning_a_state_dict_is_refused_with_the_reason():
-    net = nets.shard(nets.make())
-    with pytest.raises(ValueError, match=r"assign=True.*views of flat buffers.*load without assign"):
-        net.load_state_dict(net.state_dict(), assign=True)
-
-
 def trained(strategy, seed=0):
     """A net and its optimizer after a step, with state."""
     net = nets.shard(nets.make(seed=seed), strategy=strategy)
