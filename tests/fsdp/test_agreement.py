@@ -50,6 +50,16 @@ def test_every_rank_learns_which_unit_differed_first(difference):
 
 
 @distributed(2)
+def test_what_ranks_issued_in_a_pass_that_failed_is_not_compared():
+    agreement = Agreement(True)
+    for unit in range(dist.get_rank()):  # how far each came
+        agreement.note(unit, "all-gather", 64)
+    agreement.forget()
+    agreement.note(1, "all-gather", 64)
+    assert reach(agreement, [True]).present == [True]
+
+
+@distributed(2)
 def test_nothing_is_compared_without_the_check():
     agreement = Agreement(False, channel=0)
     agreement.note(dist.get_rank(), "all-gather", 64)
