@@ -112,15 +112,7 @@ class TrainConfig:
         Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
         number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
         """
-        require(
-            "sharding.dp_shard",
-            self.sharding.dp_shard,
-            self.sharding.dp_shard in (-1, world_size),
-            f"must be the number of ranks, {world_size}, or -1 for all of them",
-        )
-        ep = self.sharding.ep
-        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        require("sharding.ep", ep, ep in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
+        self.sharding.check(world_size)
         microbatches = self.microbatches_per_step(world_size)
         least = 2 * world_size * self.train.microbatch_size
         require(

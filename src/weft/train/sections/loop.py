@@ -34,6 +34,12 @@ class LoopConfig:
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
+    recompute_every: int = 1
+    """With `activation_checkpointing`: of so many layers, one."""
+    keep_products: bool = False
+    """With `activation_checkpointing`: keep what matrix products and attention give; recompute only the cheap rest."""
+    compile: str = ""
+    """Backend of `torch.compile`, such as "inductor", for each layer by itself; empty: none."""
     overlap: bool = False
     """Run the token exchange of one microbatch under the computation of its neighbour (`weft.overlap`)."""
     delay_wgrad: bool = False
@@ -48,6 +54,17 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
             require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
+        for name, off in (("recompute_every", 1), ("keep_products", False)):
+            value = getattr(self, name)
+            without = "has no effect without train.activation_checkpointing = true; set that, or leave it out"
+            require(f"train.{name}", value, self.activation_checkpointing or value == off, without)
+        require("train.recompute_every", self.recompute_every, self.recompute_every >= 1, "must be at least 1")
+        require(
+            "train.compile",
+            self.compile,
+            not (self.compile and self.overlap),
+            "cannot compile layers that train.overlap runs in stages; choose one of the two",
+        )
         for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
             require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
         require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")

@@ -9,7 +9,8 @@ from weft.train.data import Batch, Batches, Validation, load_corpus
 from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
-from weft.train.task.precision import mixed_precision
+from weft.train.task.blocks import prepare
+from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
 
 
@@ -20,7 +21,7 @@ class TextTask:
     adds_losses = True
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        meshes = weft.init_meshes(device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
+        meshes = meshes_of(config, device)
         self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
         sizes = {
             "sequence_length": config.data.sequence_length,
@@ -34,10 +35,9 @@ class TextTask:
         self.units_per_step = config.train.global_batch_size * config.data.sequence_length
         self.description = self.corpus.description
         model = _build(config, meshes, device)
-        if config.train.activation_checkpointing:
-            _recompute_layers(model)
-        policy = mixed_precision(config.train.precision)
-        self.model = shard(model, meshes, strategy=config.sharding.strategy, mp_policy=policy)
+        stacks = (model.decoder, *model.depths)
+        prepare([(stack.layers, number) for stack in stacks for number in range(len(stack.layers))], config.train)
+        self.model = shard(model, meshes, **options_of(config, model))
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
 
     def loss(self, microbatch: Batch) -> Losses:
@@ -64,11 +64,3 @@ def _build(config: TrainConfig, meshes: weft.Meshes, device: torch.device) -> Hy
             f"model.pattern = {config.model.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make "
             "the model smaller"
         ) from error
-
-
-def _recompute_layers(model: HybridModel) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for stack in (model.decoder, *model.depths):
-        for number, layer in enumerate(stack.layers):
-            stack.layers[number] = checkpoint_wrapper(layer)
