@@ -122,6 +122,8 @@ class TrainConfig:
             "runs two microbatches beside each other, and a step of each rank has one: it would hide nothing; set "
             f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
         )
+        if self.data.kind == "tokens":
+            return
         tokenizer = load_tokenizer(self.data.tokenizer)
         require(
             "model.vocab_size",

@@ -72,7 +72,7 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
-        self.task: Task = TextTask(config, self.device) if task is None else task
+        self.task: Task = TextTask(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
