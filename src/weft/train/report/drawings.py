@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from weft.train.report import expert_figures, figures
+from weft.train.report import expert_figures, figures, pipeline_figure
 from weft.train.report.numbers import counted, curve, loss_unit, losses
+from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline
 
 Drawing = tuple[str, str, figures.Draw]
@@ -16,7 +17,7 @@ def draw_all(
 ) -> list[tuple[str, bytes, bytes]]:
     """Write each picture as `NAME.png` and `NAME-dark.png` into `folder`; returns (what it shows, light, dark)."""
     pictures = []
-    for name, title, draw in _figures(records, memory, baselines) + _expert_figures(folder, records):
+    for name, title, draw in _figures(folder, records, memory, baselines) + _expert_figures(folder, records):
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
         (folder / f"{name}.png").write_bytes(light)
         (folder / f"{name}-dark.png").write_bytes(dark)
@@ -25,7 +26,7 @@ def draw_all(
 
 
 def _figures(
-    records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
+    folder: Path, records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
 ) -> list[Drawing]:
     train, validation = losses(records)
     unit = counted(records)
@@ -41,6 +42,9 @@ def _figures(
         found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
     if memory:
         found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
+    if (stages := read_stages(folder)) is not None:
+        title = f"All stages in one training step of {stages.time:.0f} ms, {stages.idle_share:.0%} of it idle"
+        found.append(("stages", title, pipeline_figure.pipeline(stages)))
     return found
 
 
