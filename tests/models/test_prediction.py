@@ -1,5 +1,7 @@
 """Prediction depths, against those of transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -78,12 +80,21 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, depths):
     assert_close(found, expected, **CLOSE)
     expected.backward()
     found.backward()
-    assert_close(ours.embedding.weight.grad, main.model.embed_tokens.weight.grad, **CLOSE)
-    assert_close(ours.output_layer.weight.grad, main.lm_head.weight.grad, **CLOSE)
+    places = {name: place.names[0] for name, place in hf.FAMILIES["llama"].places(trunk_of(ours.cfg)).items()}
+    compared = {name: main.get_parameter(source).grad for name, source in places.items()}
     for number, layer in enumerate(theirs.layers):
-        for name, source in OURS.items():
-            grad = ours.get_parameter(f"mtp.layers.{number}.{name}").grad
-            assert_close(grad, layer.get_parameter(source).grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        inside = {name: places[f"decoder.{name}"].replace("model.layers.0", "mtp_block") for name in LAYER}
+        for name, source in {**OURS, **inside}.items():
+            compared[f"mtp.layers.{number}.{name}"] = layer.get_parameter(source).grad
+    assert compared.keys() == dict(ours.named_parameters()).keys()
+    for name, gradient in compared.items():
+        grad = ours.get_parameter(name).grad
+        assert_close(grad, gradient, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def trunk_of(cfg):
+    """The configuration without prediction depths."""
+    return dataclasses.replace(cfg, pattern=cfg.pattern.partition("/")[0])
 
 
 def test_depths_count_in_training_only_and_are_told_apart():

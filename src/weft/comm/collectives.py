@@ -140,8 +140,8 @@ def reduce_scatter(
     others = _peers(rank, size)
     received = [slices[rank]] * size
     works = []
-    for slot, peer in zip(inbox.split(output.numel()), others):
-        received[peer] = slot
+    for number, peer in enumerate(others):
+        received[peer] = slot = inbox[number * output.numel() : (number + 1) * output.numel()]
         works.append(group.recv([slot], peer, tag))
     works += [group.send([slices[peer]], peer, tag) for peer in others]
 

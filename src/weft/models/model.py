@@ -76,7 +76,8 @@ class HybridModel(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
-        return self.embedding(tokens)
+        x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
+        return x_BSD if multiplier == 1 else x_BSD * multiplier
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
@@ -94,8 +95,10 @@ class HybridModel(nn.Module):
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
         if self.cfg.tie_word_embeddings:
-            return F.linear(hidden_BSD, self.embedding.weight)
-        return self.output_layer(hidden_BSD)
+            scores = F.linear(hidden_BSD, self.embedding.weight)
+        else:
+            scores = self.output_layer(hidden_BSD)
+        return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Scores, or with labels the loss.

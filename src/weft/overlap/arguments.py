@@ -155,7 +155,7 @@ def require_same(cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tenso
         return
     said = f"{what} of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
     word = zlib.crc32(f"{said} {order}".encode())
-    (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule")
+    (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule", channel=cut.channel)
     if highest != -lowest:
         everyone = exchange_objects(said, cut.group, "arguments of a schedule")
         ranks = dist.get_process_group_ranks(cut.group)

@@ -28,7 +28,7 @@ STYLES = {
 }
 """Of even and of odd chunks. P: a pair."""
 
-MEANINGS = {"F": "forward", "B": "backward", "I": "of its inputs", "W": "of its weights", "P": "pair"}
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "P": "pair"}
 MOST_LINES = 60
 """More, and the labels go."""
 
@@ -83,25 +83,24 @@ class _Chart:
         self._margin = len(f"rank {len(table.ranks) - 1}") + 2
         self._width = max(width - self._margin, 20)
         widest = max(len(self._label(entry)) for entries in table.ranks for entry in entries if len(entry) == 1)
-        unit = self._shortest_forward()
-        self.labelled = True
-        self._set_scale(widest + 1, unit)
-        if self._bands * (len(table.ranks) + 2) > MOST_LINES:
-            self.labelled = False
-            self._set_scale(1, unit)
+        for labelled, kinds in ((True, "FBIW"), (False, "FBIW"), (False, "F")):
+            self.labelled = labelled
+            self._set_scale(widest + 1 if labelled else 1, self._shortest(kinds))
+            if self._bands * (len(table.ranks) + 2) <= MOST_LINES:
+                break
 
     def _set_scale(self, columns: int, unit: float) -> None:
         self.scale = columns / unit
         self._band = self._width // columns * columns  # whole units, so that few labels are cut
         self._bands = ceil(round(self.simulation.time * self.scale) / self._band)
 
-    def _shortest_forward(self) -> float:
-        """Of those that are no part of a pair; the first entry of a rank is one."""
+    def _shortest(self, kinds: str) -> float:
+        """Of the entries of `kinds` that are no pair and take time."""
         times = [
             end - start
             for entries, spans in zip(self.simulation.table.ranks, self.simulation.spans)
             for entry, (start, end) in zip(entries, spans)
-            if len(entry) == 1 and entry[0].kind == "F" and end > start
+            if len(entry) == 1 and entry[0].kind in kinds and end > start
         ]
         return min(times, default=self.simulation.time or 1.0)
 

@@ -7,11 +7,12 @@ layers   0 1 2 | 3 4 | 5 6 | 7 8 9       four segments on two ranks, two chunks 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from weft.comm.groups import next_channel
 from weft.pipeline.actions import LOOP, Table, V
 
 
@@ -29,6 +30,8 @@ class Cut:
     placement: str = LOOP
     group: Any = None
     shares_ends: bool = False
+    channel: int = field(init=False)
+    """Keeps what its ranks tell each other apart from what those of another model do."""
 
     def __post_init__(self) -> None:
         if self.placement not in (LOOP, V):
@@ -40,6 +43,7 @@ class Cut:
             )
         if self.placement == V and self.chunks % 2:
             raise ValueError(f"placement='v' with {self.chunks} chunks on a rank: it comes back; give it 2")
+        object.__setattr__(self, "channel", 0 if self.group is None else next_channel(self.group))
 
     @property
     def chunks(self) -> int:

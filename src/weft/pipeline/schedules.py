@@ -37,7 +37,7 @@ def gpipe(ranks: int, chunks: int, microbatches: int) -> Table:
 
 def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Table:
     """1F1B: a backward as soon as one can run, so no more than `ranks` microbatches are alive."""
-    rows = [_alternating(ranks - 1 - rank, 1, microbatches, microbatches) for rank in range(ranks)]
+    rows = [_alternating(ranks - 1 - rank, ranks, 1, microbatches) for rank in range(ranks)]
     return Table("1f1b", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
 
@@ -134,7 +134,7 @@ def _published(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
 def _interleaved(ranks: int, chunks: int, microbatches: int, extra: int) -> list[list[tuple[Action | None, ...]]]:
     group = _groups(ranks, microbatches)[0]
     return [
-        _alternating(2 * (ranks - 1 - rank) + (chunks - 1) * group + extra, chunks, microbatches, ranks)
+        _alternating(2 * (ranks - 1 - rank) + (chunks - 1) * group + extra, ranks, chunks, microbatches)
         for rank in range(ranks)
     ]
 
@@ -145,7 +145,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
     return [microbatches // count + (number < microbatches % count) for number in range(count)]
 
 
-def _alternating(warmup: int, chunks: int, microbatches: int, ranks: int) -> list[tuple[Action | None, ...]]:
+def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
     """(F, B) in turn, after `warmup` forwards without a B and before as many backwards without an F.
 
     A group of microbatches goes through all chunks before the next one starts.

@@ -268,6 +268,8 @@ class RunConfig:
     """Go on from the newest intact checkpoint of the newest run of that name."""
     patience: float = 1800.0
     """Seconds that a rank waits for the others at the start."""
+    renumber: bool = False
+    """Go on with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint import CheckpointManager, ModelState
+from weft.models.renumber import renumbered
 from weft.train.config import load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -72,7 +73,7 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     averages = WeightAverage(task.model, config.train.ema_decay)
     if average:
         state["ema"] = averages
-    taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
+    taken = CheckpointManager(run / CHECKPOINTS).load(renumbered(state, config.model), step)
     if average:
         with averages.in_place():
             values = validate(task, device, lambda: None)

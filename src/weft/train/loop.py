@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
+from weft.models import HybridModel
 from weft.models.prediction import prediction_losses
+from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.overlap import forward_backward
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
@@ -139,7 +141,10 @@ class Trainer:
             {name: value for name, value in group.items() if held(name)} for group in self.optimizer.param_groups
         ]
         try:
-            self.saved_step = self.checkpoints.load(self.state())
+            state = self.state()
+            if isinstance(self.model, HybridModel):  # an earlier part of the run may have grouped its layers otherwise
+                state = renumbered(state, self.model.cfg)
+            self.saved_step = self.checkpoints.load(state)
         except ConfigError:
             changed(self.run_place.directory, self.config, 0)  # knows which setting made the data another
             raise
@@ -370,6 +375,7 @@ class Trainer:
             "command": command(),
             "commit": commit(),
             "resumed": [*resumed, step] if step else [],
+            **({"pattern": self.model.cfg.pattern} if isinstance(self.model, HybridModel) else {}),
         }
         keep_facts(folder, facts)
 

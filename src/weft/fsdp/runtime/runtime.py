@@ -78,7 +78,7 @@ class Runtime:
             checked=options.check_collectives,
             note=self._agreement.note,
         )
-        self._freshness = Freshness(self.channels, checked=options.check_collectives)
+        self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness)
         self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
@@ -91,6 +91,8 @@ class Runtime:
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
         self._failure: tuple[BaseException, str] | None = None
+        self._filled = False
+        """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
         before = weakref.WeakMethod(self._before_gather)
@@ -161,9 +163,26 @@ class Runtime:
     def _begin_entry(self) -> None:
         check_alive(self._process_groups)
         self.recover()
+        if not self._filled:
+            self._check_filled()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
+
+    def _check_filled(self) -> None:
+        """Raise ValueError for what was on the meta device and has no values yet."""
+        for group in (group for unit in self.units for group in unit.groups):
+            group.check_filled()
+        for unit in self.units:
+            for module in (each for ref in unit.modules if (each := ref()) is not None):
+                for name, buffer in module.named_buffers():
+                    if buffer.is_meta:
+                        raise ValueError(
+                            f"{unit} is used while its buffer {name!r} is on the meta device: call "
+                            "model.to_empty(device=...) and fill it, or load a state dict with assign=True, before the "
+                            "first pass"
+                        )
+        self._filled = True
 
     # --- forward ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from weft.train.report import expert_figures, figures, pipeline_figure
+from weft.train.report import expert_figures, figures, pattern_figure, pipeline_figure
+from weft.train.report.facts import read_facts
 from weft.train.report.numbers import counted, curve, loss_unit, losses
 from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline
@@ -17,7 +18,9 @@ def draw_all(
 ) -> list[tuple[str, bytes, bytes]]:
     """Write each picture as `NAME.png` and `NAME-dark.png` into `folder`; returns (what it shows, light, dark)."""
     pictures = []
-    for name, title, draw in _figures(folder, records, memory, baselines) + _expert_figures(folder, records):
+    drawings = _figures(records, memory, baselines) + _pattern_figures(folder) + _stage_figures(folder)
+    drawings += _expert_figures(folder, records)
+    for name, title, draw in drawings:
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
         (folder / f"{name}.png").write_bytes(light)
         (folder / f"{name}-dark.png").write_bytes(dark)
@@ -26,7 +29,7 @@ def draw_all(
 
 
 def _figures(
-    folder: Path, records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
+    records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
 ) -> list[Drawing]:
     train, validation = losses(records)
     unit = counted(records)
@@ -42,10 +45,21 @@ def _figures(
         found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
     if memory:
         found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
-    if (stages := read_stages(folder)) is not None:
-        title = f"All stages in one training step of {stages.time:.0f} ms, {stages.idle_share:.0%} of it idle"
-        found.append(("stages", title, pipeline_figure.pipeline(stages)))
     return found
+
+
+def _pattern_figures(folder: Path) -> list[Drawing]:
+    """As `_figures`, of a run of a hybrid model."""
+    text = read_facts(folder).get("pattern")
+    return [("pattern", f"The layers of the pattern {text}", pattern_figure.pattern(text))] if text else []
+
+
+def _stage_figures(folder: Path) -> list[Drawing]:
+    """As `_figures`, of a run in stages."""
+    if (stages := read_stages(folder)) is None:
+        return []
+    title = f"All stages in one training step of {stages.time:.0f} ms, {stages.idle_share:.0%} of it idle"
+    return [("stages", title, pipeline_figure.pipeline(stages))]
 
 
 def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing]:
