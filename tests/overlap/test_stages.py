@@ -212,6 +212,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             forward_backward(model, data(4), schedule=schedule)
+    with pytest.raises(ValueError, match="microbatches = 1; on 1 ranks it needs 2 or more"):
+        forward_backward(build(CFG, chunks=2, placement="v"), data(1), schedule="dualpipev")
     with pytest.raises(TypeError, match="pass a name or a Table"):
         forward_backward(model, data(4), schedule=3)
     with pytest.raises(ValueError, match="5 segments"):
