@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.loading import CheckpointMismatch, Stored
+from weft.comm.groups import exchange_objects
 
 
 @runtime_checkable
@@ -55,6 +56,7 @@ class OptimizerState:
                 "the optimizer holds a parameter that the model does not have: build it from "
                 "model.parameters() after sharding"
             ) from None
+        self._all_names = _over_stages(model, self.groups)
         self.parameters = {
             known[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -84,7 +86,7 @@ class OptimizerState:
         numbers = {name: number for number, name in enumerate(self.parameters)}
         groups = []
         for index, saved in enumerate(state["groups"]):
-            if index >= len(self.groups) or saved["names"] != self.groups[index]:
+            if index >= len(self.groups) or set(saved["names"]) != set(self._all_names[index]):
                 raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
             options = {key: value for key, value in saved.items() if key != "names"}
             if set(options) != set(self._options(index)) - {"names"}:
@@ -102,7 +104,7 @@ class OptimizerState:
         group = self.optimizer.param_groups[index]
         return {
             **{key: value for key, value in group.items() if key != "params"},
-            "names": self.groups[index],
+            "names": self._all_names[index],
         }
 
 
@@ -166,3 +168,16 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
     if field != "step" and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
+    """The names in each parameter group, of all stages of a model that is cut into some. Collective over these."""
+    cut = getattr(model, "cut", None)
+    if cut is None or cut.group is None:
+        return groups
+    stages = exchange_objects(groups, cut.group, "the parameter groups of an optimizer")
+    count = max(map(len, stages))
+    return [
+        list(dict.fromkeys(name for stage in stages if index < len(stage) for name in stage[index]))
+        for index in range(count)
+    ]

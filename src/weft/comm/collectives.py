@@ -140,8 +140,8 @@ def reduce_scatter(
     others = _peers(rank, size)
     received = [slices[rank]] * size
     works = []
-    for slot, peer in zip(inbox.split(output.numel()), others):
-        received[peer] = slot
+    for number, peer in enumerate(others):
+        received[peer] = slot = inbox[number * output.numel() : (number + 1) * output.numel()]
         works.append(group.recv([slot], peer, tag))
     works += [group.send([slices[peer]], peer, tag) for peer in others]
 
@@ -279,6 +279,16 @@ def all_to_all_counts(
         host[1].copy_(received, non_blocking=True)
 
     return pending.followed_by(read)
+
+
+def send(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+    """Send `tensors`, in this order, to the rank `peer` of `group`."""
+    return Pending([group.send([tensor], peer, tag) for tensor in tensors])
+
+
+def receive(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+    """Fill `tensors`, in this order, with what the rank `peer` of `group` sends."""
+    return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
 
 
 # --- what waits at once -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 `runtime/passes.py`: a table each.
 """
 
-from weft.dtensor import state_dict
+from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp import autograd
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
@@ -47,6 +47,7 @@ from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
+placements.install()
 state_dict.install()
 autograd.install()
 

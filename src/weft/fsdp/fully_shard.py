@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.groups import group_of
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.assignment import copy_assigned
 from weft.fsdp.atomic import granularity_of
 from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction import bring_buffers, materialize
@@ -149,6 +152,9 @@ def fully_shard(
         inner.come_under(driver)
     for one in modules:
         attach(one, unit, driver)
+    for owner in owners:
+        if any(parameter is not None for parameter in owner._parameters.values()):
+            owner.register_load_state_dict_pre_hook(copy_assigned)
     _name_units(modules)
     if driver.options.separate_all_gather_group:
         all_groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
@@ -348,6 +354,9 @@ def _checked_parameter(
     """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it."""
     if isinstance(parameter, UnevenDTensor):
         raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
+    if is_lazy(parameter):
+        raise ValueError(f"{where} has no shape yet: run one forward of the module before fully_shard")
+    _refuse_own_operators(parameter, where)
     if parameter._backward_hooks:
         raise ValueError(f"{where}: {HOOK_NEVER_RUNS}")
     if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
@@ -356,6 +365,26 @@ def _checked_parameter(
             "the CPU before fully_shard"
         )
     return tensor_parallel_of(parameter, mesh, where)
+
+
+def _refuse_own_operators(parameter: nn.Parameter, where: str) -> None:
+    """Raise for a tensor whose class says what operators do to it: a flat buffer keeps elements, and no class."""
+    tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    kind: Any = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or _function_of(kind) not in _PLAIN_FUNCTIONS:
+        protocol = " and its fsdp_pre_all_gather would never be called" if hasattr(kind, "fsdp_pre_all_gather") else ""
+        raise ValueError(
+            f"{where} is a {kind.__name__}, a tensor with operators of its own: flat buffers hold plain elements, in "
+            f"which its class would be lost{protocol}. Name it in ignored_params, or keep the weight plain, such as "
+            "torchao's float8 training does with enable_fsdp_float8_all_gather=False"
+        )
+
+
+def _function_of(kind: Any) -> Any:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+_PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]
 
 
 def _name_units(modules: list[nn.Module]) -> None:

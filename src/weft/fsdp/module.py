@@ -365,9 +365,4 @@ def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
 def _rest_before_load(
     module: Any, state_dict: Any, prefix: str, local_metadata: dict, strict: bool, *lists: list
 ) -> None:
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            f"load_state_dict(assign=True) into the sharded {kind_of(module)}: its parameters are views of flat "
-            "buffers, and assignment would replace them; load without assign, which copies"
-        )
     _rest_before_state_dict(module, prefix, False)

@@ -121,19 +121,32 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Logical layers one after another and a final norm."""
+    """Logical layers one after another and a final norm.
+
+    `here`: which of `layers` this rank has, in its order; None: all. `ends`: whether it has the final norm.
+    """
 
     def __init__(
-        self, cfg: HybridConfig, layers: Sequence[LogicalLayer], source: WeightSource, meshes: Meshes | None
+        self,
+        cfg: HybridConfig,
+        layers: Sequence[LogicalLayer],
+        source: WeightSource,
+        meshes: Meshes | None,
+        *,
+        here: Sequence[int] | None = None,
+        ends: bool = True,
     ) -> None:
         super().__init__()
         symbols = "".join(layer.symbols for layer in layers)
         rotary = rotary_of(cfg, symbols)
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
-        self.layers: Any = nn.ModuleList(
-            Layer(cfg, layer, source, rotary, dispatcher, symbols[: layer.physical - 1].count("*")) for layer in layers
-        )
-        self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.layers: Any = nn.ModuleList()
+        for number in range(len(layers)) if here is None else here:
+            attentions = symbols[: layers[number].physical - 1].count("*")
+            self.layers.add_module(str(number), Layer(cfg, layers[number], source, rotary, dispatcher, attentions))
+        self.final_layernorm: Any = None
+        if ends:
+            self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
 
     def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, list[Tensor]]:
         """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.models import HybridConfig
+from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
 from weft.train.tokenizer import load_tokenizer
 from weft.train.toml_values import override_value, plain, show, typed
@@ -109,6 +110,8 @@ class LoopConfig:
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
+    schedule: str = ""
+    """With `sharding.pp`: a name of `weft schedule`, or a file; empty: "1f1b", "interleaved" or "combined"."""
     overlap: bool = False
     """Run the token exchange of one microbatch under the computation of its neighbour (`weft.overlap`)."""
     delay_wgrad: bool = False
@@ -217,9 +220,18 @@ class ShardingConfig:
     """Ranks over which it is cut; -1: all of them."""
     ep: int = 1
     """Ranks that share one copy of the experts and exchange tokens; divides the number of ranks."""
+    pp: int = 1
+    """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
+    chunks: int | None = None
+    """With `pp`: stages of each rank; unset: as many as the pattern's segments make, or as the schedule usually has."""
 
     def __post_init__(self) -> None:
         _require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
+        _require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
+        _require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
+        _require(
+            "sharding.chunks", self.chunks, self.chunks is None or self.pp > 1, "has no effect with sharding.pp = 1"
+        )
         _require(
             "sharding.dp_shard",
             self.dp_shard,
@@ -326,6 +338,7 @@ class TrainConfig:
             "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
             "train.overlap = false",
         )
+        self._check_stages()
         has_bias = model.expert_bias and "E" in model.pattern
         _require(
             "train.expert_bias_rate",
@@ -334,13 +347,67 @@ class TrainConfig:
             "has no effect on a model without expert biases; set model.expert_bias = true, or leave it out",
         )
 
+    @property
+    def schedule_name(self) -> str:
+        """Of the microbatches over the stages."""
+        if self.train.schedule:
+            return self.train.schedule
+        several = (self.sharding.chunks or len(self.model.parsed.segments) // self.sharding.pp) > 1
+        return "combined" if self.train.overlap else "interleaved" if several else "1f1b"
+
+    @property
+    def chunks(self) -> int:
+        """How many stages each rank of the pipeline has."""
+        if self.sharding.chunks is not None:
+            return self.sharding.chunks
+        segments = len(self.model.parsed.segments)
+        if segments > 1:
+            return max(1, segments // self.sharding.pp)
+        return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
+
+    def table(self, world_size: int) -> Table:
+        """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""
+        pp = self.sharding.pp
+        count = self.microbatches_per_step(world_size // pp)
+        try:
+            return table(self.schedule_name, ranks=pp, microbatches=count, chunks=self.chunks)
+        except ValueError as error:
+            raise ConfigError(
+                f"train.schedule = {show(self.schedule_name)} with sharding.pp = {pp}, {self.chunks} chunks and "
+                f"{count} microbatches of each pipeline in a step: {error}"
+            ) from error
+
+    def _check_stages(self) -> None:
+        pp, segments, loop = self.sharding.pp, len(self.model.parsed.segments), self.train
+        without = "has no effect with sharding.pp = 1; leave it out"
+        _require("train.schedule", loop.schedule, pp > 1 or not loop.schedule, without)
+        _require(
+            "sharding.pp",
+            pp,
+            segments == 1 or segments % pp == 0,
+            f"must divide the {segments} segments of model.pattern = {show(self.model.pattern)}, or that has no '|'",
+        )
+        _require(
+            "train.activation_checkpointing",
+            loop.activation_checkpointing,
+            pp == 1 or not loop.activation_checkpointing,
+            "recomputes layers as a whole, and with sharding.pp they run in stages; leave it out and recompute inside "
+            'of them: model.recompute = ["attend", "experts"]',
+        )
+
     def validate(self, world_size: int) -> None:
         """Check what depends on the number of processes and on the tokenizer's file; every process is a
-        data-parallel rank.
+        data-parallel rank, or one stage of such.
 
         Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
         number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
         """
+        pp, everyone = self.sharding.pp, world_size
+        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        _require("sharding.pp", pp, pp in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
+        world_size //= pp
+        if pp > 1:
+            self.table(everyone)
         _require(
             "sharding.dp_shard",
             self.sharding.dp_shard,

@@ -59,8 +59,8 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
     config = load_config(run / CONFIG, overrides)
-    alone = dataclasses.replace(config.sharding, ep=1, dp_shard=-1)
-    loop = dataclasses.replace(config.train, overlap=False, delay_wgrad=False, early_release=False)
+    alone = dataclasses.replace(config.sharding, ep=1, pp=1, chunks=None, dp_shard=-1)
+    loop = dataclasses.replace(config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False)
     config = dataclasses.replace(config, sharding=alone, train=loop)
     config.validate(1)
     if average and not config.train.ema_decay:

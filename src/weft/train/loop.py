@@ -22,6 +22,7 @@ from weft.comm.timeline import Timeline
 from weft.models import HybridModel
 from weft.models.prediction import prediction_losses
 from weft.models.renumber import renumbered
+from weft.models.stages import Stages
 from weft.overlap import forward_backward
 from weft.train.config import OptimizerConfig, TrainConfig, to_toml
 from weft.train.ema import WeightAverage
@@ -77,7 +78,8 @@ class Trainer:
         self.task: Task = TextTask(config, self.device) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
-        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.stages = Stages(self.model)
+        self.parameter_count = self.stages.count_parameters()
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
@@ -218,9 +220,9 @@ class Trainer:
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
-        depth_losses = prediction_losses(self.model)
+        depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
-            norms = weft.parameter_norms(self.model)
+            norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
         norm = clip_gradients(self.model, self.config.train.gradient_clip)
@@ -233,8 +235,9 @@ class Trainer:
 
         # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
         mean = losses.double().mean() / self.ranks
-        router_mean = router_losses.double() / (len(microbatches) * self.ranks)
-        depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
+        parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
+        router_mean = router_losses.double() / (len(microbatches) * parts)
+        depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.own_numbers.marks()
         known = torch.stack([mean, router_mean])
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
@@ -266,12 +269,15 @@ class Trainer:
     def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
-        if loop.overlap:
+        stages = self.config.sharding.pp > 1
+        if loop.overlap or stages:
             timeline = Timeline() if self._is_recorded() else None
             with timeline or nullcontext():
                 losses = forward_backward(
                     self.model,
                     microbatches,
+                    schedule=self.config.table(self.ranks) if stages else None,
+                    overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
                     loss_scale=scale,
@@ -289,13 +295,20 @@ class Trainer:
             found.append(loss.detach())
         return torch.stack(found)
 
+    def _depth_losses(self) -> torch.Tensor:
+        """What prediction depths have added here; only the last stage has them."""
+        losses = prediction_losses(self.model)
+        if self.config.sharding.pp > 1 and not losses.numel():
+            return torch.zeros(self.config.model.parsed.depths)
+        return losses
+
     def _is_recorded(self) -> bool:
         """Whether the step that begins is the one that the report draws: the last, on the first rank."""
         return self.rank == 0 and self.position.step + 1 == self.config.train.steps
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
-        found = weft.find_nonfinite(self.model)
+        found = [each for stage in self.stages.all_of(weft.find_nonfinite(self.model)) for each in stage]
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
@@ -406,7 +419,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [group for group in groups if group["params"] or getattr(model, "cut", None)],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

@@ -178,6 +178,8 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
             f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of one's "
             "own, which is gone through as a whole; leave it out"
         )
+    if config.sharding.pp > 1:
+        raise ConfigError(f"sharding.pp = {config.sharding.pp}: has no effect on a model of one's own; leave it out")
     for name in ("activation_checkpointing", "overlap"):
         if getattr(config.train, name):
             raise ConfigError(f"train.{name} = true: has no effect on a model of one's own; leave it out")

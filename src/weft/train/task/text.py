@@ -1,9 +1,13 @@
 """A hybrid model on text, as a configuration describes them."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 import weft
 from weft.models import HybridModel, shard
+from weft.overlap import evaluate
 from weft.train.config import TrainConfig
 from weft.train.data import Batch, Batches, Validation, load_corpus
 from weft.train.data.bigram import Bigram
@@ -20,7 +24,8 @@ class TextTask:
     adds_losses = True
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        meshes = weft.init_meshes(device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
+        cut = config.sharding
+        meshes = weft.init_meshes(device.type, pp=cut.pp, dp_shard=cut.dp_shard, ep=cut.ep)
         self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
         sizes = {
             "sequence_length": config.data.sequence_length,
@@ -42,6 +47,8 @@ class TextTask:
 
     def loss(self, microbatch: Batch) -> Losses:
         tokens, labels = microbatch
+        if self.model.cut is not None:  # trained by a schedule: this is validation
+            return evaluate(self.model, [(tokens, labels)])[0], {}
         return self.model(tokens, labels=labels), {}
 
     def validation_values(self, loss: float) -> dict[str, float]:
@@ -57,13 +64,20 @@ def _build(config: TrainConfig, meshes: weft.Meshes, device: torch.device) -> Hy
     torch.manual_seed(config.train.seed)
     try:
         with device:
-            return HybridModel(config.model, meshes=meshes)
+            return HybridModel(config.model, meshes, **_stages(config, meshes))
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"model.hidden_size = {config.model.hidden_size}, model.vocab_size = {config.model.vocab_size}, "
             f"model.pattern = {config.model.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make "
             "the model smaller"
         ) from error
+
+
+def _stages(config: TrainConfig, meshes: weft.Meshes) -> dict[str, Any]:
+    """How the layers are dealt to the ranks of a pipeline."""
+    if meshes.pp is None:
+        return {}
+    return {"chunks": config.chunks, "placement": config.table(dist.get_world_size()).placement}
 
 
 def _recompute_layers(model: HybridModel) -> None:
