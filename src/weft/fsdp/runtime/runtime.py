@@ -212,11 +212,7 @@ class Runtime:
         if self._depth or in_backward():
             return
         if error is not None:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self._failure = None
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             return
         self._failure = None
         for ref in self._drivers:
@@ -229,8 +225,7 @@ class Runtime:
         try:
             _refuse_leaks(units)
         except RuntimeError:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
         for unit in units:
             if not self.prefetch.foretells(unit):
@@ -245,6 +240,13 @@ class Runtime:
         """`what` ended in `error`, which somebody around it may catch: it is told only if the pass ends by it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
+
+    def _leave_by(self, error: BaseException) -> None:
+        """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
+        if self._failure is not None and self._failure[0] is error:
+            self._joins.failed(self._failure[1], error)
+        self._failure = None
+        self.reset()
 
     def _finish_uploads(self, units: Iterable[Unit]) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
@@ -280,10 +282,7 @@ class Runtime:
             self._freshness.finish()
             self._end_backward()
         except BaseException as error:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             raise
         finally:
             self._failure = None
@@ -335,8 +334,7 @@ class Runtime:
                 call.end()
             self._end_backward()
         except BaseException:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
 
     def _end_backward(self) -> None:
