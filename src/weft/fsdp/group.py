@@ -114,8 +114,9 @@ class ParameterGroup:
         self._staging = self._make_staging()
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
-        self._pieces: dict[int, PostForwardPiece] = {}
         self.full, self.transient = self._make_full()
+        self.transients = [each for each in (self.transient, self._staging) if each is not None]
+        """The memory that comes and goes with the gathered weights."""
         self.full_parameters = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
             nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
@@ -234,12 +235,6 @@ class ParameterGroup:
         """How often the gathered weights have moved."""
         return self.transient.moves if self.transient is not None else 0
 
-    @property
-    def transients(self) -> list[Transient]:
-        """The memory that comes and goes with the gathered weights."""
-        pieces = [piece.transient for piece in self._pieces.values()]
-        return [each for each in (self.transient, self._staging, *pieces) if each is not None]
-
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
         storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
@@ -341,17 +336,18 @@ class ParameterGroup:
         if upload is not None:
             upload.synchronize()
 
-    def leave_pieces(self, size: int | None) -> None:
+    def leave_piece(self, size: int | None) -> None:
         """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
 
-        The first time for a size it is collective over the shard axis.
+        For a size it is collective over the shard axis.
         """
-        if self.transient is not None and size is not None and size not in self._pieces:
+        self.piece = None
+        if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            self._pieces[size] = piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
+            self.piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
             owner = self.owner
-            piece.transient.describe = lambda: f"what stays of the weights of {owner()}"
-        self.piece = self._pieces.get(size) if size is not None else None
+            self.piece.transient.describe = lambda: f"what stays of the weights of {owner()}"
+            self.transients.append(self.piece.transient)
 
     def keep_piece(self, channels: Channels) -> None:
         """Keep a piece of the gathered weights, which are here, for the next gather to start from."""

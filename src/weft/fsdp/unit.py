@@ -264,7 +264,7 @@ class Unit:
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
         for group in self.groups:
-            group.leave_pieces(size)
+            group.leave_piece(size)
 
     def leave_pieces(self) -> None:
         """The forward is over, and a backward follows: when the memory goes, pieces stay if that is asked for."""
