@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,17 +74,6 @@ class Slot:
         known = [(module(), name) for module, name in self.owners]
         self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
         self.register(self.there)
-
-
-class Owner(Protocol):
-    """What a group asks its unit."""
-
-    calls: "weakref.WeakSet[Any]"
-
-    @property
-    def computes(self) -> bool:
-        """Whether the full weights are being computed with."""
-        ...
 
 
 class ParameterGroup:
@@ -153,7 +142,7 @@ class ParameterGroup:
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
         self._equalize()
-        self.owner: Callable[[], Owner | None] = lambda: None
+        self.owner: Callable[[], Any] = lambda: None
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -184,7 +173,7 @@ class ParameterGroup:
         transient = Transient(self.layout.numel, self.recipe.compute, self.device)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
-    def belong_to(self, owner: Owner) -> None:
+    def belong_to(self, owner: Any) -> None:
         """Be a group of `owner`, known to its buffers only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
         self.gradients.call(lambda: f"the gradients of {ref()}")

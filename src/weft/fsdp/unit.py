@@ -23,9 +23,9 @@ Gradients have a life of their own, in `weft.fsdp.gradients.group`.
 import enum
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,19 +93,11 @@ RETURNED = Hold("what its evaluation returned", computes=False)
 UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
-class Writer(Protocol):
-    """Where modules that write gradients themselves find the place."""
-
-    def gradient_to_write(self, unit: Any, group: Any, number: int) -> tuple[torch.Tensor, bool]:
-        """The place of parameter `number` of `group`, and whether to add to what is there."""
-        ...
-
-
 _places = itertools.count()
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call. `channels` and `writer`: of the model it belongs to."""
+    """The parameter groups of one `fully_shard` call; `channels` and `gradient_to_write` are of its model."""
 
     def __init__(
         self,
@@ -126,7 +118,8 @@ class Unit:
         self.name = ""
         self.number = 0
         self.channels: Channels | None = None
-        self.writer: Writer | None = None
+        self.gradient_to_write: Callable[[Unit, ParameterGroup, int], tuple[torch.Tensor, bool]] | None = None
+        """Where a module that writes the gradient of a parameter itself puts it, and whether it adds to it."""
         self.place = next(_places)
         """Among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
@@ -358,11 +351,6 @@ class Unit:
         if self._replaced_factor is not None:
             return 1 / self._replaced_factor
         return 1 / (group.mesh.size() * (self._divide_factor or 1))
-
-    def gradient_to_write(self, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
-        """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
-        assert self.writer is not None, f"{self} belongs to no model yet"
-        return self.writer.gradient_to_write(self, group, number)
 
 
 def _is_users(holder: Any) -> bool:

@@ -102,7 +102,8 @@ class Runtime:
             for group in groups:
                 group.equalize_over(slices)
         for number, unit in enumerate(units):
-            unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
+            unit.number, unit.channels = number, self.channels
+            unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------
 
