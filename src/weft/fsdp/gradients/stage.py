@@ -8,7 +8,6 @@ Where that has less range (float16), gradients are scaled before they are cast t
 where the terms are not.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -19,7 +18,7 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import has_less_range
-from weft.memory.buffer import FlatBuffer, sharded_axes
+from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 
 
@@ -33,8 +32,7 @@ class GradientStage:
         self.goal = goal
         self._plan = plan
         self._placements = placements
-        pieces = math.prod(plan.mesh.size(sharded) for sharded in sharded_axes(placements))
-        self._numel = plan.layout.numel // pieces
+        self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
         needed = inbox_numel if goal[axis].is_shard() else all_reduce_inbox_numel
         inbox = needed(self._numel, group_of(plan.mesh, axis), plan.device)
