@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Placement
 
-from weft.comm.collectives import all_reduce_inbox_numel, inbox_numel
+from weft.comm import collectives
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
@@ -34,8 +34,8 @@ class GradientStage:
         self._placements = placements
         self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
-        needed = inbox_numel if goal[axis].is_shard() else all_reduce_inbox_numel
-        inbox = needed(self._numel, group_of(plan.mesh, axis), plan.device)
+        reduction = collectives.reduce_scatter if goal[axis].is_shard() else collectives.all_reduce
+        inbox = collectives.inbox_numel(reduction, self._numel, group_of(plan.mesh, axis), plan.device)
         self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
         self._inbox.settle()
         self._hooked: torch.Tensor | None = None
