@@ -13,7 +13,7 @@ from weft.comm.collectives import Pending, all_reduce, inbox_numel
 from weft.comm.lanes import Lane
 from weft.comm.timeline import Timeline, labelled, span
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60

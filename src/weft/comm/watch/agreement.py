@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
-from weft.comm.watch.mismatch import CollectiveMismatch, mismatch
+from weft.comm.watch.rules import CollectiveMismatch, mismatch
 
 _WORD = 62
 
