@@ -89,6 +89,7 @@ class ParameterGroup:
     ) -> None:
         """`parameters`: the unsharded ones, whose values are taken. `tensor_parallel`: where the slices of each lie;
         those that have slices come first. `passing`: of which nobody needs the memory once the values are copied."""
+        self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload = plan.device, plan.home, plan.offload
@@ -133,7 +134,9 @@ class ParameterGroup:
             slot.own = tuple(own)
         if self.transient is not None:
             self.fulls.leave()
-        self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
+        self.gradients = GroupGradients(
+            plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
+        )
         self.channel = next_channel(self.groups[-1])
         """Keeps its messages apart from those of other groups."""
         self._gathered_from: int | None = None
@@ -142,7 +145,6 @@ class ParameterGroup:
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
         self._equalize()
-        self.owner: Callable[[], Any] = lambda: None
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -162,29 +164,30 @@ class ParameterGroup:
         """Where offloaded weights land before they are cast."""
         if self.offload is None or self.recipe.main == self.recipe.compute:
             return None
-        staging = Transient(self.main_weight.local.numel(), self.recipe.main, self.device)
-        staging.settle()
-        return staging
+        numel, describe = self.main_weight.local.numel(), self._ours("uploaded weights")
+        return Transient(numel, self.recipe.main, self.device, describe=describe)
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
         """The full weights, and their memory if it comes and goes."""
         if not self.model_weight.axes or self.layout.shards == 1:
             return self.model_weight, None
-        transient = Transient(self.layout.numel, self.recipe.compute, self.device)
+        describe = self._ours("the gathered weights")
+        transient = Transient(self.layout.numel, self.recipe.compute, self.device, describe=describe, filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
     def belong_to(self, owner: Any) -> None:
-        """Be a group of `owner`, known to its buffers only weakly, or neither would go without the collector."""
+        """Be a group of `owner`, known only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
-        self.gradients.call(lambda: f"the gradients of {ref()}")
-        if self._staging is not None:
-            self._staging.describe = lambda: f"uploaded weights of {ref()}"
         if self.transient is not None:
             follow = weakref.WeakMethod(self._follow)
             self.transient.on_move = lambda full: (follow() or _ignore)(full)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
             self.transient.make_way = lambda: not ((unit := ref()) and unit.computes)
-            self.transient.describe = lambda: f"the gathered weights of {ref()}"
+
+    def _ours(self, what: str) -> Callable[[], str]:
+        """What errors call `what` of the unit; known to its buffers only weakly too."""
+        myself = weakref.ref(self)
+        return lambda: f"{what} of {(group := myself()) and group.owner()}"
 
     def _follow(self, full: torch.Tensor) -> None:
         """The gathered weights have moved: the full parameters are views of the new place."""
@@ -208,21 +211,6 @@ class ParameterGroup:
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of memory that a gather takes, 0 where the full weights stay."""
-        return self.transient.nbytes if self.transient is not None else 0
-
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` begins in the memory of the full weights."""
-        start = self.full.local.data_ptr()
-        return start <= tensor.data_ptr() < start + self.full.local.nbytes
-
-    @property
-    def moves(self) -> int:
-        """How often the gathered weights have moved."""
-        return self.transient.moves if self.transient is not None else 0
 
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
@@ -333,9 +321,8 @@ class ParameterGroup:
         self.piece = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            self.piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
-            owner = self.owner
-            self.piece.transient.describe = lambda: f"what stays of the weights of {owner()}"
+            describe = self._ours("what stays of the weights")
+            self.piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group, describe)
             self.transients.append(self.piece.transient)
 
     def keep_piece(self, channels: Channels) -> None:

@@ -113,7 +113,9 @@ class Unit:
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
         self.device = device
-        self.gathered_bytes = sum(group.gathered_bytes for group in self.groups)
+        self.gathered = [group.transient for group in self.groups if group.transient is not None]
+        """The memory of the gathered weights."""
+        self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.policy = policy
         self.name = ""
         self.number = 0
@@ -189,9 +191,9 @@ class Unit:
         self._arrive()
         self._leaves_pieces = False
         if holder.computes:
-            for group in self.groups:
-                if group.transient is not None and group.transient.place is not None:
-                    self._channels.weights.come_back(group.transient)
+            for each in self.gathered:
+                if each.place is not None:
+                    self._channels.weights.come_back(each)
         self._to("hold")
         self.holders[holder] = None
         if len(self.holders) == 1:
@@ -283,16 +285,16 @@ class Unit:
 
     def fits(self, pool: Pool) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        return all(pool.has_room(group.transient) for group in self.groups if group.transient is not None)
+        return all(pool.has_room(each) for each in self.gathered)
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""
-        return any(group.lends(tensor) for group in self.groups if group.transient is not None)
+        return any(each.lends(tensor) for each in self.gathered)
 
     @property
     def moves(self) -> int:
         """How often the gathered weights have moved."""
-        return sum(group.moves for group in self.groups)
+        return sum(each.moves for each in self.gathered)
 
     @property
     def _channels(self) -> Channels:

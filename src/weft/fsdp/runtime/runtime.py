@@ -274,8 +274,7 @@ class Runtime:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
                 self.channels.weights.foresee(
-                    [group.transient for unit in units for group in unit.groups if group.transient is not None]
-                    for units in gathered()
+                    [each for unit in units for each in unit.gathered] for units in gathered()
                 )
             self.reductions.begin(taking_turns=False)
             yield
