@@ -10,13 +10,13 @@ from weft.comm.collectives import sends_directly
 from weft.comm.groups import backend_of, host_group
 from weft.comm.watch.control import agree
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
     try:
-        assert agree([3, -4], [5], [dist.group.WORLD], "test") == ([3, -4], [5])
+        assert agree([3, -4], [5], [dist.group.WORLD], "test", channel=0) == ([3, -4], [5])
     finally:
         dist.destroy_process_group()
 

@@ -78,7 +78,7 @@ class Runtime:
             checked=options.check_collectives,
             note=self._agreement.note,
         )
-        self._freshness = Freshness(self.channels, checked=options.check_collectives)
+        self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness)
         self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
@@ -91,6 +91,8 @@ class Runtime:
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
         self._failure: tuple[BaseException, str] | None = None
+        self._filled = False
+        """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
         before = weakref.WeakMethod(self._before_gather)
@@ -102,7 +104,8 @@ class Runtime:
             for group in groups:
                 group.equalize_over(slices)
         for number, unit in enumerate(units):
-            unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
+            unit.number, unit.channels = number, self.channels
+            unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------
 
@@ -161,9 +164,26 @@ class Runtime:
     def _begin_entry(self) -> None:
         check_alive(self._process_groups)
         self.recover()
+        if not self._filled:
+            self._check_filled()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
+
+    def _check_filled(self) -> None:
+        """Raise ValueError for what was on the meta device and has no values yet."""
+        for group in (group for unit in self.units for group in unit.groups):
+            group.check_filled()
+        for unit in self.units:
+            for module in (each for ref in unit.modules if (each := ref()) is not None):
+                for name, buffer in module.named_buffers():
+                    if buffer.is_meta:
+                        raise ValueError(
+                            f"{unit} is used while its buffer {name!r} is on the meta device: call "
+                            "model.to_empty(device=...) and fill it, or load a state dict with assign=True, before the "
+                            "first pass"
+                        )
+        self._filled = True
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -212,11 +232,7 @@ class Runtime:
         if self._depth or in_backward():
             return
         if error is not None:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self._failure = None
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             return
         self._failure = None
         for ref in self._drivers:
@@ -229,8 +245,7 @@ class Runtime:
         try:
             _refuse_leaks(units)
         except RuntimeError:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
         for unit in units:
             if not self.prefetch.foretells(unit):
@@ -246,6 +261,13 @@ class Runtime:
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
+    def _leave_by(self, error: BaseException) -> None:
+        """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
+        if self._failure is not None and self._failure[0] is error:
+            self._joins.failed(self._failure[1], error)
+        self._failure = None
+        self.reset()
+
     def _finish_uploads(self, units: Iterable[Unit]) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
         for unit in units:
@@ -260,34 +282,48 @@ class Runtime:
 
     @contextmanager
     def scheduled(
-        self, visits: Sequence[Unit], depth: int, gathered: Callable[[], Iterable[Iterable[Unit]]]
+        self,
+        visits: Sequence[Unit],
+        depth: int,
+        gathered: Callable[[], Iterable[Iterable[Unit]]],
+        *,
+        backward: bool = True,
     ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
         at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order."""
+        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
                 self.channels.weights.foresee(
-                    [group.transient for unit in units for group in unit.groups if group.transient is not None]
-                    for units in gathered()
+                    [each for unit in units for each in unit.gathered] for units in gathered()
                 )
-            self.reductions.begin(taking_turns=False)
+            if backward:
+                self.reductions.begin(taking_turns=False)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
-            self._end_backward()
+            (self._end_backward if backward else self._end_evaluation)()
         except BaseException as error:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             raise
         finally:
             self._failure = None
             self.reductions.more_to_come = False
+
+    def _end_evaluation(self) -> None:
+        """Go to rest; gradients are as they were."""
+        self._joins.collect()
+        units = self.units
+        self._finish_uploads(units)
+        self.prefetch.end_backward()
+        _refuse_leaks(units)
+        for unit in units:
+            unit.free()
+        self._plan(units)
+        self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -335,8 +371,7 @@ class Runtime:
                 call.end()
             self._end_backward()
         except BaseException:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
 
     def _end_backward(self) -> None:
@@ -369,6 +404,21 @@ class Runtime:
             for group in unit.groups:
                 if group.gradients.where is Where.REDUCED:
                     group.gradients.publish()
+
+    def finish_deferred(self) -> None:
+        """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
+        self._begin_entry()
+        self.passes.begin(Pass.BACKWARD)
+        self.reductions.begin(taking_turns=False)
+        try:
+            for unit in self.units:
+                if unit.reshard_after_backward:
+                    unit.end_holds(UNTIL_NEXT_PASS)
+            self._end_backward()
+        except BaseException:
+            self.fail()
+            self._recover()
+            raise
 
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
