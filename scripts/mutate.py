@@ -447,8 +447,8 @@ MUTATIONS = [
     Mutation(
         "replicas are not made equal",
         "fsdp/group.py",
-        "self._equalize()",
-        "pass",
+        "        self._equalize()\n        self._unfilled = [number",
+        "        self._unfilled = [number",
         SEAMS + "test_replicas.py::test_ranks_that_build_the_model_with_different_seeds_start_equal[2-no_shard]",
     ),
     Mutation(
