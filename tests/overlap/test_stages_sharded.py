@@ -56,6 +56,7 @@ def test_zero_1_to_3_and_hsdp_in_stages():
         ("optim_grads_params", "combined", {"chunks": 2}),
         ("optim_grads_params", "dualpipev", {"chunks": 2, "placement": "v"}),
         ("optim_grads", "zbv", {"chunks": 2, "placement": "v"}),
+        ("optim", "zbv", {"chunks": 2, "placement": "v"}),
     ):
         reduced = Counter()
 

@@ -407,6 +407,21 @@ class Runtime:
                 if group.gradients.where is Where.REDUCED:
                     group.gradients.publish()
 
+    def finish_deferred(self) -> None:
+        """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
+        self._begin_entry()
+        self.passes.begin(Pass.BACKWARD)
+        self.reductions.begin(taking_turns=False)
+        try:
+            for unit in self.units:
+                if unit.reshard_after_backward:
+                    unit.end_holds(UNTIL_NEXT_PASS)
+            self._end_backward()
+        except BaseException:
+            self.fail()
+            self._recover()
+            raise
+
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete_order()
