@@ -48,6 +48,7 @@ def test_borders_and_directions_do_not_hold_each_other_up():
         for channel in (second, first):
             channel.foresee([1])
         assert [each.item() for channel in (second, first) for each in channel.take()] == [2.0, 1.0]
+        back.learn(1, first)
         back.send(1, [torch.tensor([3.0])])
         back.finish()
     else:
