@@ -47,6 +47,7 @@ def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, *
     return model, trace
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_zero_1_to_3_and_hsdp_in_stages():
     meshes = weft.init_meshes("cpu", pp=2)
@@ -75,6 +76,7 @@ def test_zero_1_to_3_and_hsdp_in_stages():
     in_stages(CFG, replicated, "optim_grads_params", "1f1b", 4, expected)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_experts_on_two_ranks_in_two_stages():
     """pp 2 x ep 2: the exchange of a pair's one side runs under the other's computation."""
