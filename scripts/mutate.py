@@ -520,6 +520,27 @@ MUTATIONS = [
         "if unused := set():",
         "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
     ),
+    Mutation(
+        "sinks take no part in the softmax",
+        "models/layers/attention.py",
+        "window=self.window, sinks=self.sinks",
+        "window=self.window, sinks=None",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
+    ),
+    Mutation(
+        "every attention layer has the window",
+        "models/config.py",
+        "or number in self.windowed else None",
+        "or True else None",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
+    ),
+    Mutation(
+        "optimizer state keeps the numbers of another spelling",
+        "models/renumber.py",
+        "self.inner.prepare_load(_translated(stored, self.spelling.ours))",
+        "self.inner.prepare_load(stored)",
+        "models/test_renumber.py::test_training_goes_on_bit_equal_through_other_spellings_with_its_optimizer[spellings0]",
+    ),
     # --- schedules of pipelines --------------------------------------------------------------------------------------
     Mutation(
         "ranks that wait for each other pass the check",

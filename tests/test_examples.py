@@ -147,6 +147,14 @@ def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its
     assert (tmp_path / "llama" / ".metadata").exists()
 
 
+def test_the_readme_shows_lines_of_the_example_of_published_models_in_their_order():
+    root = Path(__file__).parents[1]
+    shown = (root / "README.md").read_text().partition("From [examples/hf_hybrid.py]")[2].split("```")[1]
+    text = (root / "examples" / "hf_hybrid.py").read_text()
+    places = [text.find(part.strip("\n") + "\n") for part in shown.removeprefix("python\n").split("...\n")]
+    assert len(places) == 3 and -1 not in places and places == sorted(places)
+
+
 @pytest.mark.long
 def test_a_hugging_face_directory_is_trained_with_experts_overlapped_and_written_back(tmp_path):
     torch.manual_seed(0)

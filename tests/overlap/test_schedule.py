@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import RankFailed, distributed
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.models import HybridConfig, HybridModel
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward

@@ -38,10 +38,14 @@ CHANGED = {
     "optimizer.betas=[0.5, 0.6]": "told",
     "optimizer.eps=0.01": "told",
     "optimizer.weight_decay=0.7": "told",
+    "optimizer.name=SGD": "refused",
+    "optimizer.flat=true": "quiet",
     "schedule.warmup_steps=1": "told",
     "schedule.shape=linear": "told",
     "schedule.min_lr_ratio=0.5": "told",
     "sharding.strategy=no_shard": "quiet",
+    "sharding.reshard_after_forward=false": "quiet",
+    "train.compile=eager": "quiet",
     "checkpoint.keep=1": "quiet",
 }
 

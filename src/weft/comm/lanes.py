@@ -34,7 +34,7 @@ class Ticket:
     def __init__(
         self,
         transfer: Transfer | None,
-        event: streams.Event | None = None,
+        event: Any = None,
         call: Call | None = None,
         after: "Ticket | None" = None,
         home: Any = None,

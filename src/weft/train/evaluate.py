@@ -17,6 +17,7 @@ from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
 from weft.train.run.changes import CONFIG
 from weft.train.run.runs import CHECKPOINTS
+from weft.train.sections import ShardingConfig
 from weft.train.task.task import Task
 from weft.train.task.text import TextTask
 
@@ -59,9 +60,10 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
     config = load_config(run / CONFIG, overrides)
-    alone = dataclasses.replace(config.sharding, ep=1, pp=1, chunks=None, dp_shard=-1)
-    loop = dataclasses.replace(config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False)
-    config = dataclasses.replace(config, sharding=alone, train=loop)
+    loop = dataclasses.replace(
+        config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
+    )
+    config = dataclasses.replace(config, sharding=ShardingConfig(), train=loop)
     config.validate(1)
     if average and not config.train.ema_decay:
         raise ConfigError("--ema: the run kept no moving average of its weights (train.ema_decay = 0.0); leave it out")

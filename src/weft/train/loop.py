@@ -14,22 +14,22 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import weft
-from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
+from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
 from weft.models import HybridModel
 from weft.models.prediction import prediction_losses
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.overlap import forward_backward
-from weft.train.config import OptimizerConfig, TrainConfig, to_toml
+from weft.train.config import TrainConfig, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
+from weft.train.optimizers import make_optimizer, optimizer_bytes
 from weft.train.own_numbers import OwnNumbers
 from weft.train.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
@@ -53,7 +53,7 @@ class Trainer:
 
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
     goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
-    another one is given; `optimizer`: makes one for the sharded model, AdamW unless it is given.
+    another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
-        self.task: Task = TextTask(config, self.device) if task is None else task
+        self.task: Task = TextTask(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
         self.stages = Stages(self.model)
@@ -145,8 +145,8 @@ class Trainer:
             if isinstance(self.model, HybridModel):  # an earlier part of the run may have grouped its layers otherwise
                 state = renumbered(state, self.model.cfg)
             self.saved_step = self.checkpoints.load(state)
-        except ConfigError:
-            changed(self.run_place.directory, self.config, 0)  # knows which setting made the data another
+        except (ConfigError, CheckpointMismatch):
+            changed(self.run_place.directory, self.config, 0)  # knows which setting made it another
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
@@ -420,29 +420,6 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `model`'s parameters; only matrices decay, not norms and biases."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"] or getattr(model, "cut", None)],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state on this rank."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values if torch.is_tensor(value)]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:

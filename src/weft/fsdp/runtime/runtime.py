@@ -104,7 +104,8 @@ class Runtime:
             for group in groups:
                 group.equalize_over(slices)
         for number, unit in enumerate(units):
-            unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
+            unit.number, unit.channels = number, self.channels
+            unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------
 
@@ -231,11 +232,7 @@ class Runtime:
         if self._depth or in_backward():
             return
         if error is not None:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self._failure = None
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             return
         self._failure = None
         for ref in self._drivers:
@@ -248,8 +245,7 @@ class Runtime:
         try:
             _refuse_leaks(units)
         except RuntimeError:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
         for unit in units:
             if not self.prefetch.foretells(unit):
@@ -264,6 +260,13 @@ class Runtime:
         """`what` ended in `error`, which somebody around it may catch: it is told only if the pass ends by it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
+
+    def _leave_by(self, error: BaseException) -> None:
+        """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
+        if self._failure is not None and self._failure[0] is error:
+            self._joins.failed(self._failure[1], error)
+        self._failure = None
+        self.reset()
 
     def _finish_uploads(self, units: Iterable[Unit]) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
@@ -295,8 +298,7 @@ class Runtime:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
                 self.channels.weights.foresee(
-                    [group.transient for unit in units for group in unit.groups if group.transient is not None]
-                    for units in gathered()
+                    [each for unit in units for each in unit.gathered] for units in gathered()
                 )
             if backward:
                 self.reductions.begin(taking_turns=False)
@@ -305,10 +307,7 @@ class Runtime:
             self._freshness.finish()
             (self._end_backward if backward else self._end_evaluation)()
         except BaseException as error:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             raise
         finally:
             self._failure = None
@@ -372,8 +371,7 @@ class Runtime:
                 call.end()
             self._end_backward()
         except BaseException:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
 
     def _end_backward(self) -> None:
@@ -406,6 +404,21 @@ class Runtime:
             for group in unit.groups:
                 if group.gradients.where is Where.REDUCED:
                     group.gradients.publish()
+
+    def finish_deferred(self) -> None:
+        """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
+        self._begin_entry()
+        self.passes.begin(Pass.BACKWARD)
+        self.reductions.begin(taking_turns=False)
+        try:
+            for unit in self.units:
+                if unit.reshard_after_backward:
+                    unit.end_holds(UNTIL_NEXT_PASS)
+            self._end_backward()
+        except BaseException:
+            self.fail()
+            self._recover()
+            raise
 
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""

@@ -38,7 +38,8 @@ _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.recompute", "model.mamba_kernel", "model.delta_kernel"), QUIET),
     "data.paths": TOLD,
     "data.cache_dir": QUIET,
-    **dict.fromkeys(("train.seed", "train.ema_decay"), REFUSED),
+    **dict.fromkeys(("train.seed", "train.ema_decay", "optimizer.name", "optimizer.adamw_for"), REFUSED),
+    "optimizer.flat": QUIET,
     **dict.fromkeys(
         (
             "train.steps",
