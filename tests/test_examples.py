@@ -77,6 +77,7 @@ PAGES_WITH_TESTS = [
     "from-megatron-fsdp",
     "optimizers",
     "huggingface",
+    "ecosystem",
 ]
 
 
