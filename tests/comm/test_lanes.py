@@ -94,6 +94,27 @@ def test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it():
             ticket.wait()
 
 
+def test_each_wait_has_a_thread_of_its_own():
+    lane, crew, first = Lane("gather", CPU), transfers._crew, Gate()
+    first.open.set()
+    lane.run(lambda tag: Pending(), after=lane.run(first.begin)).wait()
+    until(lambda: crew._idle == len(crew._threads))
+    gates = [Gate() for _ in range(len(crew._threads) + 1)]  # one more than there are threads
+    tickets = [
+        lane.run(lambda tag: Pending(), channel=channel, after=lane.run(gate.begin))
+        for channel, gate in enumerate(gates, 1)
+    ]
+    rescue = threading.Timer(5, gates[0].open.set)
+    rescue.start()
+    gates[-1].open.set()
+    tickets[-1].wait()
+    rescued = gates[0].open.is_set()
+    rescue.cancel()
+    for gate in gates:
+        gate.open.set()
+    assert not rescued, "it waited for what it has nothing to do with"
+
+
 def test_an_error_while_preparing_is_the_callers():
     def fail() -> None:
         raise ValueError("no memory")

@@ -500,6 +500,8 @@ def test_what_a_microbatch_holds_goes_with_its_backward_layer_by_layer():
             alive for step, alive in zip(census, census.alive) if (step.direction, step.slot) == ("backward", "embed")
         ]
         assert ends == [0] * 5
+        attends = [step.direction == "backward" and step.layer is not None and step.slot == "attend" for step in census]
+        assert [alive for alive, attend in zip(census.alive, attends) if attend] == [3, 2, 1] * 5
         assert len(set(census.tensors[1:])) == 1, census.tensors  # the first one made the gradients
 
 
