@@ -22,6 +22,7 @@ from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
 from weft.fsdp.channels import Channels, separate_gathers
 from weft.fsdp.gradients.group import Where
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -69,10 +70,13 @@ class Runtime:
         self.channels = Channels(
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
-        self.prefetch = Prefetch(self.channels.weights, options.prefetch_bytes)
-        channel = min((group.channel for unit in units for group in unit.groups), default=0)
+        self._units = [weakref.ref(unit) for unit in units]
+        self.prefetch = Prefetch(self._units, self.channels.weights, options.prefetch_bytes)
+        groups = self.groups
+        channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
+            self._units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
             checked=options.check_collectives,
@@ -80,9 +84,7 @@ class Runtime:
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives)
         self._joins = Joins(self.channels, self._freshness)
-        self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
-        self.prefetch.units = self.reductions.units = self._units
         self._place = units[0].place
         _runtimes.add(self)
         self._settled = self._forward = next(_moments)
@@ -95,7 +97,6 @@ class Runtime:
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
         before = weakref.WeakMethod(self._before_gather)
         self.channels.on_gather = lambda unit: (before() or _ignore)(unit)
-        groups = [group for unit in units for group in unit.groups]
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
         for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
@@ -111,6 +112,11 @@ class Runtime:
     def units(self) -> list[Unit]:
         """The units, root first."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """The parameter groups of all units."""
+        return [group for unit in self.units for group in unit.groups]
 
     def change(self, **options: Any) -> None:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
@@ -190,9 +196,9 @@ class Runtime:
         for unit in units:
             unit.forget()
             unit.free()
-            for group in unit.groups:
-                group.await_refresh()
-                group.follow_user()
+        for group in self.groups:
+            group.await_refresh()
+            group.follow_user()
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(units, inside, groups)
@@ -363,15 +369,14 @@ class Runtime:
             self._freshness.expect_change()
         self.passes.end()
         self._settled = next(_moments)
-        for unit in units:
-            for group in unit.groups:
-                if group.gradients.where is Where.REDUCED:
-                    group.gradients.publish()
+        for group in self.groups:
+            if group.gradients.where is Where.REDUCED:
+                group.gradients.publish()
 
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete_order()
-        groups = [group for unit in units for group in unit.trainable_groups]
+        groups = [group for group in self.groups if group.trainable]
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
             for group in groups:
                 own = group.gradients.present
@@ -397,9 +402,8 @@ class Runtime:
         """An exception left the pass under way."""
         self.passes.fail()
         self.reductions.order()
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.give_back()
+        for group in self.groups:
+            group.gradients.give_back()
 
     def recover(self) -> None:
         """Whoever comes from outside begins here: what a failed pass has left goes."""
@@ -430,9 +434,8 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.discard()
+        for group in self.groups:
+            group.gradients.discard()
         for unit in self.units:
             unit.rest()
         self.passes.recover()
