@@ -155,7 +155,7 @@ class Runtime:
         """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
         if USER not in unit.holders:
             unit.acquire(USER)
-        self._finish_uploads(self.units)
+        self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
         """The user lets go of `unit`, and of what it keeps for a backward."""
@@ -237,7 +237,7 @@ class Runtime:
         for unit in units:
             if not self.prefetch.foretells(unit):
                 unit.free()
-        self._finish_uploads(units)
+        self._finish_uploads()
         evaluated = self.passes.current is Pass.EVALUATION
         self.passes.end()
         if evaluated:
@@ -255,10 +255,10 @@ class Runtime:
         self._failure = None
         self.reset()
 
-    def _finish_uploads(self, units: Iterable[Unit]) -> None:
+    def _finish_uploads(self) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
-        for unit in units:
-            unit.finish_uploads()
+        for group in self.groups:
+            group.finish_upload()
 
     # --- schedules --------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class Runtime:
             self._settle(units)
         self.reductions.drain()
         self._joins.collect()
-        self._finish_uploads(units)
+        self._finish_uploads()
         self.prefetch.end_backward()
         for unit in units:
             unit.end_holds(UNTIL_BACKWARD)
