@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.pool import distributed
 from weft.comm import collectives, transfers
 from weft.comm.collectives import Pending, all_reduce, inbox_numel
-from weft.comm.lanes import Lane
+from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
 from weft.comm.timeline import Timeline, labelled, span
 from weft.comm.watch.lookout import keep_lookout
 from weft.comm.watch.rules import CollectiveMismatch
@@ -165,6 +165,20 @@ def test_low_precision_all_reduces_neither_overflow_nor_lose_more_than_one_round
         inbox = partial.new_empty(inbox_numel(all_reduce, 33, group, CPU))
         lane.run(collectives.all_reduce, output, partial, group, scale=0.25, accumulate=False, inbox=inbox).wait()
         assert output.unique().tolist() == [partial[0].item()] == [torch.tensor(value, dtype=dtype).item()]
+
+
+def test_who_abandons_transfers_waits_for_their_end_but_not_for_ever():
+    class Slow:
+        asked: list = []
+
+        def wait(self, timeout=None) -> None:
+            self.asked.append(timeout)
+            raise RuntimeError("out of time")
+
+    lane, finished = Lane("gather", CPU), []
+    ticket = lane.run(lambda tag: Pending([Slow(), Slow()], lambda: finished.append(True)))
+    del ticket
+    assert Slow.asked == [ABANDONED_TIMEOUT] * 2 and not finished
 
 
 class NeverComes:

@@ -261,6 +261,16 @@ def all_to_all_counts(
     return pending.followed_by(read)
 
 
+def send(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+    """Send `tensors`, in this order, to the rank `peer` of `group`."""
+    return Pending([group.send([tensor], peer, tag) for tensor in tensors])
+
+
+def receive(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+    """Fill `tensors`, in this order, with what the rank `peer` of `group` sends."""
+    return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
+
+
 # --- what waits at once -----------------------------------------------------------------------------------------------
 
 

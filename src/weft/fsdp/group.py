@@ -35,6 +35,7 @@ from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
+from weft.memory.blank import has_blank
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
@@ -145,6 +146,8 @@ class ParameterGroup:
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
         self._equalize()
+        self._unfilled = [number for number, each in enumerate(slices) if each.is_meta]
+        """The parameters whose first values are still to come."""
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -204,6 +207,26 @@ class ParameterGroup:
         for axis, group in enumerate(self.groups):
             if axis not in self.main_weight.axes and group.size() > 1:
                 collectives.broadcast(self.main_weight.local, group)
+
+    def check_filled(self) -> None:
+        """Raise ValueError, on every rank, if a parameter from the meta device has no values yet. Collective, until all
+        have; then replicas are made alike, whatever each has filled them with."""
+        if not self._unfilled:
+            return
+        missing = torch.tensor([int(has_blank(self.main_weight.views()[number])) for number in self._unfilled])
+        missing = missing.to(self.device)
+        slices = dict.fromkeys(group_of(each.spec.mesh, 0) for each in self.tensor_parallel if each is not None)
+        for group in (*self.groups, *slices):
+            collectives.reduce_now(missing, dist.ReduceOp.MAX, group, "whether weights have values")
+        if names := [self.slots[number].name for number, empty in zip(self._unfilled, missing.tolist()) if empty]:
+            raise ValueError(
+                f"{self.owner()} is used before its parameters {', '.join(map(repr, names))} have values: they were on "
+                "the meta device when they were sharded, in modules without reset_parameters(). Call "
+                "model.to_empty(device=...) and the model's own initialisation, such as init_weights(), or load a "
+                "state dict, before the first pass"
+            )
+        self._unfilled = []
+        self._equalize()
 
     # --- weights --------------------------------------------------------------------------------------------------
 

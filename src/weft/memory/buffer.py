@@ -27,6 +27,7 @@ from weft.comm.lanes import Lane, Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import Cuts, UnevenDTensor
 from weft.layout.layout import Layout
+from weft.memory.blank import blank
 from weft.mesh import position_on, ranks_over
 
 Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
@@ -107,12 +108,15 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy full tensors in; the padding becomes zero."""
+        """Copy full tensors in, and leave those on the meta device visibly empty; the padding becomes zero."""
         self.local.zero_()
         index = self.index
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)
             start, stop = cuts.borders[index : index + 2]
+            if tensor.is_meta:
+                blank(cuts.flattened(view))
+                continue
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
     def gather_in_place(

@@ -40,7 +40,7 @@ class Agreement:
     `channel`: keeps the words of one model apart from those of another over the same groups.
     """
 
-    def __init__(self, check: bool, channel: int = 0) -> None:
+    def __init__(self, check: bool, channel: int) -> None:
         self._check = check
         self._channel = channel
         self._log: list[tuple[int, str, int]] = []

@@ -323,7 +323,7 @@ class GroupGradients:
 
     def _open_main(self) -> FlatBuffer:
         self.main = self._plan.home_buffer(self._plan.recipe.main_grad)
-        self._handed = list(self.main.dtensors(self._tensor_parallel))
+        self._handed = [own.like(view) for own, view in zip(self._sharded, self.main.views())]  # type: ignore[attr-defined]
         self._windows = {}
         self._storage = self.main.local.untyped_storage()
         self._uses = torch._C._storage_Use_Count(self._storage._cdata)

@@ -82,7 +82,7 @@ class Runtime:
             checked=options.check_collectives,
             note=self._agreement.note,
         )
-        self._freshness = Freshness(self.channels, checked=options.check_collectives)
+        self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness)
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._place = units[0].place
@@ -93,6 +93,8 @@ class Runtime:
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
         self._failure: tuple[BaseException, str] | None = None
+        self._filled = False
+        """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
         before = weakref.WeakMethod(self._before_gather)
@@ -168,9 +170,26 @@ class Runtime:
     def _begin_entry(self) -> None:
         check_alive(self._process_groups)
         self.recover()
+        if not self._filled:
+            self._check_filled()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
+
+    def _check_filled(self) -> None:
+        """Raise ValueError for what was on the meta device and has no values yet."""
+        for group in (group for unit in self.units for group in unit.groups):
+            group.check_filled()
+        for unit in self.units:
+            for module in (each for ref in unit.modules if (each := ref()) is not None):
+                for name, buffer in module.named_buffers():
+                    if buffer.is_meta:
+                        raise ValueError(
+                            f"{unit} is used while its buffer {name!r} is on the meta device: call "
+                            "model.to_empty(device=...) and fill it, or load a state dict with assign=True, before the "
+                            "first pass"
+                        )
+        self._filled = True
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -269,11 +288,16 @@ class Runtime:
 
     @contextmanager
     def scheduled(
-        self, visits: Sequence[Unit], depth: int, gathered: Callable[[], Iterable[Iterable[Unit]]]
+        self,
+        visits: Sequence[Unit],
+        depth: int,
+        gathered: Callable[[], Iterable[Iterable[Unit]]],
+        *,
+        backward: bool = True,
     ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
         at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order."""
+        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         try:
@@ -282,17 +306,30 @@ class Runtime:
                 self.channels.weights.foresee(
                     [each for unit in units for each in unit.gathered] for units in gathered()
                 )
-            self.reductions.begin(taking_turns=False)
+            if backward:
+                self.reductions.begin(taking_turns=False)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
-            self._end_backward()
+            (self._end_backward if backward else self._end_evaluation)()
         except BaseException as error:
             self._leave_by(error)
             raise
         finally:
             self._failure = None
             self.reductions.more_to_come = False
+
+    def _end_evaluation(self) -> None:
+        """Go to rest; gradients are as they were."""
+        self._joins.collect()
+        units = self.units
+        self._finish_uploads()
+        self.prefetch.end_backward()
+        _refuse_leaks(units)
+        for unit in units:
+            unit.free()
+        self._plan(units)
+        self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -372,6 +409,21 @@ class Runtime:
         for group in self.groups:
             if group.gradients.where is Where.REDUCED:
                 group.gradients.publish()
+
+    def finish_deferred(self) -> None:
+        """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
+        self._begin_entry()
+        self.passes.begin(Pass.BACKWARD)
+        self.reductions.begin(taking_turns=False)
+        try:
+            for unit in self.units:
+                if unit.reshard_after_backward:
+                    unit.end_holds(UNTIL_NEXT_PASS)
+            self._end_backward()
+        except BaseException:
+            self.fail()
+            self._recover()
+            raise
 
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
