@@ -683,6 +683,56 @@ MUTATIONS = [
         "if False:",
         SCHEDULES + "test_a_table_is_torch_s_where_both_have_the_schedule[dualpipev]",
     ),
+    # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------
+    Mutation(
+        "weights without values are used",
+        "fsdp/runtime/runtime.py",
+        "if not self._filled:",
+        "if False:",
+        "fsdp/test_meta.py::test_what_has_no_values_is_refused_by_name_on_all_ranks_and_may_be_filled_then[2]",
+    ),
+    Mutation(
+        "replicas that were filled by themselves stay different",
+        "fsdp/group.py",
+        "self._unfilled = []\n        self._equalize()",
+        "self._unfilled = []",
+        "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
+    ),
+    Mutation(
+        "an assigned state dict takes the parameter's place",
+        "fsdp/assignment.py",
+        "state_dict[prefix + name] = parameter",
+        "pass",
+        "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
+    ),
+    Mutation(
+        "a tensor subclass loses its class",
+        "fsdp/parameters.py",
+        "    _refuse_own_operators(parameter, where)\n",
+        "",
+        "fsdp/test_subclasses.py::test_a_parameter_with_operators_of_its_own_is_refused_by_name[2]",
+    ),
+    Mutation(
+        "placements do not know their cuts",
+        "dtensor/placements.py",
+        "if cuts.is_even or not cuts.axes:",
+        "if True:",
+        "dtensor/test_placements.py::test_parts_of_other_cuts_are_refused_on_each_rank_that_has_one[2]",
+    ),
+    Mutation(
+        "a sharded child is in no registry",
+        "fsdp/module.py",
+        "enter_registry(module)",
+        "pass",
+        "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate]",
+    ),
+    Mutation(
+        "a gradient over the whole mesh is reduced over its data-parallel axes twice",
+        "dtensor/tensor_parallel.py",
+        "placements = [wanted if name in names else there for name, there, wanted in pairs]",
+        "placements = [wanted for name, there, wanted in pairs]",
+        "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
+    ),
 ]
 
 

@@ -79,6 +79,7 @@ PAGES_WITH_TESTS = [
     "huggingface",
     "schedules",
     "pipelines",
+    "ecosystem",
 ]
 
 

@@ -91,6 +91,8 @@ def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
     names = [None] * ranks
     dist.all_gather_object(names, [name for name, _ in model.named_parameters()])
     assert sorted(name for part in names for name in part) == sorted(expected[1])
+    layers = model.decoder.layers  # an index counts those that are here, names are those of the whole
+    assert [layers[at] for at in range(len(layers))] == list(layers) == layers[:]
 
 
 @distributed(2, 4)

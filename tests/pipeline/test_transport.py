@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+import weft.debug
 from tests.pool import distributed
 from weft.comm.groups import group_of
 from weft.pipeline import Cut
@@ -73,3 +74,9 @@ def test_another_shape_for_what_is_known_is_refused():
         with pytest.raises(TypeError, match=r"\[2\] int64: what crosses stages is of torch.float32"):
             channel.send(2, [torch.zeros(2, dtype=torch.int64)])
         channel.finish()
+
+
+@distributed(2)
+def test_pretended_streams_are_refused():
+    with weft.debug.check_streams(), pytest.raises(RuntimeError, match="run a model in stages outside of it"):
+        transport()

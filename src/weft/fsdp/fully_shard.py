@@ -20,7 +20,7 @@ from weft.fsdp.construction import bring_buffers, materialize
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup, Slot
 from weft.fsdp.hooks import HookDriver, drivers_under
-from weft.fsdp.mesh_dims import data_parallel_mesh
+from weft.fsdp.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of
 from weft.fsdp.parameters import checked_parameter
 from weft.fsdp.placement import Placements, placements_of
@@ -97,7 +97,9 @@ def fully_shard(
     ignored = _checked_ignored(ignored_params)
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
     offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
+    replicas: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
+        replicas = axes_of(dp_mesh_dims)
         if mesh is None:
             raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
         mesh = data_parallel_mesh(mesh, dp_mesh_dims)
@@ -119,7 +121,7 @@ def fully_shard(
     meshes = {parameter: _own_mesh(each, mesh, reshard_after_forward) for parameter, (_, each) in choices.items()}
     parallel = {
         parameter: checked_parameter(
-            parameter, meshes[parameter], device, f"parameter {slot.name!r} of {kind_of(modules[0])}"
+            parameter, meshes[parameter], device, f"parameter {slot.name!r} of {kind_of(modules[0])}", replicas
         )
         for parameter, slot in own.items()
     }

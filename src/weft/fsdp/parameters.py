@@ -10,6 +10,7 @@ with hooks on its gradient                        ValueError: they would never r
 on another device                                 ValueError
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from weft.fsdp.group import HOOK_NEVER_RUNS
 
 
 def checked_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str
+    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it."""
+    """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it.
+
+    `replicas`: names of the data-parallel axes, for one that lies over a whole mesh."""
     if isinstance(parameter, UnevenDTensor):
         raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
     if is_lazy(parameter):
@@ -39,7 +42,7 @@ def checked_parameter(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "
             "the CPU before fully_shard"
         )
-    return tensor_parallel_of(parameter, mesh, where)
+    return tensor_parallel_of(parameter, mesh, where, replicas)
 
 
 def _refuse_own_operators(parameter: nn.Parameter, where: str) -> None:

@@ -225,8 +225,7 @@ class Unit:
         for group in self.groups:
             group.fulls.check_unwritten()
             group.outdate()
-            if group.transient is not None:
-                group.free()
+            group.free()
         self._gather()
         self._wait()
 
@@ -277,11 +276,6 @@ class Unit:
             self._let_go(holder)  # units that are tied go to rest by themselves
         self.forget()
         self.free()
-
-    def finish_uploads(self) -> None:
-        """Make the host wait until nobody reads main weights in CPU memory any more."""
-        for group in self.groups:
-            group.finish_upload()
 
     def fits(self, pool: Pool) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
