@@ -87,8 +87,11 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
         return lambda func, args, kwargs: args[0]._gathered().item()
     if name.startswith("aten::_fused_") or (name.startswith("aten::_foreach_") and name != "aten::_foreach_max"):
         return _local_lists
-    if torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable:
-        return _fill_randomly
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        if func._schema.is_mutable:
+            return _fill_randomly
+        if name.endswith("_like"):
+            return _draw_randomly
     if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
         if not func._schema.is_mutable:
             return _element_wise
@@ -352,6 +355,13 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
     return target
 
 
+def _draw_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A new tensor of random values, as one process would draw them."""
+    like = args[0]
+    whole = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
+    return like.like(like.slice_of(func(whole, *args[1:], **kwargs)).clone())
+
+
 def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -509,9 +519,10 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():
             raise RuntimeError(
                 f"{func} mixes a plain tensor with a sharded parameter of shape "
-                f"{tuple(_uneven((args, kwargs))[0].shape)}: its module runs outside the sharded one that gathers it. "
-                "Call the module that was passed to fully_shard, shard this module on its own, or use "
-                "weft.register_fsdp_forward_method for another method"
+                f"{tuple(_uneven((args, kwargs))[0].shape)}. If its module runs outside the sharded one that gathers "
+                "it: call the module that was passed to fully_shard, shard this module on its own, or use "
+                "weft.register_fsdp_forward_method for another method. To compute with the values by yourself: "
+                "parameter.full_tensor()"
             )
 
     return func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))

@@ -45,12 +45,13 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.runtime.runtime import settle_unnoticed
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
 placements.install()
 state_dict.install()
-autograd.install()
+autograd.install(settle_unnoticed)
 composition.install()
 
 __all__ = [

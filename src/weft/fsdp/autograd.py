@@ -18,7 +18,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from weft.fsdp.gradients.direct import home_of
 
 _numbers = itertools.count(1_000_000_000)
 _gone_versions: "weakref.WeakValueDictionary[int, FullParameters]" = weakref.WeakValueDictionary()
-_REFUSAL = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version", re.DOTALL)
+_REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version", re.DOTALL)
 
 behind_classes = torch._C.DisableTorchFunctionSubclass
 """Inside, a parameter may be handled whatever its class says."""
@@ -151,8 +151,8 @@ def _name_of(parameter: Any) -> str:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def install() -> None:
-    """Wrap torch's function that runs a backward, once."""
+def install(settle: Callable[[], None]) -> None:
+    """Wrap torch's function that runs a backward, once. `settle()` is called when one has run."""
     run = torch.autograd._engine_run_backward
     if hasattr(run, "_explains_sharded_weights"):
         return
@@ -172,6 +172,7 @@ def install() -> None:
         for number, each in asked.items():
             if found[number] is None if found else _state_of_gradient(each) == before[number]:
                 raise _not_in_graph(each)
+        settle()
         return found
 
     explained._explains_sharded_weights = True  # type: ignore[attr-defined]

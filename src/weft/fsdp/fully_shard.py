@@ -22,7 +22,7 @@ from weft.fsdp.group import ParameterGroup, Slot
 from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of
-from weft.fsdp.parameters import checked_parameter
+from weft.fsdp.parameters import checked_parameter, ignore
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype, precision_of
@@ -242,6 +242,7 @@ def _checked_ignored(parameters: Any) -> set[int]:
         if not isinstance(parameter, nn.Parameter):
             named = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
             raise TypeError(f"ignored_params contains {named}: {fix}")
+        ignore(parameter)
         ignored.add(id(parameter))
     return ignored
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch
+from weft.fsdp.parameters import is_ignored
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
 from weft.fsdp.runtime.runtime import Runtime
@@ -41,6 +42,8 @@ class ForwardCall:
         self.begun = False
         """Whether its backward is under way."""
         self._retained = False
+        self._ended_in = -1
+        """The number of the last backward that it ended in."""
         self._moves = self.unit.moves
         self._stretch = Stretch()
         self.unit.calls.add(self)
@@ -72,6 +75,11 @@ class ForwardCall:
             runtime.visit(unit, self, driver.backward_prefetch)
         runtime.reductions.offer_main_gradients(unit)
 
+    def begin_inside(self, gradient: torch.Tensor) -> None:
+        """The gradient of what an output is a view of has come: the output's own does not if its caller wrote to it."""
+        if self._ended_in != torch._C._current_graph_task_id():
+            self.begin()
+
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """The inputs' gradients are done."""
         if not self.begun and self.unit.awaits_reduction:
@@ -84,6 +92,7 @@ class ForwardCall:
 
     def end(self) -> None:
         """The last input's gradient is done; for a call without differentiable inputs, the whole backward is."""
+        self._ended_in = torch._C._current_graph_task_id()
         if not self.begun:
             return
         self.abandon()
@@ -173,10 +182,28 @@ class HookDriver:
                         f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
                         "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
                     )
+        self._refuse_parameters_in_no_unit(units)
         runtime = Runtime(units, drivers, self.unit.device, self.options)
         for driver in drivers:
             driver.runtime = runtime
         return runtime
+
+    def _refuse_parameters_in_no_unit(self, units: Sequence[Unit]) -> None:
+        """What was added after `fully_shard` would be trained by each rank for itself."""
+        known = {
+            id(parameter)
+            for unit in units
+            for group in unit.groups
+            for parameter in (*group.sharded_parameters, *group.full_parameters)
+        }
+        for ref in self._modules:
+            for name, parameter in ref().named_parameters() if ref() is not None else ():  # type: ignore[union-attr]
+                if parameter.requires_grad and id(parameter) not in known and not is_ignored(parameter):
+                    raise RuntimeError(
+                        f"parameter {name!r} was added to {self.unit} after fully_shard and is in no unit: each rank "
+                        "would train it for itself. Add it before, call fully_shard on its module, or name it in "
+                        "ignored_params"
+                    )
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -188,6 +215,11 @@ class HookDriver:
             output = forward(*args, **kwargs)
         except BaseException as error:
             self._fail(error)
+            if _EndOfBackward.__name__ in str(error):
+                raise RuntimeError(
+                    f"{self.unit} changes its input in place, which autograd allows only for what it computed itself: "
+                    "give it a clone(), or begin with what is not in place, such as ReLU(inplace=False)"
+                ) from error
             raise
         return self._finish(output, finish)
 
@@ -267,6 +299,9 @@ class HookDriver:
                     self.unit.acquire(RETURNED)
             if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)
+                base = tensor._base
+                if base is not None and base.requires_grad and not base.is_leaf:
+                    base.register_hook(self._call.begin_inside)
         if len(self._entered) == len(self._modules):
             self._leave()
         return output

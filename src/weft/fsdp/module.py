@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.comm import streams
 from weft.comm.lanes import on_stream
 from weft.fsdp.composition import enter_registry
 from weft.fsdp.hooks import HookDriver, drivers_under
@@ -163,7 +164,7 @@ class FSDPModule:
         if stream is not None:
             if any(group.mesh.ndim == 2 for group in unit.groups):
                 raise ValueError("set_all_reduce_hook(stream=...) on a 2-D mesh: its reductions have a stream; omit it")
-            if unit.device.type != "cpu":
+            if streams.has_streams(unit.device):
                 hook = on_stream(stream, hook)
             elif not isinstance(stream, (torch.cpu.Stream, torch.Stream)):
                 raise TypeError(f"set_all_reduce_hook(stream={stream!r}): pass a stream, or leave it out")

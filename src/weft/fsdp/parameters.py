@@ -63,3 +63,13 @@ def _function_of(kind: Any) -> Any:
 
 
 _PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]
+
+
+def ignore(parameter: nn.Parameter) -> None:
+    """Remember that the user named it in `ignored_params`."""
+    vars(parameter)["_weft_ignored"] = True
+
+
+def is_ignored(parameter: nn.Parameter) -> bool:
+    """Whether the user named it in `ignored_params`."""
+    return "_weft_ignored" in vars(parameter)

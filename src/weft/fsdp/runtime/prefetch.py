@@ -157,7 +157,9 @@ class Prefetch:
         }
 
         def together(one: Transient, other: Transient) -> bool:
-            units = (unit_of[one], unit_of[other])
+            units = [unit_of[each] for each in (one, other) if each in unit_of]
+            if len(units) < 2:  # a module was replaced
+                return False
             short, long = sorted((unit.name for unit in units), key=len)
             nested = not short or long == short or long.startswith(f"{short}.")
             pair = (units[0].number, units[1].number)
@@ -176,7 +178,8 @@ class Prefetch:
         spent = 0
         for number in upcoming if self.budget is not None else islice(upcoming, depth):
             following = self._units[number]()
-            assert following is not None
+            if following is None:  # its module was replaced
+                continue
             spent += following.gathered_bytes
             if self.budget is not None and spent > self.budget:
                 return

@@ -340,15 +340,26 @@ class Runtime:
         self._calls.append(call)
         if self.passes.current is Pass.BACKWARD:
             return
-        self.passes.begin(Pass.BACKWARD)
-        self._makes_graph = torch.is_grad_enabled()
+        self._open_backward()
         myself = weakref.ref(self)
         end_with_backward(self._place, lambda: _alive(myself).end_backward(), lambda: _fail(myself))
+
+    def _open_backward(self) -> None:
+        self.passes.begin(Pass.BACKWARD)
+        self._makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
             unit.tell_version()
         self.prefetch.begin(Pass.BACKWARD)
         self.reductions.waits_for_room = streams.has_streams(self.device) or not self._may_share_backward()
         self.reductions.begin()
+
+    def settle(self) -> None:
+        """Autograd has run a backward after this model's last forward: if it left gradients here that no hook noticed,
+        the model's own backward is over, too."""
+        if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
+            with torch.no_grad():
+                self._open_backward()
+                self.end_backward()
 
     def _may_share_backward(self) -> bool:
         """Whether another model has run forward since the last backward of this one, and has its own to come."""
@@ -486,8 +497,9 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        for group in self.groups:
-            group.gradients.discard()
+        if self.passes.failed not in (Pass.FORWARD, Pass.EVALUATION):  # those change no gradients of earlier backwards
+            for group in self.groups:
+                group.gradients.discard()
         for unit in self.units:
             unit.rest()
         self.passes.recover()
@@ -510,6 +522,15 @@ def _refuse_leaks(units: Iterable[Unit]) -> None:
     for unit in units:
         if leaked := [holder.name for holder in unit.holders if holder.computes]:
             raise RuntimeError(f"{unit}: its weights are still held by {', '.join(leaked)} when the pass is over")
+
+
+def settle_unnoticed() -> None:
+    """A backward has run. It may have come into a model by tensors that no forward returned, and by none whose weights
+    must be gathered: what it left is reduced as well, in the same order on all ranks."""
+    if not in_backward():
+        waiting = [runtime for runtime in list(_runtimes) if runtime._forward > runtime._settled]
+        for runtime in sorted(waiting, key=lambda runtime: runtime._place):
+            runtime.settle()
 
 
 def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:
