@@ -57,6 +57,13 @@ MUTATIONS = [
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
     Mutation(
+        "what the user wants to be gathered ahead is not",
+        "fsdp/runtime/prefetch.py",
+        "        if explicit is not None:",
+        "        if False:",
+        ORDER + "test_units_that_the_user_names_are_gathered_ahead_in_place_of_the_next[2]",
+    ),
+    Mutation(
         "a gather is waited for at once",
         "fsdp/unit.py",
         "self._tickets.append(ticket)",
@@ -132,6 +139,20 @@ MUTATIONS = [
         "return _twins[group] if self.separate else group",
         "return group",
         ORDER + "test_gathers_have_communicators_of_their_own_if_that_is_asked_for[2-optim]",
+    ),
+    Mutation(
+        "weights that stay are made anew one at a time",
+        "fsdp/runtime/freshness.py",
+        "        if self._ahead and self._made and self._made[-1] is unit:",
+        "        if False:",
+        ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
+    ),
+    Mutation(
+        "one reduction starts with the turn of another, not all that wait for it",
+        "fsdp/runtime/reductions.py",
+        "while self._turns and self._turns[0] in self.waiting:",
+        "if self._turns and self._turns[0] in self.waiting:",
+        ORDER + "test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
     ),
     Mutation(
         "an exchange is waited for at once",
@@ -297,7 +318,21 @@ MUTATIONS = [
         "fsdp/group.py",
         "            upload.synchronize()",
         "            pass",
-        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2]",
+        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-optim_grads_params]",
+    ),
+    Mutation(
+        "uploads of weights that stay are in no list",
+        "fsdp/group.py",
+        "self._upload = uploaded = lane.run(",
+        "uploaded = lane.run(",
+        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-no_shard]",
+    ),
+    Mutation(
+        "the host goes on while a backward's uploads read frozen weights",
+        "fsdp/runtime/runtime.py",
+        "        self._joins.collect()\n        self._finish_uploads()",
+        "        self._joins.collect()",
+        STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
         "gradients in memory of the host are read before they are here",
@@ -381,6 +416,14 @@ MUTATIONS = [
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(
+        "a second backward reads where its weights were before they moved",
+        "fsdp/hooks.py",
+        "            if unit.moves != self._moves:",
+        "            if False:",
+        "fsdp/test_behaviour.py::"
+        "test_a_backward_through_the_rest_of_a_graph_finds_weights_where_they_were_or_says_that_they_moved[2-trace]",
+    ),
+    Mutation(
         "a user's hold is evicted by a pass",
         "fsdp/runtime/runtime.py",
         "unit.end_holds(UNTIL_BACKWARD, RETURNED, *(",
@@ -404,8 +447,8 @@ MUTATIONS = [
     Mutation(
         "replicas are not made equal",
         "fsdp/group.py",
-        "self._equalize()",
-        "pass",
+        "        self._equalize()\n        self._unfilled = [number",
+        "        self._unfilled = [number",
         SEAMS + "test_replicas.py::test_ranks_that_build_the_model_with_different_seeds_start_equal[2-no_shard]",
     ),
     Mutation(
@@ -429,6 +472,13 @@ MUTATIONS = [
         "return 1 / (group.mesh.size() * (self._divide_factor or 1))",
         "return 1 / group.mesh.size()",
         "fsdp/test_behaviour.py::test_gradient_divide_factors_replace_or_follow_the_average[2]",
+    ),
+    Mutation(
+        "a unit that forces sums has averages by the backend",
+        "fsdp/gradients/group.py",
+        "sum_only=self.sums_only,",
+        "sum_only=False,",
+        "fsdp/test_habits.py::test_a_unit_that_forces_sums_asks_the_backend_for_no_average[2]",
     ),
     Mutation(
         "the outer axis is not reduced over",
@@ -478,6 +528,13 @@ MUTATIONS = [
         "test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first",
     ),
     Mutation(
+        "words of one model pair with those of another",
+        "comm/watch/control.py",
+        "tag = tag_of(TAGS, what, channel)",
+        "tag = tag_of(TAGS, what)",
+        "comm/test_control.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
+    ),
+    Mutation(
         "a failed pass is not recovered from",
         "fsdp/runtime/runtime.py",
         "group.gradients.discard()",
@@ -519,6 +576,27 @@ MUTATIONS = [
         "if unused := set(files) - wanted:",
         "if unused := set():",
         "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
+    ),
+    Mutation(
+        "sinks take no part in the softmax",
+        "models/layers/attention.py",
+        "window=self.window, sinks=self.sinks",
+        "window=self.window, sinks=None",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
+    ),
+    Mutation(
+        "every attention layer has the window",
+        "models/config.py",
+        "or number in self.windowed else None",
+        "or True else None",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
+    ),
+    Mutation(
+        "optimizer state keeps the numbers of another spelling",
+        "models/renumber.py",
+        "self.inner.prepare_load(_translated(stored, self.spelling.ours))",
+        "self.inner.prepare_load(stored)",
+        "models/test_renumber.py::test_training_goes_on_bit_equal_through_other_spellings_with_its_optimizer[spellings0]",
     ),
     # --- schedules of pipelines --------------------------------------------------------------------------------------
     Mutation(
@@ -604,6 +682,56 @@ MUTATIONS = [
         "if number == 0 and behind == 0:",
         "if False:",
         SCHEDULES + "test_a_table_is_torch_s_where_both_have_the_schedule[dualpipev]",
+    ),
+    # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------
+    Mutation(
+        "weights without values are used",
+        "fsdp/runtime/runtime.py",
+        "if not self._filled:",
+        "if False:",
+        "fsdp/test_meta.py::test_what_has_no_values_is_refused_by_name_on_all_ranks_and_may_be_filled_then[2]",
+    ),
+    Mutation(
+        "replicas that were filled by themselves stay different",
+        "fsdp/group.py",
+        "self._unfilled = []\n        self._equalize()",
+        "self._unfilled = []",
+        "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
+    ),
+    Mutation(
+        "an assigned state dict takes the parameter's place",
+        "fsdp/assignment.py",
+        "state_dict[prefix + name] = parameter",
+        "pass",
+        "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
+    ),
+    Mutation(
+        "a tensor subclass loses its class",
+        "fsdp/parameters.py",
+        "    _refuse_own_operators(parameter, where)\n",
+        "",
+        "fsdp/test_subclasses.py::test_a_parameter_with_operators_of_its_own_is_refused_by_name[2]",
+    ),
+    Mutation(
+        "placements do not know their cuts",
+        "dtensor/placements.py",
+        "if cuts.is_even or not cuts.axes:",
+        "if True:",
+        "dtensor/test_placements.py::test_parts_of_other_cuts_are_refused_on_each_rank_that_has_one[2]",
+    ),
+    Mutation(
+        "a sharded child is in no registry",
+        "fsdp/module.py",
+        "enter_registry(module)",
+        "pass",
+        "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate]",
+    ),
+    Mutation(
+        "a gradient over the whole mesh is reduced over its data-parallel axes twice",
+        "dtensor/tensor_parallel.py",
+        "placements = [wanted if name in names else there for name, there, wanted in pairs]",
+        "placements = [wanted for name, there, wanted in pairs]",
+        "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
     ),
 ]
 

@@ -10,7 +10,7 @@ from weft.comm.collectives import sends_directly
 from weft.comm.groups import backend_of, host_group
 from weft.comm.watch.control import agree
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():

@@ -20,7 +20,7 @@ from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
 from weft.comm.watch import lookout, rules
 from weft.comm.watch.control import agree
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.moe.dispatch import AllToAll
 
 
@@ -125,6 +125,16 @@ def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
             with pytest.raises(CollectiveMismatch, match=said):
                 collectives.all_gather_uneven([torch.ones(3), torch.ones(4)], 0, group, "the full tensor")
             dist.distributed_c10d._get_default_store().set("told", "")
+
+
+@distributed(2)
+def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
+    group, watch = dist.new_group([0, 1]), lookout.keep_lookout()
+    watch.fail("left the forward of blocks.1 by Oops: no such token")
+    watch.begin_pass()
+    with pytest.raises(CollectiveMismatch, match="wait for different things") as told:
+        agree([], [], [group], f"moment {dist.get_rank()}", channel=0)
+    assert "Oops" not in str(told.value)
 
 
 WAITS = {

@@ -9,7 +9,9 @@ from torch.testing import assert_close
 from transformers.modeling_layers import MtpModel
 
 from tests.models.hf.families import KINDS
-from weft.models import HybridConfig, HybridModel, hf
+from tests.pool import distributed
+from weft.mesh import init_meshes
+from weft.models import HybridConfig, HybridModel, hf, shard
 from weft.models.prediction import prediction_losses, shifted
 from weft.moe import load_statistics
 from weft.overlap import forward_backward
@@ -139,6 +141,18 @@ def test_the_trunk_is_walked_once_whoever_reads_it(recompute):
     forward_backward(model, pairs, overlap=False)
     assert len(calls) == 2 * len(pairs)
     assert_close({name: weight.grad for name, weight in model.named_parameters()}, expected)
+
+
+@distributed(2)
+def test_the_trunk_is_walked_once_where_it_is_sharded_and_overlapped():
+    meshes = init_meshes("cpu", ep=2)
+    torch.manual_seed(0)
+    model = shard(HybridModel(small("[*-][M*E]/[*E]/[*E]", recompute=("attend",)), meshes), meshes)
+    calls = []
+    for layer in model.decoder.layers:
+        layer.self_attention.o_proj.register_full_backward_hook(lambda *_: calls.append(1))
+    forward_backward(model, [batch()] * 4, delay_wgrad=True)
+    assert len(calls) == 2 * 4
 
 
 def test_keys_of_depths_are_numbered_from_0():

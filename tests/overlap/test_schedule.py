@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch
@@ -500,6 +500,8 @@ def test_what_a_microbatch_holds_goes_with_its_backward_layer_by_layer():
             alive for step, alive in zip(census, census.alive) if (step.direction, step.slot) == ("backward", "embed")
         ]
         assert ends == [0] * 5
+        attends = [step.direction == "backward" and step.layer is not None and step.slot == "attend" for step in census]
+        assert [alive for alive, attend in zip(census.alive, attends) if attend] == [3, 2, 1] * 5
         assert len(set(census.tensors[1:])) == 1, census.tensors  # the first one made the gradients
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.pool import RankFailed, distributed
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.models import HybridConfig, HybridModel
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
@@ -91,18 +91,22 @@ def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
     names = [None] * ranks
     dist.all_gather_object(names, [name for name, _ in model.named_parameters()])
     assert sorted(name for part in names for name in part) == sorted(expected[1])
+    layers = model.decoder.layers  # an index counts those that are here, names are those of the whole
+    assert [layers[at] for at in range(len(layers))] == list(layers) == layers[:]
 
 
-@distributed(2)
+@distributed(2, 4)
 def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
-    meshes = weft.init_meshes("cpu", pp=2)
-    expected = one_piece(CFG, 5)
+    """On 4 ranks there are more stages than layers."""
+    ranks = dist.get_world_size()
+    meshes = weft.init_meshes("cpu", pp=ranks)
+    expected = one_piece(CFG, 2 * ranks + 1)
     for schedule, placement in (("interleaved", "loop"), ("combined", "loop"), ("dualpipev", "v"), ("zbv", "v")):
         how = {"chunks": 2, "placement": placement}
-        _, trace = in_stages(CFG, meshes, schedule, 5, expected, **how)
+        _, trace = in_stages(CFG, meshes, schedule, 2 * ranks + 1, expected, **how)
         apart = [step for step in trace if step.slot.endswith(".weights")]
-        assert bool(apart) == (placement == "v")
-        if placement == "v" and dist.get_rank() == 1:  # the turn: both stages are here
+        assert not apart or placement == "v"
+        if placement == "v" and dist.get_rank() == ranks - 1:  # the turn: both stages are here
             assert not any(step.slot in ("embed", "head") for step in trace)
 
 
@@ -219,6 +223,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             forward_backward(model, data(4), schedule=schedule)
+    with pytest.raises(ValueError, match="microbatches = 1; on 1 ranks it needs 2 or more"):
+        forward_backward(build(CFG, chunks=2, placement="v"), data(1), schedule="dualpipev")
     with pytest.raises(TypeError, match="pass a name or a Table"):
         forward_backward(model, data(4), schedule=3)
     with pytest.raises(ValueError, match="5 segments"):

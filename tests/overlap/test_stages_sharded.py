@@ -16,7 +16,8 @@ from tests.overlap.test_stages import CFG, build, data, gradients
 from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import units_under
-from weft.models import shard
+from weft.models import hf, shard
+from weft.models.hf.errors import ConversionError
 from weft.overlap import evaluate, forward_backward
 
 MIXED = dataclasses.replace(CFG, pattern="[*E]*[*-][*E]", aux_loss_coef=0.1)
@@ -46,6 +47,7 @@ def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, *
     return model, trace
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_zero_1_to_3_and_hsdp_in_stages():
     meshes = weft.init_meshes("cpu", pp=2)
@@ -56,6 +58,7 @@ def test_zero_1_to_3_and_hsdp_in_stages():
         ("optim_grads_params", "combined", {"chunks": 2}),
         ("optim_grads_params", "dualpipev", {"chunks": 2, "placement": "v"}),
         ("optim_grads", "zbv", {"chunks": 2, "placement": "v"}),
+        ("optim", "zbv", {"chunks": 2, "placement": "v"}),
     ):
         reduced = Counter()
 
@@ -73,6 +76,7 @@ def test_zero_1_to_3_and_hsdp_in_stages():
     in_stages(CFG, replicated, "optim_grads_params", "1f1b", 4, expected)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_experts_on_two_ranks_in_two_stages():
     """pp 2 x ep 2: the exchange of a pair's one side runs under the other's computation."""
@@ -150,3 +154,19 @@ def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path)
         torch.testing.assert_close(evaluate(other.eval(), data(3)), expected)
         moments = [state["exp_avg"].full_tensor().abs().sum() for state in theirs.state.values()]
         assert len(moments) == len(list(other.parameters())) and all(moments)
+
+
+@distributed(2)
+def test_a_hugging_face_directory_is_read_by_stages_and_written_in_one_piece_only(tmp_path):
+    cfg = dataclasses.replace(CFG, pattern="[*-]" * 3)
+    whole = build(cfg)
+    hf.save(whole, tmp_path / "whole")
+    dist.barrier()
+    meshes = weft.init_meshes("cpu", pp=2)
+    torch.manual_seed(1)
+    model = shard(weft.models.HybridModel(cfg, meshes), meshes)
+    hf.load(model, tmp_path / "whole")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight.full_tensor(), whole.get_parameter(name).detach(), rtol=0, atol=0)
+    with pytest.raises(ConversionError, match=r"cut over pp=2 ranks.*load it with pp=1"):
+        hf.save(model, tmp_path / "stages")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+import weft.debug
 from tests.pool import distributed
 from weft.comm.groups import group_of
 from weft.pipeline import Cut
@@ -48,6 +49,7 @@ def test_borders_and_directions_do_not_hold_each_other_up():
         for channel in (second, first):
             channel.foresee([1])
         assert [each.item() for channel in (second, first) for each in channel.take()] == [2.0, 1.0]
+        back.learn(1, first)
         back.send(1, [torch.tensor([3.0])])
         back.finish()
     else:
@@ -72,3 +74,9 @@ def test_another_shape_for_what_is_known_is_refused():
         with pytest.raises(TypeError, match=r"\[2\] int64: what crosses stages is of torch.float32"):
             channel.send(2, [torch.zeros(2, dtype=torch.int64)])
         channel.finish()
+
+
+@distributed(2)
+def test_pretended_streams_are_refused():
+    with weft.debug.check_streams(), pytest.raises(RuntimeError, match="run a model in stages outside of it"):
+        transport()

@@ -1,10 +1,13 @@
 """Training in stages is training in one process, and a run may go on with other stages."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import reference, train_on
+from weft.train.report.stages import read_stages
 
 pytestmark = pytest.mark.slow
 
@@ -64,3 +67,25 @@ def test_a_run_goes_on_with_other_stages(pool, tmp_path):
     for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
+
+
+def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
+    """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
+    path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
+    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=2)
+    stages = read_stages(tmp_path / "run")
+    assert stages.table.name == "dualpipev" and stages.table.microbatches == 4
+    for entries, spans in zip(stages.table.ranks, stages.spans, strict=True):
+        assert len(entries) == len(spans)
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert 0 < stages.idle_share < 1
+    ends = {
+        (action.microbatch, stages.table.stage(rank, action.chunk)): span
+        for rank, (entries, spans) in enumerate(zip(stages.table.ranks, stages.spans))
+        for entry, span in zip(entries, spans)
+        for action in entry
+        if action.kind == "F"
+    }
+    assert all(ends[m, stage][1] > ends[m, stage - 1][0] for m, stage in ends if stage)
+    assert (tmp_path / "run" / "stages.png").exists()

@@ -34,7 +34,7 @@ class Ticket:
     def __init__(
         self,
         transfer: Transfer | None,
-        event: streams.Event | None = None,
+        event: Any = None,
         call: Call | None = None,
         after: "Ticket | None" = None,
         home: Any = None,
@@ -198,12 +198,12 @@ class Lane:
         label = timeline.label or collective.__name__
 
         def run(*args: Any, **kwargs: Any) -> Pending:
-            entry = timeline.begin(self.name, label, group)
+            entry = timeline.begin(self.name, label, group if self.title == self.name else self.title)
             pending = collective(*args, **kwargs)
             if self.stream is not None:
                 pending.complete()
                 pending = Pending()
-            return timeline.noting(entry, pending)
+            return timeline.noting(entry, pending, self.title)
 
         return run
 

@@ -26,7 +26,7 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 
 from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp import autograd
+from weft.fsdp import autograd, composition
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import (
     Nonfinite,
@@ -43,6 +43,7 @@ from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
+from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
@@ -50,11 +51,13 @@ from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 placements.install()
 state_dict.install()
 autograd.install()
+composition.install()
 
 __all__ = [
     "BlockAtomic",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DropIn",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "Nonfinite",
@@ -67,6 +70,7 @@ __all__ = [
     "check_views",
     "UnshardHandle",
     "describe",
+    "drop_in",
     "find_nonfinite",
     "fully_shard",
     "keep_dtype",

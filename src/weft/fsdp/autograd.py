@@ -18,11 +18,12 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from weft.fsdp.gradients.direct import home_of
 
@@ -115,7 +116,7 @@ class _Gone:
             name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
             if name in _HARMLESS or attribute in _HARMLESS or (name, attribute) == ("__set__", "data"):
                 return func(*args, **(kwargs or {}))
-            parameter = next(each for each in _flat((args, kwargs or {})) if isinstance(each, _Gone))
+            parameter = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Gone))
             raise WeightsGone(
                 f"{_name_of(parameter)} is read after its gathered weights went: it was kept from a forward, or from "
                 "unshard(). Read it there and keep what you compute, ask the module for it again, which has the "
@@ -145,16 +146,6 @@ def _name_of(parameter: Any) -> str:
         return "a parameter of a model that has gone"
     unit, group, number = home
     return f"{group.slots[number].name!r} of {unit}"
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        yield from _flat(tuple(value.values()))
-    else:
-        yield value
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def materialize(
             _take_over(where, name, real[tensor])
 
     to_slice = [tensor for tensor in real if isinstance(tensor, DTensor) and not isinstance(real[tensor], DTensor)]
-    everyone = [*groups, *dict.fromkeys(group_of(tensor.device_mesh, 0) for tensor in to_slice)]
+    beyond = [group_of(each.device_mesh, axis) for each in to_slice for axis in range(each.device_mesh.ndim)]
+    everyone = [*groups, *dict.fromkeys(beyond)]
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(_local(filled.detach()), group, "first weights")

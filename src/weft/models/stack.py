@@ -120,6 +120,18 @@ class Layer(nn.Module):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
 
+class Layers(nn.ModuleList):
+    """Layers under the numbers that they have in the whole model; an index counts those that are here."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return self._modules[list(self._modules)[index]]
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        self._modules[list(self._modules)[index]] = layer
+
+
 class Stack(nn.Module):
     """Logical layers one after another and a final norm.
 
@@ -140,7 +152,7 @@ class Stack(nn.Module):
         symbols = "".join(layer.symbols for layer in layers)
         rotary = rotary_of(cfg, symbols)
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
-        self.layers: Any = nn.ModuleList()
+        self.layers: Any = Layers()
         for number in range(len(layers)) if here is None else here:
             attentions = symbols[: layers[number].physical - 1].count("*")
             self.layers.add_module(str(number), Layer(cfg, layers[number], source, rotary, dispatcher, attentions))

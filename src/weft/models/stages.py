@@ -2,6 +2,7 @@
 
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from weft.comm.groups import exchange_objects
@@ -15,6 +16,13 @@ class Stages:
     def __init__(self, model: nn.Module) -> None:
         self._cut: Any = getattr(model, "cut", None)
         self._model: Any = model
+
+    @property
+    def have_first_rank(self) -> bool:
+        """Whether the first rank of the world is in this pipeline."""
+        if self._cut is None or self._cut.group is None:
+            return dist.get_rank() == 0
+        return dist.get_process_group_ranks(self._cut.group)[0] == 0
 
     def all_of(self, value: Found) -> list[Found]:
         """What each rank of the pipeline says, in order. Collective where there are several."""

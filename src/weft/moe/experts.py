@@ -131,7 +131,8 @@ def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def _owners(rows: Tensor, offsets: Tensor) -> Tensor:
     """The expert of each row, [rows] int64."""
-    return torch.searchsorted(offsets, torch.arange(len(rows), device=rows.device), right=True)
+    numbers = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
+    return torch.searchsorted(offsets, numbers, right=True)
 
 
 def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

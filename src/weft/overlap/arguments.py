@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
-from weft.comm.watch.mismatch import mismatch
+from weft.comm.watch.rules import mismatch
 from weft.overlap.layer import STAGES, StagedLayer, StagedModel, beside_forward
 from weft.pipeline import Table, check
 from weft.pipeline import table as named_table

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm import streams
 from weft.comm.collectives import receive, send
 from weft.comm.groups import host_group, next_channel, pair_groups, tag_of
 from weft.comm.lanes import Lane, Ticket
@@ -181,7 +182,12 @@ class Transport:
     """The channels of this rank's stages to those on other ranks: by border, the number of the stage before it."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
-        """Collective: every rank of the world makes it."""
+        """Collective: every rank of the world makes it. Raises RuntimeError where streams are pretended."""
+        if device.type == "cpu" and streams.has_streams(device):
+            raise RuntimeError(
+                "weft.debug.check_streams() has a message waited for where it is asked for, and stages that expect "
+                "messages of each other would wait for ever: run a model in stages outside of it"
+            )
         self._channels: dict[tuple[int, str], Channel] = {}
         self._is_first = cut.is_first
         last = len(cut.segments) - 1

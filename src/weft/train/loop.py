@@ -34,6 +34,7 @@ from weft.train.own_numbers import OwnNumbers
 from weft.train.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
+from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
 from weft.train.run.changes import CONFIG, changed
 from weft.train.run.failures import FAILURE
@@ -272,6 +273,8 @@ class Trainer:
         stages = self.config.sharding.pp > 1
         if loop.overlap or stages:
             timeline = Timeline() if self._is_recorded() else None
+            if timeline is not None:
+                self.stages.all_of(None)  # their clocks begin together
             with timeline or nullcontext():
                 losses = forward_backward(
                     self.model,
@@ -283,7 +286,7 @@ class Trainer:
                     loss_scale=scale,
                 )
             if timeline is not None:
-                write_timeline(self.run_place.directory, timeline.intervals())
+                self._keep(timeline)
             return torch.stack(losses)
         found = []
         for number, microbatch in enumerate(microbatches, start=1):
@@ -303,8 +306,16 @@ class Trainer:
         return losses
 
     def _is_recorded(self) -> bool:
-        """Whether the step that begins is the one that the report draws: the last, on the first rank."""
-        return self.rank == 0 and self.position.step + 1 == self.config.train.steps
+        """Whether the step that begins is the one that the report draws: the last, in the first rank's pipeline."""
+        return self.stages.have_first_rank and self.position.step + 1 == self.config.train.steps
+
+    def _keep(self, timeline: Timeline) -> None:
+        """For the report; all ranks of the pipeline call this."""
+        recorded = self.stages.all_of(timeline.intervals())
+        if self.rank == 0:
+            write_timeline(self.run_place.directory, recorded[0])
+        if self.rank == 0 and len(recorded) > 1:
+            write_stages(self.run_place.directory, measured(self.config.table(self.ranks), recorded))
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""

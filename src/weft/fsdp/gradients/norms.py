@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from weft.comm.collectives import all_gather_uneven, reduce_now
 from weft.comm.groups import group_of
 from weft.fsdp.group import ParameterGroup
+from weft.mesh import ranks_over
 
 
 class ModelRanks:
@@ -40,7 +41,7 @@ class ModelRanks:
     def copies(self, group: ParameterGroup) -> int:
         """How many of the ranks that are summed over hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
-        return math.prod(group.mesh.size(axis) for axis in replicated)
+        return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """The group that holds slices, unless its ranks are summed over anyway, as those with other experts are."""

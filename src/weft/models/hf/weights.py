@@ -55,6 +55,11 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it,
     and if the directory holds a model already: what one left would be read as the other's.
     """
+    if model.cut is not None and model.cut.ranks > 1:
+        raise ConversionError(
+            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, and a directory holds "
+            "all of it: save a checkpoint, load it with pp=1, and write that"
+        )
     directory = Path(directory)
     family, raw = family_for(model.cfg, model_type)
     places = family.places(model.cfg)

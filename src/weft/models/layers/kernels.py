@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
@@ -36,9 +35,8 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         kernel = _chosen(asked, SCAN, x)
         if kernel is None:
             return chunked(x, dt, A, B, C, state, size)
-        dtype = x.dtype if dt.dtype != torch.float64 else dt.dtype
         given = {"chunk_size": size, "initial_states": state, "return_final_states": True}
-        y, last = kernel(x, dt, A, B.to(dtype), C.to(dtype), **given)
+        y, last = kernel(x, dt, A, B, C, **given)
         return y.to(dt.dtype), last
 
     return scan
