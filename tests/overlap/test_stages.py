@@ -116,6 +116,15 @@ def test_chunks_of_one_rank_need_no_process_group():
     in_stages(cfg, None, "interleaved", 3, expected, chunks=4)
 
 
+def test_a_table_in_a_file_is_run_as_it_stands_there(tmp_path):
+    cfg = dataclasses.replace(CFG, pattern="[*-]|[*E]")
+    entries = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
+    (tmp_path / "mine.txt").write_text(f"table mine: chunks 2, microbatches 2, placement loop\nrank 0: {entries}\n")
+    _, trace = in_stages(cfg, None, str(tmp_path / "mine.txt"), 2, one_piece(cfg, 2), chunks=2)
+    visits = [f"{step.direction[0].upper()}{step.microbatch}.{step.chunk}" for step in trace]
+    assert list(dict.fromkeys(visits)) == entries.split()
+
+
 @distributed(2)
 def test_empty_segments_pass_on_what_they_get():
     meshes = weft.init_meshes("cpu", pp=2)
