@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import exports
 
 if TYPE_CHECKING:
-    from weft import debug, models, optim, overlap
+    from weft import debug, models, optim, overlap, pipeline
     from weft.fsdp import (
         BlockAtomic,
         CPUOffloadPolicy,
@@ -59,6 +59,7 @@ __all__ = [
     "overlap",
     "padding_of",
     "parameter_norms",
+    "pipeline",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -76,6 +77,7 @@ _ROOMS = [
     "moe",
     "optim",
     "overlap",
+    "pipeline",
     "train",
 ]
 _MESH = ["Meshes", "init_meshes"]

@@ -20,7 +20,7 @@ from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
 from weft.comm.watch import lookout, rules
 from weft.comm.watch.control import agree
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.moe.dispatch import AllToAll
 
 
@@ -137,8 +137,8 @@ WAITS = {
     "a norm": lambda group: collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, group, "a norm"),
     "first weights": lambda group: collectives.broadcast(torch.ones(3), group, "first weights"),
     "everybody's name": lambda group: exchange_objects("Ada", group, "everybody's name"),
-    "the end of a backward": lambda group: agree([1], [1], [group], "end of a backward"),
-    "the first pass": lambda group: agree([1, 2, 3], [1], [group], "first pass"),
+    "the end of a backward": lambda group: agree([1], [1], [group], "end of a backward", channel=0),
+    "the first pass": lambda group: agree([1, 2, 3], [1], [group], "first pass", channel=0),
     "counts": lambda group: (
         Lane("counts", torch.device("cpu"))
         .run(collectives.all_to_all_counts, torch.ones(2).long(), torch.ones(2).long(), torch.ones(2, 2).long(), group)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from weft.train.config import DataConfig
 from weft.train.data import Batches, Validation, load_corpus
-from weft.train.data import corpus as corpus_module
+from weft.train.data import cache as cache_module
+from weft.train.data import documents as documents_module
 from weft.train.data.order import shuffled
 from weft.train.errors import ConfigError
 
@@ -205,8 +206,8 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
 def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkeypatch):
     first = load_corpus(config(text, tmp_path))
     built = []
-    real = corpus_module._build_cache
-    monkeypatch.setattr(corpus_module, "_build_cache", lambda *a: built.append(a) or real(*a))
+    real = cache_module.build
+    monkeypatch.setattr(cache_module, "build", lambda *a: built.append(a) or real(*a))
     again = load_corpus(config(text, tmp_path))
     assert not built and np.array_equal(first.train, again.train)
     assert isinstance(again.train, np.memmap)
@@ -227,7 +228,7 @@ def test_a_failed_build_leaves_nothing_behind(text, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus_module, "_read_lines", fail)
+    monkeypatch.setattr(documents_module, "_read_lines", fail)
     with pytest.raises(ConfigError, match=r"data\.cache_dir.*No space left"):
         load_corpus(config(text, tmp_path))
     assert list((tmp_path / "cache").iterdir()) == []
@@ -258,7 +259,7 @@ def test_processes_that_build_the_cache_at_once_all_get_whole_tokens(text, tmp_p
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
 def test_a_line_longer_than_a_piece_is_cut_between_characters(tmp_path):

@@ -11,7 +11,8 @@ from weft.models import HybridModel
 from weft.moe import load_statistics
 from weft.train.config import OptimizerConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
-from weft.train.loop import Trainer, make_optimizer, train
+from weft.train.loop import Trainer, train
+from weft.train.optimizers import make_optimizer
 from weft.train.run.runs import Run, open_run, remove_if_unused
 from weft.train.run.stop import StopRequest
 

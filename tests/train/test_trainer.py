@@ -327,14 +327,32 @@ def test_options_of_one_s_own_optimizer_are_those_of_the_checkpoint(pool, tmp_pa
     assert pool.run(1, momentum_that_changes, tmp_path)[0] == 0.5
 
 
-def flat_optimizer(folder):
+def foreign_optimizer(folder):
     with pytest.raises(ConfigError) as error:
-        make(folder, optimizer=lambda model: weft.optim.flat(torch.optim.AdamW, model, lr=0.1))
+        make(folder, optimizer=lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     return str(error.value)
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused_before_the_first_step(pool, tmp_path):
-    assert "optimizer: cannot be in a checkpoint" in pool.run(1, flat_optimizer, tmp_path)[0]
+    assert "optimizer: cannot be in a checkpoint" in pool.run(1, foreign_optimizer, tmp_path)[0]
+
+
+def with_features(folder):
+    features = {
+        "train": {"activation_checkpointing": True, "recompute_every": 2, "compile": "eager"},
+        "optimizer": {"flat": True},
+        "sharding": {"dp_replicate": dist.get_world_size()},
+    }
+    plain = settings(folder)
+    config = {**plain, **features, "train": {**plain["train"], **features["train"]}}
+    return fit(folder, config=config)
+
+
+def test_features_of_a_configuration_hold_for_a_model_of_one_s_own(pool, tmp_path):
+    losses, _, weights = reference()
+    lines, _, trained = pool.run(2, with_features, tmp_path)[0]
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert trained.keys() == weights.keys()
 
 
 def done_twice(folder):

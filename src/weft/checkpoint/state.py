@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.loading import CheckpointMismatch, Stored
+from weft.comm.groups import exchange_objects
+from weft.optim.flat import FlatOptimizer
 
 
 @runtime_checkable
@@ -43,33 +45,45 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name, so that it can be loaded on other ranks and strategies."""
+    """An optimizer's state by parameter name, so that it can be loaded on other ranks and strategies.
+
+    One over the flat tensors of `weft.optim.flat` has the state of the ordinary one: each loads the other's.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        known = {parameter: _plain_name(name) for name, parameter in model.named_parameters()}
-        try:
-            self.groups = [[known[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-        except KeyError:
-            raise ValueError(
-                "the optimizer holds a parameter that the model does not have: build it from "
-                "model.parameters() after sharding"
-            ) from None
-        self.parameters = {
-            known[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
-        }
+        self.is_flat = isinstance(optimizer, FlatOptimizer)
+        names = dict(model.named_parameters())
+        if isinstance(optimizer, FlatOptimizer):
+            grouped = [[(name, names[name]) for name in group] for group in optimizer.names()]
+        else:
+            known = {parameter: name for name, parameter in names.items()}
+            try:
+                grouped = [[(known[each], each) for each in group["params"]] for group in optimizer.param_groups]
+            except KeyError:
+                raise ValueError(
+                    "the optimizer holds a parameter that the model does not have: build it from "
+                    "model.parameters() after sharding"
+                ) from None
+        self.groups = [[_plain_name(name) for name, _ in group] for group in grouped]
+        self.parameters = {_plain_name(name): parameter for group in grouped for name, parameter in group}
+        self._given = {_plain_name(name): name for group in grouped for name, _ in group}
+        self._all_names = _over_stages(model, self.groups)
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         state, self._targets = self._targets, None  # for one load: a later save has the optimizer's own
         if state is None:
             # A rank without a part of a parameter never steps it: its counters would be stale.
-            state = {
-                name: dict(self.optimizer.state[parameter])
-                for name, parameter in self.parameters.items()
-                if parameter in self.optimizer.state and not _is_empty_here(parameter)
-            }
+            own = self._own_state()
+            state = {name: own[name] for name, p in self.parameters.items() if name in own and not _is_empty_here(p)}
         return {"state": state, "groups": [self._options(index) for index in range(len(self.groups))]}
+
+    def _own_state(self) -> dict[str, dict[str, Any]]:
+        if self.is_flat:
+            return {_plain_name(name): own for name, own in self.optimizer.state_dict()["state"].items() if own}
+        state = self.optimizer.state
+        return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
         """Make room for the stored state; that of parameters unknown here shows up as unexpected."""
@@ -81,10 +95,11 @@ class OptimizerState:
         self._targets = targets
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        numbers = {name: number for number, name in enumerate(self.parameters)}
+        if len(state["groups"]) != len(self.groups):
+            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
         groups = []
         for index, saved in enumerate(state["groups"]):
-            if index >= len(self.groups) or saved["names"] != self.groups[index]:
+            if sorted(saved["names"]) != sorted(self._all_names[index]):
                 raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
             options = {key: value for key, value in saved.items() if key != "names"}
             if set(options) != set(self._options(index)) - {"names"}:
@@ -92,17 +107,24 @@ class OptimizerState:
                     f"the checkpoint was saved with another optimizer: its options are {sorted(options)}, "
                     f"here {sorted(set(self._options(index)) - {'names'})}"
                 )
-            groups.append({**options, "params": [numbers[name] for name in self.groups[index]]})
-        if len(groups) != len(self.groups):
-            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
-        numbered = {number: dict(state["state"][name]) for name, number in numbers.items() if name in state["state"]}
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+            groups.append(options)
+        # An ordinary optimizer knows its parameters by their number, a flat one by their name.
+        keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
+        own = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
+        self.optimizer.load_state_dict(
+            {
+                "state": {key: each for key, each in own.items() if each or self.is_flat},
+                "param_groups": [
+                    {**options, "params": [keys[name] for name in names]} for options, names in zip(groups, self.groups)
+                ],
+            }
+        )
 
     def _options(self, index: int) -> dict[str, Any]:
         group = self.optimizer.param_groups[index]
         return {
             **{key: value for key, value in group.items() if key != "params"},
-            "names": self.groups[index],
+            "names": self._all_names[index],
         }
 
 
@@ -166,3 +188,16 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
     if field != "step" and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
+    """The names in each parameter group, of all stages of a model that is cut into some. Collective over these."""
+    cut = getattr(model, "cut", None)
+    if cut is None or cut.group is None:
+        return groups
+    stages = exchange_objects(groups, cut.group, "the parameter groups of an optimizer")
+    count = max(map(len, stages))
+    return [
+        list(dict.fromkeys(name for stage in stages if index < len(stage) for name in stage[index]))
+        for index in range(count)
+    ]

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from weft.dtensor.uneven import UnevenDTensor
+from weft.dtensor.uneven import UnevenDTensor, spec_of
 from weft.layout.cuts import Cuts
 
 
@@ -50,9 +50,8 @@ class TensorParallel:
         order = sorted(range(local.dim()), key=local.stride, reverse=True)  # as the slice lies in memory
         whole = torch.empty([self.spec.shape[dim] for dim in order], device="meta")
         stride = whole.permute([order.index(dim) for dim in range(local.dim())]).stride()
-        meta = TensorMeta(self.spec.shape, stride, local.dtype)
         held = self.whole or self.spec
-        spec = DTensorSpec(held.mesh, held.placements, tensor_meta=meta)
+        spec = spec_of(held.mesh, held.placements, self.spec.shape, stride, local.dtype)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:

@@ -59,9 +59,10 @@ class GradientDownload:
         self._main_grad = main_grad
         self._policy = policy
         self._device = device
-        self._strip = Transient(main_grad.local.numel(), main_grad.local.dtype, device)
-        self._strip.describe = lambda: f"{describe()} before their download"
-        self._strip.settle()
+        local = main_grad.local
+        self._strip = Transient(
+            local.numel(), local.dtype, device, describe=lambda: f"{describe()} before their download"
+        )
         self._more: torch.Tensor | None = None
         self._arriving: Ticket | None = None
         self._adds = False

@@ -78,7 +78,7 @@ def flat(
     groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
     if runs[False]:
         groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})
-    cls = _classes.setdefault(optimizer, type(f"Flat{optimizer.__name__}", (_FlatOptimizer, optimizer), {}))
+    cls = _classes.setdefault(optimizer, type(f"Flat{optimizer.__name__}", (FlatOptimizer, optimizer), {}))
     made = cls([group for group in groups if group["params"]], **options)
     made._runs = [*runs[True], *runs[False]]
     made._groups = list(dict.fromkeys(run.group for run in made._runs))
@@ -92,7 +92,7 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
         raise ValueError(f"{listed}: not sharded, so not part of a flat tensor; shard the root as well")
 
 
-class _FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(torch.optim.Optimizer):
     """The part of a flat optimizer that knows parameters from flat tensors; mixed into a class of torch.optim.
 
     The members of a run have one state, and so one count of steps. Where some have a gradient and others have none,
@@ -157,7 +157,7 @@ class _FlatOptimizer(torch.optim.Optimizer):
             for run in self._runs
             for number, name in enumerate(run.names)
         }
-        groups = [{**group, "params": names} for group, names in zip(self.param_groups, self._names())]
+        groups = [{**group, "params": names} for group, names in zip(self.param_groups, self.names())]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ class _FlatOptimizer(torch.optim.Optimizer):
             state[key] = torch.zeros_like(run.flat, dtype=value.dtype)
         run.part(number, state[key]).copy_(value)
 
-    def _names(self) -> list[list[str]]:
+    def names(self) -> list[list[str]]:
         """The names of the parameters in each parameter group."""
         of = {id(run.flat): run.names for run in self._runs}
         return [[name for flat in group["params"] for name in of[id(flat)]] for group in self.param_groups]
@@ -226,7 +226,7 @@ class _FlatOptimizer(torch.optim.Optimizer):
     def _check_names(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
         """Raise ValueError unless `state` and `groups` are of this optimizer's parameters; frozen ones may be missing,
         which may have been left out when the other was built."""
-        mine = {name: number for number, names in enumerate(self._names()) for name in names}
+        mine = {name: number for number, names in enumerate(self.names()) for name in names}
         frozen = {name for run in self._runs for name, p in zip(run.names, run.parameters) if not p.requires_grad}
         missing, unexpected = sorted(mine.keys() - state.keys() - frozen), sorted(state.keys() - mine.keys())
         if missing or unexpected:
@@ -280,7 +280,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     Raises TypeError for what is no module, ValueError for a module without sharded ones and a `norm_type` that is not
     positive.
     """
-    return gradient_norm(_groups_of(model), norm_type, _unsharded_gradients(model))
+    return _norm_of(model, _groups_of(model), norm_type, _unsharded_gradients(model))
 
 
 def clip_grad_norm_(
@@ -294,7 +294,7 @@ def clip_grad_norm_(
     number; the host then waits for the norm.
     """
     groups, unsharded = _groups_of(model), _unsharded_gradients(model)
-    norm = gradient_norm(groups, norm_type, unsharded)
+    norm = _norm_of(model, groups, norm_type, unsharded)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients is {norm.item()}: there is nothing to clip; look for the "
@@ -311,6 +311,19 @@ def clip_grad_norm_(
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))
     return norm
+
+
+def _norm_of(
+    model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The norm over all stages of a model that is cut into some; what two of them share counts once."""
+    cut = getattr(model, "cut", None)
+    if cut is None or cut.group is None:
+        return gradient_norm(groups, norm_type, unsharded)
+    copies = model.shared_ends if cut.has_copies else ()
+    again = {group for module in copies for unit in units_under(module) for group in unit.groups}
+    counted = [group for group in groups if group not in again]
+    return gradient_norm(counted, norm_type, unsharded, cut.group, unit_of(model).device)
 
 
 def _groups_of(model: nn.Module) -> list[ParameterGroup]:

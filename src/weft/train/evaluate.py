@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint import CheckpointManager, ModelState
+from weft.models.renumber import renumbered
 from weft.train.config import load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
 from weft.train.run.changes import CONFIG
 from weft.train.run.runs import CHECKPOINTS
+from weft.train.sections import ShardingConfig
 from weft.train.task.task import Task
 from weft.train.task.text import TextTask
 
@@ -58,9 +60,10 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
     config = load_config(run / CONFIG, overrides)
-    alone = dataclasses.replace(config.sharding, ep=1, dp_shard=-1)
-    loop = dataclasses.replace(config.train, overlap=False, delay_wgrad=False, early_release=False)
-    config = dataclasses.replace(config, sharding=alone, train=loop)
+    loop = dataclasses.replace(
+        config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
+    )
+    config = dataclasses.replace(config, sharding=ShardingConfig(), train=loop)
     config.validate(1)
     if average and not config.train.ema_decay:
         raise ConfigError("--ema: the run kept no moving average of its weights (train.ema_decay = 0.0); leave it out")
@@ -72,7 +75,7 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     averages = WeightAverage(task.model, config.train.ema_decay)
     if average:
         state["ema"] = averages
-    taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
+    taken = CheckpointManager(run / CHECKPOINTS).load(renumbered(state, config.model), step)
     if average:
         with averages.in_place():
             values = validate(task, device, lambda: None)

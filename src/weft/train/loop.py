@@ -14,23 +14,27 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import weft
-from weft.checkpoint import CheckpointManager, ModelState, OptimizerState, RandomState
+from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
+from weft.models import HybridModel
 from weft.models.prediction import prediction_losses
+from weft.models.renumber import renumbered
+from weft.models.stages import Stages
 from weft.overlap import forward_backward
-from weft.train.config import OptimizerConfig, TrainConfig, to_toml
+from weft.train.config import TrainConfig, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
 from weft.train.metrics import Metrics
+from weft.train.optimizers import make_optimizer, optimizer_bytes
 from weft.train.own_numbers import OwnNumbers
 from weft.train.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
+from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
 from weft.train.run.changes import CONFIG, changed
 from weft.train.run.failures import FAILURE
@@ -49,7 +53,7 @@ class Trainer:
 
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
     goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
-    another one is given; `optimizer`: makes one for the sharded model, AdamW unless it is given.
+    another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given.
     """
 
     def __init__(
@@ -72,10 +76,11 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
-        self.task: Task = TextTask(config, self.device) if task is None else task
+        self.task: Task = TextTask(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
-        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.stages = Stages(self.model)
+        self.parameter_count = self.stages.count_parameters()
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
@@ -136,9 +141,12 @@ class Trainer:
             {name: value for name, value in group.items() if held(name)} for group in self.optimizer.param_groups
         ]
         try:
-            self.saved_step = self.checkpoints.load(self.state())
-        except ConfigError:
-            changed(self.run_place.directory, self.config, 0)  # knows which setting made the data another
+            state = self.state()
+            if isinstance(self.model, HybridModel):  # an earlier part of the run may have grouped its layers otherwise
+                state = renumbered(state, self.model.cfg)
+            self.saved_step = self.checkpoints.load(state)
+        except (ConfigError, CheckpointMismatch):
+            changed(self.run_place.directory, self.config, 0)  # knows which setting made it another
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
@@ -213,9 +221,9 @@ class Trainer:
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
-        depth_losses = prediction_losses(self.model)
+        depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
-            norms = weft.parameter_norms(self.model)
+            norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
         norm = clip_gradients(self.model, self.config.train.gradient_clip)
@@ -228,8 +236,9 @@ class Trainer:
 
         # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
         mean = losses.double().mean() / self.ranks
-        router_mean = router_losses.double() / (len(microbatches) * self.ranks)
-        depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
+        parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
+        router_mean = router_losses.double() / (len(microbatches) * parts)
+        depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.own_numbers.marks()
         known = torch.stack([mean, router_mean])
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
@@ -261,18 +270,23 @@ class Trainer:
     def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
-        if loop.overlap:
+        stages = self.config.sharding.pp > 1
+        if loop.overlap or stages:
             timeline = Timeline() if self._is_recorded() else None
+            if timeline is not None:
+                self.stages.all_of(None)  # their clocks begin together
             with timeline or nullcontext():
                 losses = forward_backward(
                     self.model,
                     microbatches,
+                    schedule=self.config.table(self.ranks) if stages else None,
+                    overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
                     loss_scale=scale,
                 )
             if timeline is not None:
-                write_timeline(self.run_place.directory, timeline.intervals())
+                self._keep(timeline)
             return torch.stack(losses)
         found = []
         for number, microbatch in enumerate(microbatches, start=1):
@@ -284,13 +298,28 @@ class Trainer:
             found.append(loss.detach())
         return torch.stack(found)
 
+    def _depth_losses(self) -> torch.Tensor:
+        """What prediction depths have added here; only the last stage has them."""
+        losses = prediction_losses(self.model)
+        if self.config.sharding.pp > 1 and not losses.numel():
+            return torch.zeros(self.config.model.parsed.depths)
+        return losses
+
     def _is_recorded(self) -> bool:
-        """Whether the step that begins is the one that the report draws: the last, on the first rank."""
-        return self.rank == 0 and self.position.step + 1 == self.config.train.steps
+        """Whether the step that begins is the one that the report draws: the last, in the first rank's pipeline."""
+        return self.stages.have_first_rank and self.position.step + 1 == self.config.train.steps
+
+    def _keep(self, timeline: Timeline) -> None:
+        """For the report; all ranks of the pipeline call this."""
+        recorded = self.stages.all_of(timeline.intervals())
+        if self.rank == 0:
+            write_timeline(self.run_place.directory, recorded[0])
+        if self.rank == 0 and len(recorded) > 1:
+            write_stages(self.run_place.directory, measured(self.config.table(self.ranks), recorded))
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
-        found = weft.find_nonfinite(self.model)
+        found = [each for stage in self.stages.all_of(weft.find_nonfinite(self.model)) for each in stage]
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
@@ -346,6 +375,7 @@ class Trainer:
             "command": command(),
             "commit": commit(),
             "resumed": [*resumed, step] if step else [],
+            **({"pattern": self.model.cfg.pattern} if isinstance(self.model, HybridModel) else {}),
         }
         keep_facts(folder, facts)
 
@@ -390,29 +420,6 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `model`'s parameters; only matrices decay, not norms and biases."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state on this rank."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values if torch.is_tensor(value)]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:

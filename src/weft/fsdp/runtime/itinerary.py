@@ -37,7 +37,8 @@ class Itinerary:
     def ahead(self) -> Iterator[int]:
         """The units predicted to follow; none once the pass has left the record."""
         if self.on_track:
-            yield from self.expected[len(self.visited) :]
+            for position in range(len(self.visited), len(self.expected)):
+                yield self.expected[position]
 
     @property
     def latest(self) -> list[int]:

@@ -182,9 +182,10 @@ class Reductions:
 
     def _keep_under_way(self, most: int, apart_from: Unit | None = None) -> None:
         """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
-        if not self.waits_for_room:
-            return
-        while len({each.unit for each in self._under_way} - {apart_from}) > max(most, 0):
+        most = max(most, 0)
+        while self.waits_for_room and len(self._under_way) > most:  # groups, of which a unit may have several
+            if len({each.unit for each in self._under_way} - {apart_from}) <= most:
+                return
             self._finish_oldest()
 
     def _take_turn(self, number: int) -> None:
@@ -213,7 +214,7 @@ class Reductions:
                 group.gradients.pack(self._channels.gradients, defer=True)
 
     def _finish_own(self, group: ParameterGroup) -> None:
-        while any(each.group is group for each in self._under_way):
+        while self._under_way and any(each.group is group for each in self._under_way):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

@@ -78,7 +78,7 @@ class Runtime:
             checked=options.check_collectives,
             note=self._agreement.note,
         )
-        self._freshness = Freshness(self.channels, checked=options.check_collectives)
+        self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness)
         self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
@@ -104,7 +104,8 @@ class Runtime:
             for group in groups:
                 group.equalize_over(slices)
         for number, unit in enumerate(units):
-            unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
+            unit.number, unit.channels = number, self.channels
+            unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------
 
@@ -231,11 +232,7 @@ class Runtime:
         if self._depth or in_backward():
             return
         if error is not None:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self._failure = None
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             return
         self._failure = None
         for ref in self._drivers:
@@ -248,8 +245,7 @@ class Runtime:
         try:
             _refuse_leaks(units)
         except RuntimeError:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
         for unit in units:
             if not self.prefetch.foretells(unit):
@@ -265,6 +261,13 @@ class Runtime:
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
+    def _leave_by(self, error: BaseException) -> None:
+        """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
+        if self._failure is not None and self._failure[0] is error:
+            self._joins.failed(self._failure[1], error)
+        self._failure = None
+        self.reset()
+
     def _finish_uploads(self, units: Iterable[Unit]) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
         for unit in units:
@@ -279,34 +282,48 @@ class Runtime:
 
     @contextmanager
     def scheduled(
-        self, visits: Sequence[Unit], depth: int, gathered: Callable[[], Iterable[Iterable[Unit]]]
+        self,
+        visits: Sequence[Unit],
+        depth: int,
+        gathered: Callable[[], Iterable[Iterable[Unit]]],
+        *,
+        backward: bool = True,
     ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
         at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order."""
+        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
                 self.channels.weights.foresee(
-                    [group.transient for unit in units for group in unit.groups if group.transient is not None]
-                    for units in gathered()
+                    [each for unit in units for each in unit.gathered] for units in gathered()
                 )
-            self.reductions.begin(taking_turns=False)
+            if backward:
+                self.reductions.begin(taking_turns=False)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
-            self._end_backward()
+            (self._end_backward if backward else self._end_evaluation)()
         except BaseException as error:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             raise
         finally:
             self._failure = None
             self.reductions.more_to_come = False
+
+    def _end_evaluation(self) -> None:
+        """Go to rest; gradients are as they were."""
+        self._joins.collect()
+        units = self.units
+        self._finish_uploads(units)
+        self.prefetch.end_backward()
+        _refuse_leaks(units)
+        for unit in units:
+            unit.free()
+        self._plan(units)
+        self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -354,8 +371,7 @@ class Runtime:
                 call.end()
             self._end_backward()
         except BaseException:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
 
     def _end_backward(self) -> None:

@@ -1,6 +1,7 @@
 """What is trained on: text as tokens, and the order in which ranks see it."""
 
-from weft.train.data.batches import Batch, Batches, Validation
-from weft.train.data.corpus import Corpus, load_corpus
+from weft.train.data.batches import Batches, Validation
+from weft.train.data.corpus import Corpus, load_corpora, load_corpus
+from weft.train.data.sequences import Batch
 
-__all__ = ["Batch", "Batches", "Corpus", "Validation", "load_corpus"]
+__all__ = ["Batch", "Batches", "Corpus", "Validation", "load_corpora", "load_corpus"]

@@ -8,29 +8,28 @@ ranks and a single integer is the whole state:
     rank       0 0 1 1 | 0 0 1 1 | 0 ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from weft.train.data.cache import Part
 from weft.train.data.order import shuffled
+from weft.train.data.sequences import Batch, Mixture, Packing, WholeDocuments, sequences
 from weft.train.errors import ConfigError
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Tokens and labels, both int64 [microbatch, sequence]; a label is the token after the one at its place."""
 
 
 class Batches:
     """The training sequences of one rank, without end: an iterator of microbatches (tokens, labels).
 
-    tokens: 1-D token array. A new shuffled order for each epoch, determined by `seed` alone: every sequence
-    comes once per epoch, and step k sees the same `global_batch_size` sequences for any `dp_size`.
+    tokens: 1-D token array, or several texts, mixed by `weights`. A new shuffled order for each epoch of a text,
+    determined by `seed` alone: every sequence comes once per epoch, and step k sees the same `global_batch_size`
+    sequences for any `dp_size`. vocabulary: what no token may reach; None: not looked at.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | Sequence[Part],
         *,
         sequence_length: int,
         microbatch_size: int,
@@ -38,8 +37,13 @@ class Batches:
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
+        packing: Packing = "stream",
+        weights: Sequence[float] = (),
+        vocabulary: int | None = None,
     ) -> None:
-        self._windows = _Windows(tokens, sequence_length, dp_size)
+        parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
+        texts = [sequences(part, sequence_length, packing, dp_size) for part in parts]
+        self._mixture = Mixture(texts, weights, vocabulary)
         self.microbatches_per_step = _microbatches(global_batch_size, microbatch_size, dp_size)
         self._microbatch_size, self._dp_rank, self._dp_size = microbatch_size, dp_rank, dp_size
         self._seed = seed
@@ -53,7 +57,12 @@ class Batches:
         start = self.position + self._dp_rank * self._microbatch_size
         self.position += self._dp_size * self._microbatch_size
         positions = np.arange(start, start + self._microbatch_size)
-        return self._windows.batch(shuffled(positions, len(self._windows), self._seed))
+        texts, numbers = self._mixture.place(positions)
+        indices = np.empty_like(numbers)
+        for text in np.unique(texts):
+            own = texts == text
+            indices[own] = shuffled(numbers[own], len(self._mixture.texts[text]), self._seed + int(text))
+        return self._mixture.batch(texts, indices)
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of one optimizer step."""
@@ -62,14 +71,18 @@ class Batches:
     @property
     def epoch(self) -> float:
         """How often the training text has been seen, with its fraction."""
-        return self.position / len(self._windows)
+        return self.position / self._count
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self._mixture.texts))
 
     def state_dict(self) -> dict[str, int]:
         """Order and position, the same on every rank, and what they refer to."""
         return {
             "position": self.position,
-            "sequences": len(self._windows),
-            "sequence_length": self._windows.length,
+            "sequences": self._count,
+            "sequence_length": self._mixture.length,
             "seed": self._seed,
         }
 
@@ -101,7 +114,7 @@ class Validation:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | Sequence[Part],
         *,
         sequence_length: int,
         microbatch_size: int,
@@ -109,10 +122,16 @@ class Validation:
         batches: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        packing: Packing = "stream",
+        weights: Sequence[float] = (),
+        vocabulary: int | None = None,
     ) -> None:
-        self._windows = _Windows(tokens, sequence_length, 1)
+        parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
+        texts = [sequences(part, sequence_length, packing, 1) for part in parts]
+        self._mixture = Mixture(texts, weights, vocabulary)
         per_batch = _microbatches(global_batch_size, microbatch_size, dp_size)
-        held = len(self._windows)
+        whole = sum(self._mixture.shares)
+        held = min(len(text) * whole // share for text, share in zip(texts, self._mixture.shares))
         batches = min(batches, held // global_batch_size)
         if batches < 1:
             raise ConfigError(
@@ -120,44 +139,26 @@ class Validation:
                 f"batch of {global_batch_size}; raise it, name more text, or lower train.global_batch_size"
             )
         count = batches * global_batch_size
-        self._indices = np.arange(count) * held // count
-        parts = self._indices.reshape(batches * per_batch, dp_size, microbatch_size)
-        self._own = parts[:, dp_rank]
+        self._texts, numbers = self._mixture.place(np.arange(count))
+        totals = np.bincount(self._texts, minlength=len(texts))
+        self._indices = numbers * np.asarray(list(map(len, texts)))[self._texts] // totals[self._texts]
+        self._own = np.arange(count).reshape(batches * per_batch, dp_size, microbatch_size)[:, dp_rank]
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._windows.batch(indices) for indices in self._own)
+        return (self._mixture.batch(self._texts[own], self._indices[own]) for own in self._own)
 
     def __len__(self) -> int:
         return len(self._own)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some labels are empty, as where documents are packed whole."""
+        return any(isinstance(text, WholeDocuments) for text in self._mixture.texts)
+
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and labels of the whole set, of all ranks: what a baseline must be measured on."""
-        rows = self._windows.rows(self._indices)
+        rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]
-
-
-class _Windows:
-    """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
-
-    def __init__(self, tokens: np.ndarray, length: int, at_least: int) -> None:
-        self.tokens, self.length = tokens, length
-        self.count = max(0, len(tokens) - 1) // length
-        if self.count < at_least:
-            raise ConfigError(
-                f"data.sequence_length = {length}: {len(tokens)} tokens are {self.count} sequences, "
-                f"fewer than one for each of {at_least} ranks; name more text or lower it"
-            )
-
-    def __len__(self) -> int:
-        return self.count
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """[len(indices), length + 1], in the tokens' own dtype."""
-        return np.stack([self.tokens[i * self.length : (i + 1) * self.length + 1] for i in indices.tolist()])
-
-    def batch(self, indices: np.ndarray) -> Batch:
-        rows = torch.from_numpy(self.rows(indices).astype(np.int64))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def _microbatches(global_batch_size: int, microbatch_size: int, dp_size: int) -> int:

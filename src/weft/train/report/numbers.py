@@ -32,7 +32,9 @@ def counted(records: list[dict[str, Any]]) -> str:
 
 def loss_unit(records: list[dict[str, Any]]) -> str:
     """What losses are counted in."""
-    return "nats per byte" if counted(records) == "tokens" else "own loss"
+    if counted(records) != "tokens":
+        return "own loss"
+    return "nats per byte" if any("nats_per_byte" in record for record in records) else "nats per token"
 
 
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:

@@ -1,6 +1,5 @@
 """A model and data of one's own."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,8 @@ from weft.models import HybridModel
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
-from weft.train.task.precision import mixed_precision
+from weft.train.task.blocks import outermost, prepare, repeated_blocks
+from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
 
 LossFunction = Callable[[Any, Any], Any]
@@ -36,7 +36,7 @@ class OwnTask:
         device: torch.device,
     ) -> None:
         _refuse_what_has_no_effect(config)
-        meshes = weft.init_meshes(device.type, dp_shard=config.sharding.dp_shard)
+        meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
         self.batches = Stream(_of_rank(data, rank, ranks), config.microbatches_per_step(ranks))
         self.validation = () if validation is None else _of_rank(validation, rank, ranks)
@@ -51,11 +51,8 @@ class OwnTask:
         built = model if isinstance(model, nn.Module) else _on_meta(model)
         if not any(parameter.is_meta for parameter in built.parameters()):
             built = built.to(device)
-        options = {
-            "mesh": meshes.dense,
-            "strategy": config.sharding.strategy,
-            "mp_policy": mixed_precision(config.train.precision),
-        }
+        prepare(outermost(repeated_blocks(built)), config.train)
+        options = {"mesh": meshes.dense, **options_of(config, built)}
         (shard or shard_repeated_blocks)(built, **options)
         if not isinstance(built, weft.FSDPModule):
             raise ConfigError("shard: must end with weft.fully_shard(model, **options) for the whole model; add that")
@@ -142,12 +139,8 @@ class Stream:
 
 def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
     """One unit for each block that stands in a row of its like (`ModuleList`, `Sequential`), and one for the rest."""
-    rows = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    for row in reversed(rows):  # inner ones first, as `fully_shard` wants it
-        kinds = Counter(map(type, row))  # before sharding changes them
-        for block in row:
-            if kinds[type(block)] > 1 and any(True for _ in block.parameters()):
-                weft.fully_shard(block, **options)
+    for block in [row[at] for row, at in repeated_blocks(model)]:  # all of them before sharding changes their classes
+        weft.fully_shard(block, **options)
     return weft.fully_shard(model, **options)
 
 
@@ -178,6 +171,8 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
             f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of one's "
             "own, which is gone through as a whole; leave it out"
         )
-    for name in ("activation_checkpointing", "overlap"):
-        if getattr(config.train, name):
-            raise ConfigError(f"train.{name} = true: has no effect on a model of one's own; leave it out")
+    for name, value in (("pp", config.sharding.pp), ("ep", config.sharding.ep)):
+        if value != 1:
+            raise ConfigError(f"sharding.{name} = {value}: has no effect on a model of one's own; leave it out")
+    if config.train.overlap:
+        raise ConfigError("train.overlap = true: has no effect on a model of one's own; leave it out")

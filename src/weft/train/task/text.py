@@ -1,15 +1,22 @@
 """A hybrid model on text, as a configuration describes them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 import weft
 from weft.models import HybridModel, shard
+from weft.overlap import evaluate
 from weft.train.config import TrainConfig
-from weft.train.data import Batch, Batches, Validation, load_corpus
+from weft.train.data import Batch, Batches, Validation, load_corpora
 from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
-from weft.train.task.precision import mixed_precision
+from weft.train.run.turns import first_rank_first
+from weft.train.task.blocks import prepare
+from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
 
 
@@ -19,45 +26,61 @@ class TextTask:
     unit = "tokens"
     adds_losses = True
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        meshes = weft.init_meshes(device.type, dp_shard=config.sharding.dp_shard, ep=config.sharding.ep)
-        self.corpus = load_corpus(config.data, dp_size=meshes.dp_size)
-        sizes = {
-            "sequence_length": config.data.sequence_length,
+    def __init__(self, config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> None:
+        meshes = meshes_of(config, device)
+        data = config.data
+        self.corpora = first_rank_first(lambda: load_corpora(data, dp_size=meshes.dp_size, say=say))
+        options: dict[str, Any] = {
+            "sequence_length": data.sequence_length,
             "microbatch_size": config.train.microbatch_size,
             "global_batch_size": config.train.global_batch_size,
             "dp_rank": meshes.dp_rank,
             "dp_size": meshes.dp_size,
+            "packing": data.packing,
+            "vocabulary": config.model.vocab_size if data.kind == "tokens" else None,
         }
-        self.batches = Batches(self.corpus.train, seed=config.data.seed, **sizes)
-        self.validation = Validation(self.corpus.validation, batches=config.train.validation_batches, **sizes)
-        self.units_per_step = config.train.global_batch_size * config.data.sequence_length
-        self.description = self.corpus.description
+        training = [corpus.training for corpus in self.corpora]
+        self.batches = Batches(training, seed=data.seed, weights=data.weights, **options)
+        apart = bool(data.validation_paths)
+        held = [corpus.held for corpus in self.corpora[: 1 if apart else None]]
+        options |= {"weights": () if apart else data.weights, "batches": config.train.validation_batches}
+        self.validation = Validation(held, **options)
+        self.units_per_step = config.train.global_batch_size * data.sequence_length
+        self.description = "; ".join(corpus.description for corpus in self.corpora)
         model = _build(config, meshes, device)
-        if config.train.activation_checkpointing:
-            _recompute_layers(model)
-        policy = mixed_precision(config.train.precision)
-        self.model = shard(model, meshes, strategy=config.sharding.strategy, mp_policy=policy)
+        stacks = (model.decoder, *model.depths)
+        prepare([(stack.layers, number) for stack in stacks for number in range(len(stack.layers))], config.train)
+        self.model = shard(model, meshes, **options_of(config, model))
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
 
     def loss(self, microbatch: Batch) -> Losses:
         tokens, labels = microbatch
+        if self.model.cut is not None:  # trained by a schedule: this is validation
+            return evaluate(self.model, [(tokens, labels)])[0], {}
         return self.model(tokens, labels=labels), {}
 
     def validation_values(self, loss: float) -> dict[str, float]:
-        return {"loss": loss, "nats_per_byte": loss / self.corpus.bytes_per_token}
+        size = self._bytes_per_token
+        return {"loss": loss, "nats_per_byte": loss / size} if size else {"loss": loss}
 
-    def baseline(self) -> float:
-        """Of the bigram table of the same text, in nats per byte."""
-        table = Bigram.fit(self.corpus.train, self.corpus.vocab_size)
-        return table.cross_entropy(*self.validation.pairs()) / self.corpus.bytes_per_token
+    def baseline(self) -> float | None:
+        """Of the bigram table of the same text, in nats per byte; None for several texts, and for tokens alone."""
+        corpus, size = self.corpora[0], self._bytes_per_token
+        if size is None or corpus.vocab_size is None or self.validation.has_gaps:
+            return None
+        return Bigram.fit(corpus.train, corpus.vocab_size).cross_entropy(*self.validation.pairs()) / size
+
+    @property
+    def _bytes_per_token(self) -> float | None:
+        """Of the validation text; None where nobody knows, or each text has its own."""
+        return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 
 def _build(config: TrainConfig, meshes: weft.Meshes, device: torch.device) -> HybridModel:
     torch.manual_seed(config.train.seed)
     try:
         with device:
-            return HybridModel(config.model, meshes=meshes)
+            return HybridModel(config.model, meshes, **_stages(config, meshes))
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"model.hidden_size = {config.model.hidden_size}, model.vocab_size = {config.model.vocab_size}, "
@@ -66,9 +89,8 @@ def _build(config: TrainConfig, meshes: weft.Meshes, device: torch.device) -> Hy
         ) from error
 
 
-def _recompute_layers(model: HybridModel) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for stack in (model.decoder, *model.depths):
-        for number, layer in enumerate(stack.layers):
-            stack.layers[number] = checkpoint_wrapper(layer)
+def _stages(config: TrainConfig, meshes: weft.Meshes) -> dict[str, Any]:
+    """How the layers are dealt to the ranks of a pipeline."""
+    if meshes.pp is None:
+        return {}
+    return {"chunks": config.chunks, "placement": config.table(dist.get_world_size()).placement}

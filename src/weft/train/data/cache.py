@@ -1,0 +1,104 @@
+"""Tokens on disk, made once and mapped by all ranks.
+
+KEY.tokens      training tokens, then validation tokens, in the smallest unsigned integers that hold them
+KEY.documents   where documents begin among these, int64, each part counted from its own start
+KEY.json        how many of each; written last: without it the others count for nothing
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+
+from weft.train.data.documents import Document
+from weft.train.files import replacing
+from weft.train.tokenizer import Tokenizer
+
+FORMAT = 2
+"""Of the files; a change makes new ones."""
+_EVERY_S = 5.0
+"""Between two lines about progress."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens in a row."""
+
+    tokens: np.ndarray
+    """1-D, unsigned."""
+    starts: np.ndarray
+    """Where documents begin, int64, ascending."""
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of `data.cache_dir`, weft's own in the user's cache directory where that is empty."""
+    if name:
+        return Path(name)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "weft"
+
+
+def open_cache(folder: Path, key: str) -> tuple[Part, Part, dict[str, Any]] | None:
+    """Training and validation part and what is known of them; None when they are not there or not whole."""
+    try:
+        meta = json.loads((folder / f"{key}.json").read_text())
+        tokens = _mapped(folder / f"{key}.tokens", meta["dtype"], meta["train_tokens"] + meta["validation_tokens"])
+        count = meta["train_documents"] + meta["validation_documents"]
+        starts = _mapped(folder / f"{key}.documents", "<i8", count)
+    except (OSError, ValueError, KeyError):
+        return None
+    cut, documents = meta["train_tokens"], meta["train_documents"]
+    return Part(tokens[:cut], starts[:documents]), Part(tokens[cut:], starts[documents:]), meta
+
+
+def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
+    if path.stat().st_size != count * np.dtype(dtype).itemsize:
+        raise ValueError(f"{path} is not whole")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype=dtype)
+
+
+def build(
+    folder: Path,
+    key: str,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    separator: str,
+    progress: Callable[[float], None],
+) -> None:
+    """Write the files under temporary names and move them into place. `progress` hears every few seconds what part of
+    the text is tokenised. Two processes that build at once write the same bytes; the later move changes nothing.
+    """
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""
+    counts: dict[str, Any] = {"dtype": dtype.str}
+    counts |= {f"{part}_{what}": 0 for part in ("train", "validation") for what in ("tokens", "bytes")}
+    starts: dict[str, list[int]] = {"train": [], "validation": []}
+    heard = time.monotonic()
+    with replacing(folder / f"{key}.tokens") as train, TemporaryFile(dir=folder) as validation:
+        for document in documents:
+            part, out = ("validation", validation) if document.validates else ("train", train)
+            tokens = tokenizer.encode(document.text).astype(dtype, copy=False).tobytes()
+            if document.begins:
+                starts[part].append(counts[f"{part}_tokens"])
+            if document.ends:
+                tokens += between
+            out.write(tokens)
+            counts[f"{part}_tokens"] += len(tokens) // dtype.itemsize
+            counts[f"{part}_bytes"] += len(document.text)
+            if time.monotonic() - heard > _EVERY_S:
+                heard = time.monotonic()
+                progress(document.done)
+        validation.seek(0)
+        shutil.copyfileobj(validation, train)
+    with replacing(folder / f"{key}.documents") as out:
+        out.write(np.asarray([*starts["train"], *starts["validation"]], dtype="<i8").tobytes())
+    counts |= {f"{part}_documents": len(each) for part, each in starts.items()}
+    with replacing(folder / f"{key}.json") as out:
+        out.write(json.dumps(counts).encode())

@@ -1,0 +1,251 @@
+"""Documents on disk, whatever they lie in.
+
+kind         files                                      a document
+"text"       any text                                   a file; large ones come in pieces
+"jsonl"      *.jsonl                                    `data.field` of the object on a line
+"parquet"    *.parquet                                  `data.field` of a row
+"datasets"   what `save_to_disk` of Hugging Face wrote  the same
+"""
+
+import hashlib
+import importlib
+import json
+import mmap
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.train.errors import ConfigError
+from weft.train.sections import DataConfig
+
+File = tuple[str, int, int]
+"""Path, size, modification time in ns."""
+
+PATTERNS = {"jsonl": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
+"""What is taken from folders, where `data.include` does not say."""
+_LARGEST_PIECE = 16 << 20
+_LONGEST_LINE = 1 << 16
+_NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+class Document(NamedTuple):
+    """One document, or a piece of one."""
+
+    text: bytes
+    validates: bool
+    """Whether it is kept for validation."""
+    begins: bool
+    ends: bool
+    done: float
+    """The part of all text that has been read with it."""
+
+
+def find_files(data: DataConfig, paths: Sequence[str]) -> list[File]:
+    """Every file below `paths` in a fixed order. Raises ConfigError for what is not there or not of the kind."""
+    found: dict[str, None] = {}
+    if not paths:
+        found.update(dict.fromkeys(_walk(sysconfig.get_path("stdlib"), ("*.py",), _NO_SOURCE, binary=False)))
+    binary = data.kind not in ("text", "jsonl")
+    patterns = PATTERNS.get(data.kind, ("*",)) if data.include == ("*",) else data.include
+    for path in paths:
+        if data.kind == "datasets":
+            found.update(dict.fromkeys(_dataset_files(path)))
+        elif os.path.isfile(path):
+            if not binary and _is_binary(path):
+                raise ConfigError(f"data.paths: {path!r} is not text (it has NUL bytes); name a text file")
+            found[os.path.realpath(path)] = None
+        elif os.path.isdir(path):
+            found.update(dict.fromkeys(_walk(path, patterns, set(), binary=binary)))
+        else:
+            raise ConfigError(f"data.paths: {path!r} is no file or folder; correct it or leave it out")
+    stats = [(path, os.stat(path)) for path in found]
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def documents(data: DataConfig, files: Sequence[File], fraction: float) -> Iterator[Document]:
+    """All documents of `files`; `fraction` of them is for validation, the same for every seed."""
+    if data.kind == "text":
+        yield from _texts(files, fraction)
+        return
+    total = sum(size for _, size, _ in files) or 1
+    read = {"jsonl": _lines, "parquet": _parquet_rows, "datasets": _arrow_rows}[data.kind]
+    before = number = 0
+    for path, size, _ in files:
+        for text, share in read(path, data.field):
+            validates = _hash(number) < fraction
+            number += 1
+            if text:
+                yield Document(text.encode(), validates, True, True, (before + share * size) / total)
+        before += size
+
+
+def _hash(number: int) -> float:
+    """From 0 to 1, below 1."""
+    return int.from_bytes(hashlib.sha256(b"%d" % number).digest()[:6]) / (1 << 48)
+
+
+def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
+    size = os.path.getsize(path)
+    read = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            read += len(line)
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"data.paths: {path}, line {number}: is no JSON ({error}); correct it") from error
+            if not isinstance(record, dict) or not isinstance(record.get(field), str):
+                known = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
+                raise ConfigError(
+                    f"data.field = {field!r}: {path}, line {number}: must be an object with text there, has {known}"
+                )
+            yield record[field], read / size
+
+
+def _parquet_rows(path: str, field: str) -> Iterator[tuple[str, float]]:
+    parquet = _pyarrow("pyarrow.parquet", "parquet")
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:
+        raise ConfigError(f"data.paths: {path!r} is no Parquet file ({' '.join(str(error).split())[:120]})") from error
+    with file:
+        _check_column(path, field, file.schema_arrow.names)
+        batches = file.iter_batches(batch_size=256, columns=[field])
+        yield from _texts_of(batches, path, field, max(1, file.metadata.num_rows))
+
+
+def _arrow_rows(path: str, field: str) -> Iterator[tuple[str, float]]:
+    arrow = _pyarrow("pyarrow", "datasets")
+    with arrow.memory_map(path) as source:
+        reader = arrow.ipc.open_stream(source)
+        _check_column(path, field, reader.schema.names)
+        batches = [batch.select([field]) for batch in reader]  # maps of the file, nothing is read yet
+        yield from _texts_of(batches, path, field, max(1, sum(batch.num_rows for batch in batches)))
+
+
+def _texts_of(batches: Any, path: str, field: str, rows: int) -> Iterator[tuple[str, float]]:
+    row = 0
+    for batch in batches:
+        for value in batch.column(0):
+            row += 1
+            text = value.as_py()
+            if text is not None and not isinstance(text, str):
+                raise ConfigError(
+                    f"data.field = {field!r}: {path}, row {row}: must be text, is a {type(text).__name__}; name another"
+                )
+            yield text or "", row / rows
+
+
+def _check_column(path: str, field: str, names: Sequence[str]) -> None:
+    if field not in names:
+        raise ConfigError(f"data.field = {field!r}: {path} has no such column; choose from {', '.join(names)}")
+
+
+def _pyarrow(module: str, kind: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f'data.kind = "{kind}": needs the package `pyarrow`; install weft[data]') from error
+
+
+def _dataset_files(path: str) -> list[str]:
+    """The Arrow files of a directory that `datasets` saved, in its order."""
+    folder = Path(path)
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = [str(each["filename"]) for each in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        fix = (
+            f"it has {', '.join(splits)}: name one of these below it" if splits else "name one that save_to_disk wrote"
+        )
+        raise ConfigError(f"data.paths: {path!r} is no directory of one `datasets` data set; {fix}") from error
+    if state.get("_indices_data_files"):
+        raise ConfigError(f"data.paths: {path!r} has rows in another order; save it again after flatten_indices()")
+    if any(Path(name).name != name or not (folder / name).is_file() for name in names):
+        raise ConfigError(f"data.paths: {path!r} names files that are not in it; save it again")
+    return [os.path.realpath(folder / name) for name in names]
+
+
+def _walk(root: str, include: tuple[str, ...], without: set[str], *, binary: bool) -> Iterator[str]:
+    """Files below `root`, sorted; hidden ones, byte-code folders and, unless `binary`, binary files are left out."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith((".", "__pycache__")) and f not in without)
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            if name.startswith(".") or not any(fnmatch(name, pattern) for pattern in include):
+                continue
+            if os.path.isfile(path) and (binary or not _is_binary(path)):
+                yield os.path.realpath(path)
+
+
+def _is_binary(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError as error:
+        raise ConfigError(f"data.paths: {path!r} cannot be read ({error.strerror}); correct it") from error
+
+
+def _texts(files: Sequence[File], fraction: float) -> Iterator[Document]:
+    sizes = [size for _, size, _ in files]
+    total = sum(sizes) or 1
+    done = 0
+    for validates, pieces in zip((False, True), _split(sizes, fraction)):
+        for index, start, end in pieces:
+            done += end - start
+            text = _read_lines(files[index][0], start, end)
+            yield Document(text, validates, start == 0, end == sizes[index], done / total)
+
+
+Piece = tuple[int, int, int]
+"""File number, first byte, end byte; the ends move to the next line's start when the piece is read."""
+
+
+def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
+    """Training and validation pieces, each in file order.
+
+    Pieces are whole files where these are small, and at most a quarter of the validation text. Validation
+    takes pieces in an order given by a hash of their number, as long as they fit.
+    """
+    total = sum(sizes)
+    limit = min(_LARGEST_PIECE, max(1, int(total * fraction / 4))) if 0 < fraction < 1 else _LARGEST_PIECE
+    pieces = [
+        (index, size * k // cuts, size * (k + 1) // cuts)
+        for index, size in enumerate(sizes)
+        for cuts in [-(-size // limit)]
+        for k in range(cuts)
+    ]
+    order = sorted(range(len(pieces)), key=lambda i: hashlib.sha256(b"%d" % i).digest())
+    room = int(total * fraction)
+    chosen = set()
+    for i in order:
+        size = pieces[i][2] - pieces[i][1]
+        if size <= room:
+            chosen.add(i)
+            room -= size
+    train = [piece for i, piece in enumerate(pieces) if i not in chosen]
+    return train, [pieces[i] for i in sorted(chosen)]
+
+
+def _read_lines(path: str, start: int, end: int) -> bytes:
+    """The lines of a file that begin in [start, end): pieces that touch share nothing and lose nothing."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return text[_line_start(text, start) : _line_start(text, end)]
+
+
+def _line_start(text: mmap.mmap, offset: int) -> int:
+    """The first line start at or after `offset`; in a very long line, the next character's."""
+    if offset == 0 or offset >= len(text):
+        return min(offset, len(text))
+    newline = text.find(b"\n", offset - 1, offset + _LONGEST_LINE)
+    if newline >= 0:
+        return newline + 1
+    while offset < len(text) and text[offset] & 0xC0 == 0x80:
+        offset += 1
+    return offset

@@ -1,0 +1,153 @@
+"""Tokens as sequences of one length: how they are cut, and of which text the next one is.
+
+"stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
+"whole"     | a a a a . | b b b . . | c c c c . |   a sequence begins with a document; it holds as many as fit whole
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from weft.train.data.cache import Part
+from weft.train.errors import ConfigError
+from weft.train.toml_values import show
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels, both int64 [microbatch, sequence]; a label is the token after the one at its place, or -100."""
+Packing = Literal["stream", "whole"]
+NO_LABEL = -100
+_SLOTS = 1000
+
+
+class Sequences(Protocol):
+    """Sequences by number."""
+
+    length: int
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [len(indices), length + 1]; -100 where nothing is."""
+        ...
+
+
+class Windows:
+    """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
+
+    def __init__(self, tokens: np.ndarray, length: int) -> None:
+        self.tokens, self.length = tokens, length
+        self.count = max(0, len(tokens) - 1) // length
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        length = self.length
+        return np.stack([self.tokens[i * length : (i + 1) * length + 1] for i in indices.tolist()]).astype(np.int64)
+
+
+class WholeDocuments:
+    """Documents that are packed whole; those longer than a sequence are cut, and their rest is packed with others."""
+
+    def __init__(self, part: Part, length: int) -> None:
+        self.tokens, self.length = part.tokens, length
+        self.borders = _packed(part, length + 1)
+
+    def __len__(self) -> int:
+        return len(self.borders)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        found = np.full((len(indices), self.length + 1), NO_LABEL, dtype=np.int64)
+        for row, (begin, end) in zip(found, self.borders[indices].tolist()):
+            row[: end - begin] = self.tokens[begin:end]
+        return found
+
+
+def _packed(part: Part, room: int) -> np.ndarray:
+    """[sequence, 2]: first and last border of each, at most `room` tokens apart; pieces of one token are left out."""
+    found: list[tuple[int, int]] = []
+    begin = reach = 0
+    for end in [*part.starts[1:].tolist(), len(part.tokens)]:
+        if end - begin > room:
+            if reach > begin:
+                found.append((begin, reach))
+                begin = reach
+            while end - begin > room:
+                found.append((begin, begin + room))
+                begin += room - 1  # the last label is the next one's first token
+        reach = end
+    found.append((begin, reach))
+    return np.asarray([each for each in found if each[1] - each[0] > 1], dtype=np.int64).reshape(-1, 2)
+
+
+def sequences(part: Part | np.ndarray, length: int, packing: Packing, at_least: int) -> Sequences:
+    """Raises ConfigError where there are fewer than `at_least`, the number of ranks."""
+    part = part if isinstance(part, Part) else Part(part, np.zeros(1, dtype=np.int64))
+    found = WholeDocuments(part, length) if packing == "whole" else Windows(part.tokens, length)
+    if len(found) < at_least:
+        raise ConfigError(
+            f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
+            f"fewer than one for each of {at_least} ranks; name more text or lower it"
+        )
+    return found
+
+
+class Mixture:
+    """Several texts, by weight: of every thousand sequences each text has its share, evenly spread.
+
+    Positions are those of the mixture; `place` says which text each is of, and which of that text's sequences.
+    """
+
+    def __init__(
+        self, texts: Sequence[Sequences], weights: Sequence[float] = (), vocabulary: int | None = None
+    ) -> None:
+        self.texts, self.vocabulary = texts, vocabulary
+        self.length = texts[0].length
+        self.shares = _shares(weights or [1.0] * len(texts))
+        turns = [((turn + 0.5) / share, text) for text, share in enumerate(self.shares) for turn in range(share)]
+        self.slots = np.asarray([text for _, text in sorted(turns)])
+        self.turns = np.zeros(len(self.slots), dtype=np.int64)
+        for text in range(len(texts)):
+            self.turns[self.slots == text] = np.arange(self.shares[text])
+
+    def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(text, how many of its sequences come before it) of each position."""
+        rounds, slots = np.divmod(positions, len(self.slots))
+        texts = self.slots[slots]
+        return texts, rounds * np.asarray(self.shares)[texts] + self.turns[slots]
+
+    def rows(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.rows`, of sequences of several texts."""
+        found = np.empty((len(indices), self.length + 1), dtype=np.int64)
+        for text in np.unique(texts):
+            found[texts == text] = self.texts[text].rows(indices[texts == text])
+        largest = int(found.max(initial=0))
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise ConfigError(
+                f"model.vocab_size = {self.vocabulary}: must be above the largest token, and the files have {largest}; "
+                f"set model.vocab_size = {largest + 1} or more"
+            )
+        return found
+
+    def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:
+        rows = torch.from_numpy(self.rows(texts, indices))
+        return rows[:, :-1].clamp(min=0), rows[:, 1:].contiguous()
+
+
+def _shares(weights: Sequence[float]) -> list[int]:
+    """Of a thousand, by largest remainder; one text has the only one."""
+    if len(weights) == 1:
+        return [1]
+    total = sum(weights)
+    exact = [weight / total * _SLOTS for weight in weights]
+    shares = [int(each) for each in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    for text in by_rest[: _SLOTS - sum(shares)]:
+        shares[text] += 1
+    if not all(shares):
+        raise ConfigError(
+            f"data.weights = {show(list(weights))}: each must be at least a thousandth of their sum; raise the smallest"
+        )
+    return shares

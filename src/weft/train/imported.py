@@ -1,0 +1,29 @@
+"""Python objects that a configuration names: "package.module:attribute"."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.train.errors import ConfigError
+
+
+def imported(setting: str, place: str) -> Any:
+    """What lies at `place`; modules of the working directory are found too. Raises ConfigError that names `setting`."""
+    module, colon, attribute = place.partition(":")
+    if not (colon and module and attribute):
+        raise ConfigError(f'{setting} = "{place}": must be the place of a Python object: "package.module:name"')
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f'{setting} = "{place}": cannot be imported ({error}); install the package, or start where it lies'
+        ) from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ConfigError(f'{setting} = "{place}": {module} has no {name}; name something that it has')
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,171 @@
+"""The optimizer that a configuration names, over a sharded model.
+
+    name                      steps
+    of torch.optim            every parameter; with `flat`, a few flat tensors
+    "Muon"                    matrices of layers, which lie whole on one rank each; AdamW all others
+    "package.module:Class"    every parameter
+
+Only matrices decay, not norms and biases.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import weft
+from weft.train.errors import ConfigError
+from weft.train.imported import imported
+from weft.train.sections import OptimizerConfig
+from weft.train.toml_values import plain, show
+
+_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Raises ConfigError for a class that is not there and options that it does not take."""
+    if config.name == "Muon":
+        return _muon_and_adamw(model, config)
+    cls = optimizer_class(config)
+    options = _options(cls, config)
+    decay = options.pop("weight_decay", None)
+    if config.flat:
+        if decay is not None:
+            options |= {"weight_decay": decay, "no_decay": lambda name, parameter: parameter.ndim < 2}
+        return weft.optim.flat(cls, model, **options)
+    in_stages = getattr(model, "cut", None) is not None
+    return _made(cls, _decay_groups(_trainable(model), decay, in_stages=in_stages), options)
+
+
+def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """Raises ConfigError where there is none of that name."""
+    if ":" not in config.name:
+        return getattr(torch.optim, config.name)
+    found = imported("optimizer.name", config.name)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(f'optimizer.name = "{config.name}": is no torch.optim.Optimizer; name a class that is one')
+    return found
+
+
+def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Parameter], Any] | None:
+    """The `shard_placement_fn` of `weft.fully_shard` for an optimizer that needs whole matrices, None for others.
+
+    `model` is the one that is to be sharded.
+    """
+    if config.name != "Muon":
+        return None
+    whole = {id(parameter) for name, parameter in model.named_parameters() if _is_for_muon(name, parameter, config)}
+    return lambda parameter: weft.TensorAtomic() if id(parameter) in whole else None
+
+
+class Joined(torch.optim.Optimizer):
+    """Optimizers of different parameters as one: they share its groups and its state."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ValueError("joined optimizers take no closure: compute the loss before step()")
+        for part in self.parts:
+            part.step()
+
+
+def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
+    muon: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (muon if _is_for_muon(name, parameter, config) else rest).append(parameter)
+    if not muon:
+        raise ConfigError(
+            f'optimizer.name = "Muon": no matrix is left for it beside optimizer.adamw_for = '
+            f"{show(list(config.adamw_for))}; take patterns out there, or choose AdamW"
+        )
+    # With that adjustment one learning rate suits both.
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    first = _made(torch.optim.Muon, muon, options | _known_options(torch.optim.Muon, config))
+    if not rest:
+        return Joined(first)
+    shared: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    return Joined(first, torch.optim.AdamW(_decay_groups(rest, config.weight_decay), **shared))
+
+
+def _is_for_muon(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    return parameter.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw_for)
+
+
+def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _decay_groups(
+    parameters: Iterable[nn.Parameter], decay: float | None, *, in_stages: bool = False
+) -> list[dict[str, Any]]:
+    every = list(parameters)
+    if decay is None:
+        return [{"params": every}]
+    groups = [
+        {"params": [p for p in every if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # Stages of a pipeline have the same groups, whatever lies in them.
+    return [group for group in groups if group["params"] or in_stages]
+
+
+def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
+    """What the class takes of the section; a setting that it does not take must have its default."""
+    takes = inspect.signature(cls).parameters
+    found: dict[str, Any] = {"lr": config.lr}
+    for name in ("betas", "eps", "weight_decay"):
+        value = getattr(config, name)
+        if name in takes:
+            found[name] = value
+        elif value != getattr(OptimizerConfig, name):
+            raise ConfigError(
+                f"optimizer.{name} = {show(plain(value))}: has no effect, {config.name} takes none; leave it out"
+            )
+    if cls.__module__.startswith("torch.optim") and config.name in _FUSED:
+        found["fused"] = True
+    return found | _known_options(cls, config)
+
+
+def _known_options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
+    takes = inspect.signature(cls).parameters
+    unknown = [name for name in config.options if name not in takes]
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        raise ConfigError(
+            f"optimizer.options = {show(config.options)}: {config.name} has no option {unknown[0]!r}; it takes "
+            f"{', '.join(name for name in takes if name not in ('params', 'lr', 'betas', 'eps', 'weight_decay'))}"
+        )
+    return config.options
+
+
+def _made(cls: Any, parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        return cls(parameters, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[optimizer]: {cls.__name__} refuses its options: {' '.join(str(error).split())}") from error
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state on this rank."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,82 @@
+"""[data]: what is trained on."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.train.sections.rules import require
+from weft.train.toml_values import plain, show
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """[data]: the text, how it becomes tokens, and how they are cut."""
+
+    kind: Literal["text", "jsonl", "parquet", "datasets", "tokens"] = "text"
+    """What `paths` are: text, JSON lines, Parquet, directories that Hugging Face `datasets` saved, or token arrays."""
+    paths: tuple[str, ...] = ()
+    """Files or folders, relative to the working directory; empty: Python's standard library."""
+    include: tuple[str, ...] = ("*",)
+    """File name patterns that are taken from folders (files named in `paths` are always taken)."""
+    field: str = "text"
+    """Where records (JSON lines, Parquet, datasets) have their text."""
+    weights: tuple[float, ...] = ()
+    """How often sequences of each of `paths` are seen, relative to each other; empty: all paths are one text."""
+    separator: str = ""
+    """Text after each document, such as a tokenizer's end token; empty: none."""
+    packing: Literal["stream", "whole"] = "stream"
+    """Documents one after the other, cut anywhere ("stream"), or packed whole into sequences, the rest empty."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """With token arrays: what files other than .npy hold."""
+    validation_paths: tuple[str, ...] = ()
+    """What is validated on; empty: a part of `paths`."""
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a Hugging Face tokenizer.json."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    validation_fraction: float = 0.05
+    """The part of the text that is kept for validation, between 0 and 1; the same text for every seed."""
+    seed: int = 0
+    """Seed of the order in which training sequences are seen."""
+    cache_dir: str = ""
+    """Where token files are kept; empty: weft's folder in the user's cache directory."""
+
+    def __post_init__(self) -> None:
+        require("data.sequence_length", self.sequence_length, self.sequence_length >= 1, "must be at least 1")
+        require(
+            "data.validation_fraction",
+            self.validation_fraction,
+            0 < self.validation_fraction < 1,
+            "must lie strictly between 0 and 1; 0.05 keeps a twentieth of the text for validation",
+        )
+        require("data.seed", self.seed, 0 <= self.seed < 1 << 63, "must not be negative, and below 2**63")
+        require(
+            "data.include",
+            list(self.include),
+            bool(self.include),
+            'must name at least one pattern; ["*"] takes every text file',
+        )
+        for name in ("include", "kind", "weights", "validation_paths"):
+            value = getattr(self, name)
+            without = "has no effect on the default text; name data.paths or leave it out"
+            require(f"data.{name}", plain(value), bool(self.paths) or value == getattr(DataConfig, name), without)
+        self._require_kind("field", ("jsonl", "parquet", "datasets"))
+        self._require_kind("token_dtype", ("tokens",))
+        for name in ("tokenizer", "separator", "packing"):
+            self._require_kind(name, ("text", "jsonl", "parquet", "datasets"))
+        require(
+            "data.weights",
+            list(self.weights),
+            not self.weights or (len(self.weights) == len(self.paths) and min(self.weights) > 0),
+            f"must be one positive number for each of the {len(self.paths)} data.paths",
+        )
+        require(
+            "data.validation_fraction",
+            self.validation_fraction,
+            not self.validation_paths or self.validation_fraction == DataConfig.validation_fraction,
+            "has no effect with data.validation_paths; leave one of the two out",
+        )
+
+    def _require_kind(self, name: str, kinds: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        rule = f"has no effect with data.kind = {show(self.kind)}; leave it out, or choose from {kinds}"
+        require(f"data.{name}", value, self.kind in kinds or value == getattr(DataConfig, name), rule)

@@ -1,0 +1,85 @@
+"""[train]: the loop."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.train.sections.rules import check_batch, require
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """[train]: steps, batch sizes, precision and what happens every so many steps."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks and microbatches."""
+    microbatch_size: int = 8
+    """Sequences that one rank takes through the model at once."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute and communication dtype; the weights that the optimizer updates are fp32 in both cases."""
+    seed: int = 0
+    """Seed of the initial weights and of every other random choice but the data order."""
+    validate_every: int = 100
+    """Steps between two validations; 0: only at the end."""
+    validation_batches: int = 4
+    """Size of the fixed validation set, in global batches."""
+    ema_decay: float = 0.0
+    """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
+    gradient_clip: float = 1.0
+    """Largest norm of the whole gradient; 0: no clipping."""
+    log_every: int = 10
+    """Steps between two lines of output when the output is no terminal."""
+    parameter_norms_every: int = 0
+    """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward instead of keeping them."""
+    schedule: str = ""
+    """With `sharding.pp`: a name of `weft schedule`, or a file; empty: "1f1b", "interleaved" or "combined"."""
+    recompute_every: int = 1
+    """With `activation_checkpointing`: of so many layers, one."""
+    keep_products: bool = False
+    """With `activation_checkpointing`: keep what matrix products and attention give; recompute only the cheap rest."""
+    compile: str = ""
+    """Backend of `torch.compile`, such as "inductor", for each layer by itself; empty: none."""
+    overlap: bool = False
+    """Run the token exchange of one microbatch under the computation of its neighbour (`weft.overlap`)."""
+    delay_wgrad: bool = False
+    """With `overlap`: compute weight gradients apart, under an exchange."""
+    early_release: bool = False
+    """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    watchdog: float = 600.0
+    """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
+    expert_bias_rate: float = 1e-3
+    """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):
+            require(f"train.{name}", getattr(self, name), getattr(self, name) >= 1, "must be at least 1")
+        for name, off in (("recompute_every", 1), ("keep_products", False)):
+            value = getattr(self, name)
+            without = "has no effect without train.activation_checkpointing = true; set that, or leave it out"
+            require(f"train.{name}", value, self.activation_checkpointing or value == off, without)
+        require("train.recompute_every", self.recompute_every, self.recompute_every >= 1, "must be at least 1")
+        require(
+            "train.compile",
+            self.compile,
+            not (self.compile and self.overlap),
+            "cannot compile layers that train.overlap runs in stages; choose one of the two",
+        )
+        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
+            require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
+        require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
+        require("train.ema_decay", self.ema_decay, 0 <= self.ema_decay < 1, "must be at least 0 and less than 1")
+        require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
+        for name in ("delay_wgrad", "early_release"):
+            value = getattr(self, name)
+            require(f"train.{name}", value, self.overlap or not value, "has no effect without train.overlap = true")
+        require(
+            "train.overlap",
+            self.overlap,
+            not (self.overlap and self.activation_checkpointing),
+            "cannot run layers in stages that train.activation_checkpointing recomputes as a whole; leave that out and "
+            'recompute inside the stages: model.recompute = ["attend"]',
+        )
+        check_batch(self.global_batch_size, self.microbatch_size, 1)

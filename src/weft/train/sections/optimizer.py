@@ -1,0 +1,109 @@
+"""[optimizer] and [schedule]: how weights move."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.train.sections.rules import require
+from weft.train.toml_values import show
+
+ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+NAMES = (*ELEMENT_WISE, "Muon")
+_OWN = ("params", "lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """[optimizer]: which one, and its options."""
+
+    name: str = "AdamW"
+    """One of torch.optim, "Muon" (on matrices; AdamW steps the rest), or any "package.module:Class"."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square, where the optimizer has them."""
+    eps: float = 1e-8
+    """Added to the root of the second moment, where the optimizer has one."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices, decoupled in AdamW and Muon; vectors such as norms and biases have none."""
+    options: dict = field(default_factory=dict)
+    """Other options of the class, as a table: {momentum = 0.9, nesterov = true}."""
+    flat: bool = False
+    """Step a few flat tensors in place of each parameter (`weft.optim.flat`): the same numbers, fewer kernels."""
+    adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
+    """With "Muon": patterns of names whose matrices AdamW steps."""
+
+    def __post_init__(self) -> None:
+        package, colon, attribute = self.name.partition(":")
+        named = all(part.isidentifier() for part in [*package.split("."), *attribute.split(".")]) if colon else False
+        require(
+            "optimizer.name",
+            self.name,
+            named or self.name in NAMES,
+            f'must be one of {", ".join(NAMES)}, or the place of a class: "package.module:Class"',
+        )
+        require("optimizer.lr", self.lr, self.lr > 0, "must be positive")
+        require("optimizer.eps", self.eps, self.eps > 0, "must be positive")
+        require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "must not be negative")
+        require(
+            "optimizer.betas",
+            list(self.betas),
+            all(0 <= beta < 1 for beta in self.betas),
+            "must each be at least 0 and less than 1",
+        )
+        own = [name for name in self.options if name in _OWN]
+        require("optimizer.options", self.options, not own, f"must not have {own}: these are settings of [optimizer]")
+        require(
+            "optimizer.flat",
+            self.flat,
+            not self.flat or self.name in ELEMENT_WISE,
+            f"needs an element-wise optimizer, which {self.name} is not known to be; choose one of "
+            f"{', '.join(ELEMENT_WISE)}",
+        )
+        require(
+            "optimizer.adamw_for",
+            list(self.adamw_for),
+            self.name == "Muon" or self.adamw_for == OptimizerConfig.adamw_for,
+            'has no effect without optimizer.name = "Muon"; leave it out',
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """[schedule]: the learning rate over the steps."""
+
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises linearly to its peak; unset: a tenth of the run, at most 100."""
+    shape: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    """The way down from the peak; "wsd" stays there and falls in a straight line at the end."""
+    min_lr_ratio: float = 0.1
+    """Where "cosine", "linear" and "wsd" end, as a part of the peak learning rate."""
+    decay_fraction: float = 0.2
+    """The part of all steps over which "wsd" falls."""
+
+    def __post_init__(self) -> None:
+        require("schedule.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "must not be negative")
+        require("schedule.min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "must lie between 0 and 1")
+        fraction = self.decay_fraction
+        require("schedule.decay_fraction", fraction, 0 < fraction <= 1, "must be above 0 and at most 1")
+        for name, shapes in (("min_lr_ratio", ("cosine", "linear", "wsd")), ("decay_fraction", ("wsd",))):
+            value, default = getattr(self, name), getattr(ScheduleConfig, name)
+            without = f"has no effect with schedule.shape = {show(self.shape)}; leave it out, or choose from {shapes}"
+            require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
+
+    def factor(self, step: int, steps: int) -> float:
+        """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
+        warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        done = step + 1
+        if step < warmup:
+            return done / warmup
+        if self.shape == "constant":
+            return 1.0
+        if self.shape == "inverse_sqrt":
+            return math.sqrt(max(1, warmup) / done)
+        left = max(0.0, (steps - done) / max(1, steps - warmup))
+        if self.shape == "wsd":
+            left = min(1.0, max(0, steps - done) / (self.decay_fraction * steps))
+        if self.shape == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left

@@ -1,0 +1,24 @@
+"""What a value must hold to, and the one line that says so."""
+
+from typing import Any
+
+from weft.train.errors import ConfigError
+from weft.train.toml_values import show
+
+
+def require(name: str, value: Any, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} = {show(value)}: {rule}")
+
+
+def check_batch(global_batch_size: int, microbatch_size: int, ranks: int) -> None:
+    """Each rank must get whole microbatches, the same number on every rank."""
+    unit = ranks * microbatch_size
+    if global_batch_size % unit == 0:
+        return
+    below = global_batch_size // unit * unit
+    nearest = f"{below} or {below + unit}" if below else f"{unit}"
+    raise ConfigError(
+        f"train.global_batch_size = {global_batch_size}: must be divisible by data-parallel ranks x "
+        f"train.microbatch_size = {ranks} x {microbatch_size} = {unit}; nearest valid: {nearest}"
+    )

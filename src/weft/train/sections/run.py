@@ -1,0 +1,55 @@
+"""[checkpoint] and [run]: what outlives the processes, and where."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.train.sections.rules import require
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[checkpoint]: what outlives the processes."""
+
+    every: int = 100
+    """Steps between two checkpoints; 0: only at the end and when the run is interrupted."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+
+    def __post_init__(self) -> None:
+        require("checkpoint.every", self.every, self.every >= 0, "must not be negative")
+        require("checkpoint.keep", self.keep, self.keep >= 1, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """[run]: where the run lives."""
+
+    directory: str = "runs"
+    """Folder of all runs, relative to the working directory."""
+    name: str = "default"
+    """The run's own folder in it."""
+    resume: bool = False
+    """Go on from the newest intact checkpoint of the newest run of that name."""
+    patience: float = 1800.0
+    """Seconds that a rank waits for the others at the start."""
+    renumber: bool = False
+    """Go on with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
+    weights: str = ""
+    """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
+
+    def __post_init__(self) -> None:
+        require("run.patience", self.patience, self.patience > 0, "must be positive")
+        require(
+            "run.name",
+            self.name,
+            self.name not in ("", ".", "..") and not set(self.name) & set("/\\\0"),
+            "must be the name of one folder; put the path into run.directory",
+        )
+        require("run.name", self.name, len(self.name.splitlines()) == 1, "must be one line; leave the line break out")
+
+    @property
+    def path(self) -> Path:
+        """The run's folder: metrics, checkpoints, configuration and report."""
+        return Path(self.directory) / self.name

@@ -1,0 +1,96 @@
+"""[sharding]: what is cut over the ranks, and how."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.train.sections.rules import require
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """[sharding]: what is cut over the ranks."""
+
+    strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    """What each rank keeps only its part of: nothing, optimizer state, + gradients, + weights."""
+    dp_shard: int = -1
+    """Ranks over which it is cut; -1: all that `dp_replicate` leaves."""
+    dp_replicate: int = 1
+    """How many groups of `dp_shard` ranks there are, each with a copy of everything (HSDP)."""
+    outer_strategy: Literal["no_shard", "optim"] = "no_shard"
+    """With `dp_replicate`: "optim" cuts optimizer state over the copies, too (HFSDP)."""
+    ep: int = 1
+    """Ranks that share one copy of the experts and exchange tokens; divides the number of ranks."""
+    pp: int = 1
+    """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
+    chunks: int | None = None
+    """With `pp`: stages of each rank; unset: as many as the pattern's segments make, or as the schedule usually has."""
+    reshard_after_forward: bool | int | None = None
+    """Whether weights go after forward, or over how many neighbours they stay cut; unset: yes, but not the root's."""
+    offload: bool = False
+    """Keep sharded weights, gradients and optimizer state in CPU memory."""
+
+    def __post_init__(self) -> None:
+        require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
+        require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
+        require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
+        without = "has no effect with sharding.pp = 1"
+        require("sharding.chunks", self.chunks, self.chunks is None or self.pp > 1, without)
+        require(
+            "sharding.dp_shard",
+            self.dp_shard,
+            self.dp_shard == -1 or self.dp_shard >= 1,
+            "must be a number of ranks, or -1 for all of them",
+        )
+        require("sharding.dp_replicate", self.dp_replicate, self.dp_replicate >= 1, "must be at least 1, for one copy")
+        require(
+            "sharding.outer_strategy",
+            self.outer_strategy,
+            self.dp_replicate > 1 or self.outer_strategy == "no_shard",
+            "has no effect with one copy; set sharding.dp_replicate = 2 or more, or leave it out",
+        )
+        require(
+            "sharding.outer_strategy",
+            self.outer_strategy,
+            self.strategy != "no_shard" or self.outer_strategy == "no_shard",
+            'cannot cut what sharding.strategy = "no_shard" keeps whole; choose another strategy',
+        )
+        choice = self.reshard_after_forward
+        require(
+            "sharding.reshard_after_forward",
+            choice,
+            choice is None or self.strategy == "optim_grads_params",
+            'has no effect where each rank keeps all weights; set sharding.strategy = "optim_grads_params"',
+        )
+        require(
+            "sharding.reshard_after_forward",
+            choice,
+            choice is None or choice >= 1 or choice is False,
+            "must be true, false, or a number of ranks of at least 1",
+        )
+
+    def check(self, ranks: int) -> None:
+        """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks."""
+        copies = self.dp_replicate
+        fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        require("sharding.dp_replicate", copies, copies in fits, f"must divide the {ranks} ranks; choose from {fits}")
+        shards = ranks // copies
+        share = f"{ranks}" if copies == 1 else f"{ranks} / sharding.dp_replicate = {shards}"
+        require(
+            "sharding.dp_shard",
+            self.dp_shard,
+            self.dp_shard in (-1, shards),
+            f"must be the number of ranks, {share}, or -1 for all of them",
+        )
+        require(
+            "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {ranks}; choose from {fits}"
+        )
+        # Experts are cut over fewer ranks; their units reshard over as many neighbours as the others.
+        least = shards // self.ep if self.ep > 1 and shards % self.ep == 0 else shards
+        choice = self.reshard_after_forward
+        sizes = [size for size in range(1, least + 1) if least % size == 0]
+        require(
+            "sharding.reshard_after_forward",
+            choice,
+            choice is None or isinstance(choice, bool) or choice in sizes,
+            f"must divide the {least} ranks over which weights are cut; choose from {sizes}, true or false",
+        )

@@ -1,0 +1,40 @@
+"""[sharding] and what belongs to it, as `weft.fully_shard` and the meshes take it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import weft
+from weft.train.config import TrainConfig
+from weft.train.optimizers import whole_matrices
+
+
+def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
+    """The ranks, laid out."""
+    sizes = config.sharding
+    return weft.init_meshes(
+        device.type, pp=sizes.pp, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, ep=sizes.ep
+    )
+
+
+def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
+    """The options of every unit of `model`, which is not sharded yet, apart from its mesh."""
+    sharding = config.sharding
+    options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": mixed_precision(config.train.precision)}
+    if sharding.dp_replicate > 1:
+        options["outer_strategy"] = sharding.outer_strategy
+    if sharding.reshard_after_forward is not None:
+        options["reshard_after_forward"] = sharding.reshard_after_forward
+    if sharding.offload:
+        options["offload_policy"] = weft.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    if (placement := whole_matrices(model, config.optimizer)) is not None:
+        options["shard_placement_fn"] = placement
+    return options
+
+
+def mixed_precision(name: str) -> weft.MixedPrecisionPolicy:
+    """ "fp32", or "bf16": computed and gathered in bf16, reduced and kept in fp32."""
+    if name == "bf16":
+        return weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return weft.MixedPrecisionPolicy()

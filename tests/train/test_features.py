@@ -1,0 +1,262 @@
+"""What the library can do, asked for in a configuration: each gives the numbers of the plain loop in one process."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.train.command import metrics, write_config
+from tests.train.test_loop import StopAt, full, reference
+from weft.fsdp.module import unit_of
+from weft.models import HybridModel
+from weft.train.config import load_config
+from weft.train.data import Batches, load_corpus
+from weft.train.errors import ConfigError
+from weft.train.loop import Trainer
+from weft.train.optimizers import optimizer_bytes
+from weft.train.run.runs import Run
+from weft.train.sections import LoopConfig
+from weft.train.task.blocks import outermost, prepare, repeated_blocks
+
+STEPS = 4
+
+
+def fit(path, directory, overrides=(), stop_at=STEPS, resume_from=None):
+    """One rank's part: its lines, weights, optimizer and what it says of its units."""
+    stop = StopAt(stop_at)
+    config = load_config(path, overrides)
+    stop.trainer = trainer = Trainer(config, Run(directory, resume_from), stop=stop, say=lambda line: None)
+    trainer.run()
+    weights = {name: full(value) for name, value in trainer.model.state_dict().items()}
+    parameter = next(iter(trainer.model.decoder.layers[0].parameters()))
+    group = unit_of(trainer.model.decoder.layers[0]).groups[0]
+    facts = {
+        "mesh": tuple(parameter.device_mesh.shape),
+        "reshard": unit_of(trainer.model.decoder.layers[0]).reshard_after_forward,
+        "piece": group.piece is not None,
+        "offload": group.offload is not None,
+        "optimizer": type(trainer.optimizer).__name__,
+        "stepped": sum(len(each["params"]) for each in trainer.optimizer.param_groups),
+        "state bytes": optimizer_bytes(trainer.optimizer),
+        "whole": [name for name, each in trainer.model.named_parameters() if _here(each).numel() in (0, each.numel())],
+    }
+    return metrics(directory), weights, facts
+
+
+def _here(parameter):
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def assert_close(found, expected):
+    lines, weights = found[:2]
+    for line, other in zip(lines, expected[0], strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def config_for(folder, **changes):
+    return write_config(folder, train__validate_every=0, checkpoint__every=0, train__microbatch_size=2, **changes)
+
+
+WAYS = {
+    "sharding.dp_replicate=2": lambda facts, plain: facts["mesh"] == (2, 2),
+    "sharding.dp_replicate=2 & sharding.dp_shard=2 & sharding.outer_strategy=optim": lambda facts, plain: (
+        facts["mesh"] == (2, 2) and facts["state bytes"] < plain["state bytes"] * 1.5
+    ),
+    "sharding.reshard_after_forward=2": lambda facts, plain: facts["piece"],
+    "sharding.reshard_after_forward=false": lambda facts, plain: facts["reshard"] is False,
+    "sharding.offload=true": lambda facts, plain: facts["offload"],
+    "optimizer.flat=true & sharding.dp_replicate=2": lambda facts, plain: facts["stepped"] < plain["stepped"],
+}
+
+
+def all_ways(path, folder):
+    return [fit(path, folder / str(number), way.split(" & ")) for number, way in enumerate(["train.seed=0", *WAYS])]
+
+
+def test_every_way_of_sharding_is_training_in_one_process(pool, tmp_path):
+    path = config_for(tmp_path)
+    records, _, weights = reference(path, STEPS)
+    plain, *found = pool.run(4, all_ways, path, tmp_path)[0]
+    for (way, shows), result in zip(WAYS.items(), found, strict=True):
+        assert_close(result, (records, weights))
+        assert shows(result[2], plain[2]), (way, result[2], plain[2])
+
+
+def stopped_and_resumed(path, folder, before, after):
+    """A run whole, and one in two parts, whose second has other settings."""
+    whole = fit(path, folder / "whole", before)
+    fit(path, folder / "parts", before, stop_at=2)
+    return whole, fit(path, folder / "parts", after, resume_from=2)
+
+
+FLAT, MUON = ["optimizer.flat=true"], ["optimizer.name=Muon", "optimizer.lr=0.01"]
+SGD = ["optimizer.name=SGD", "optimizer.options={momentum = 0.9}"]
+
+
+@pytest.mark.parametrize("before, after", [(FLAT, FLAT), ([], FLAT), (FLAT, []), (SGD, SGD), (MUON, MUON)])
+def test_every_optimizer_goes_on_bit_for_bit(pool, tmp_path, before, after):
+    whole, parts = pool.run(2, stopped_and_resumed, config_for(tmp_path), tmp_path, before, after)[0]
+    assert parts[0] == whole[0]
+    assert all(torch.equal(parts[1][name], value) for name, value in whole[1].items())
+
+
+def other_optimizers(path, folder):
+    return fit(path, folder / "sgd", SGD), fit(path, folder / "muon", MUON), fit(path, folder / "own", OWN)
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer of one's own."""
+
+    def __init__(self, params, lr, scale=1.0):
+        super().__init__(params, {"lr": lr, "scale": scale})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * group["scale"])
+
+
+OWN = [f"optimizer.name={__name__}:Sign", "optimizer.options={scale = 0.5}"]
+
+
+def plain_loop(path, make):
+    """`reference` with another optimizer."""
+    config = load_config(path)
+    corpus = load_corpus(config.data)
+    sizes = {"sequence_length": config.data.sequence_length}
+    sizes |= dict.fromkeys(("microbatch_size", "global_batch_size"), config.train.global_batch_size)
+    batches = Batches(corpus.train, seed=config.data.seed, **sizes)
+    torch.manual_seed(config.train.seed)
+    model = HybridModel(config.model)
+    optimizers = make(model)
+    peaks = [group["lr"] for each in optimizers for group in each.param_groups]
+    records = []
+    for step in range(STEPS):
+        for group, peak in zip((group for each in optimizers for group in each.param_groups), peaks):
+            group["lr"] = peak * config.schedule.factor(step, config.train.steps)
+        tokens, labels = next(batches)
+        loss = model(tokens, labels=labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.train.gradient_clip)
+        records.append({"loss": loss.item()})
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return records, model.state_dict()
+
+
+def groups(parameters):
+    parameters = list(parameters)
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) is many] for many in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def muon_and_adamw(model):
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("decoder")]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or not name.startswith("decoder")]
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(groups(others), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+
+
+def test_optimizers_of_a_configuration_are_the_plain_ones(pool, tmp_path):
+    path = config_for(tmp_path)
+    sgd, muon, own = pool.run(2, other_optimizers, path, tmp_path)[0]
+    assert_close(sgd, plain_loop(path, lambda net: [torch.optim.SGD(groups(net.parameters()), lr=1e-3, momentum=0.9)]))
+    assert_close(own, plain_loop(path, lambda net: [Sign(net.parameters(), lr=1e-3, scale=0.5)]))
+    assert (sgd[2]["optimizer"], own[2]["optimizer"]) == ("SGD", "Sign")
+    # Muon iterates in bf16, where the last bit of a gradient's sum is enough to round differently.
+    for line, other in zip(muon[0], plain_loop(path, muon_and_adamw)[0], strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=2e-3)
+    matrices = [name for name, value in muon[1].items() if value.ndim == 2 and name.startswith("decoder")]
+    assert set(matrices) <= set(muon[2]["whole"]), "each matrix lies whole on one rank"
+
+
+def of_one_layer(path, folder, changes):
+    return [fit(path, folder / str(number), change) for number, change in enumerate(changes)]
+
+
+RECOMPUTE = [
+    [],
+    ["train.activation_checkpointing=true", "train.keep_products=true"],
+    ["train.activation_checkpointing=true", "train.recompute_every=2"],
+]
+
+
+def test_recomputing_a_part_changes_no_number(pool, tmp_path):
+    path = config_for(tmp_path, model__pattern="[*-][*-]")
+    plain, products, every = pool.run(1, of_one_layer, path, tmp_path, RECOMPUTE)[0]
+    assert products[0] == plain[0] and every[0] == plain[0]
+    assert all(torch.equal(products[1][name], value) for name, value in plain[1].items())
+
+
+class Calls(TorchDispatchMode):
+    """How often operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.counts[function] += 1
+        return function(*arguments, **(options or {}))
+
+
+def calls_of(loop):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(4)))
+    prepare(outermost(repeated_blocks(model)), loop)
+    with Calls() as calls:
+        model(torch.ones(2, 4)).sum().backward()
+    return calls.counts[torch.ops.aten.addmm.default], calls.counts[torch.ops.aten.gelu.default]
+
+
+def test_what_is_recomputed_is_what_was_asked_for():
+    on = {"activation_checkpointing": True}
+    assert calls_of(LoopConfig()) == (8, 4)
+    assert calls_of(LoopConfig(**on)) == (12, 8)  # the last product is not needed again
+    assert calls_of(LoopConfig(**on, recompute_every=2)) == (10, 6)
+    assert calls_of(LoopConfig(**on, keep_products=True)) == (8, 8)
+
+
+def compiled(path, folder):
+    plain, graphs = fit(path, folder / "plain"), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found = fit(path, folder / "compiled", ["train.compile=eager"])
+    return plain, found, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+
+
+def test_layers_are_compiled_each_by_itself(pool, tmp_path):
+    path = config_for(tmp_path, model__pattern="[*-][*-]")
+    plain, found, graphs = pool.run(2, compiled, path, tmp_path)[0]
+    assert_close(found, plain)
+    assert 1 <= graphs <= 2
+
+
+WRONG = {
+    "train.compile=fast": 'train.compile = "fast": must be a backend',
+    "optimizer.name=nowhere:Thing": "cannot be imported",
+    "optimizer.name=torch.nn:Linear": "is no torch.optim.Optimizer",
+    "optimizer.name=torch.optim:Nothing": "torch.optim has no Nothing",
+    "optimizer.options={momentum = 0.9}": "AdamW has no option 'momentum'; it takes amsgrad",
+    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "optimizer.betas = [0.5, 0.6]: has no effect, SGD takes none",
+    "optimizer.name=SGD & optimizer.options={nesterov = true}": "SGD refuses its options",
+    'optimizer.name=Muon & optimizer.adamw_for=["*"]': "no matrix is left",
+}
+
+
+def refused(path, folder):
+    found = []
+    for number, way in enumerate(WRONG):
+        with pytest.raises(ConfigError) as error:
+            Trainer(load_config(path, way.split(" & ")), Run(folder / str(number)), say=lambda line: None)
+        found.append(str(error.value))
+    return found
+
+
+def test_what_only_the_model_shows_to_be_wrong_is_one_line_too(pool, tmp_path):
+    for line, words in zip(pool.run(1, refused, config_for(tmp_path), tmp_path)[0], WRONG.values(), strict=True):
+        assert words in line and "\n" not in line

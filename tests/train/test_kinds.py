@@ -1,0 +1,251 @@
+"""Kinds of data: each gives the documents that went in, once, and goes on where it was."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.command import metrics, write_config
+from tests.train.test_loop import train_on
+from weft.train.config import load_config, parse_config
+from weft.train.data import Batches, Validation, load_corpora, load_corpus
+from weft.train.data import cache as cache_module
+from weft.train.data.cache import Part
+from weft.train.data.sequences import NO_LABEL, Mixture, sequences
+from weft.train.errors import ConfigError
+from weft.train.sections import DataConfig
+
+DOCUMENTS = [f"document {number}: " + "x" * (number % 23) for number in range(300)]
+ENDS = "\0"
+
+
+def write_jsonl(folder, name="data.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps({"id": n, "body": text}) + "\n" for n, text in enumerate(DOCUMENTS)))
+    return path
+
+
+def write_parquet(folder):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"id": range(300), "body": DOCUMENTS}), folder / "data.parquet", row_group_size=70)
+    return folder / "data.parquet"
+
+
+def write_datasets(folder):
+    """What `datasets.Dataset.save_to_disk` writes, in two files."""
+    arrow = pytest.importorskip("pyarrow")
+    saved = folder / "saved"
+    saved.mkdir()
+    names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
+    for name, texts in zip(names, (DOCUMENTS[:120], DOCUMENTS[120:])):
+        table = arrow.table({"body": texts})
+        with arrow.OSFile(str(saved / name), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=50)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return saved
+
+
+WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet, "datasets": write_datasets}
+
+
+def config(path, folder, **settings):
+    settings = {"paths": (str(path),), "field": "body", "separator": ENDS, "validation_fraction": 0.2, **settings}
+    return DataConfig(sequence_length=16, cache_dir=str(folder / "cache"), **settings)
+
+
+def texts(part):
+    """The documents of a part, by its borders, which must be where the separators say."""
+    borders = [*part.starts.tolist(), len(part.tokens)]
+    found = [bytes(part.tokens[a:b]).decode() for a, b in itertools.pairwise(borders)]
+    assert all(text.endswith(ENDS) and text.count(ENDS) == 1 for text in found)
+    return [text.removesuffix(ENDS) for text in found]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_document_is_there_once_in_order_and_validation_has_its_part(tmp_path, kind):
+    corpus = load_corpus(config(WRITERS[kind](tmp_path), tmp_path, kind=kind))
+    train, held = texts(corpus.training), texts(corpus.held)
+    assert sorted(train + held) == sorted(DOCUMENTS)
+    assert train == [text for text in DOCUMENTS if text in set(train)]
+    assert 30 < len(held) < 90
+    assert corpus.bytes_per_token == pytest.approx(1, rel=0.1)
+
+
+def test_texts_end_with_the_separator_too(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name} line\n" * 40)
+    corpus = load_corpus(config(tmp_path, tmp_path, field="text", include=("*.txt",)))
+    whole = bytes(corpus.train).decode() + bytes(corpus.validation).decode()
+    assert whole.count(ENDS) == 2 and whole.count("a.txt") == whole.count("b.txt") == 40
+
+
+def test_a_validation_set_of_its_own_takes_nothing_from_training(tmp_path):
+    write_jsonl(tmp_path)
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"body": f"held {n}"}) + "\n" for n in range(50)))
+    held = (str(tmp_path / "held.jsonl"),)
+    settings = {"kind": "jsonl", "validation_paths": held, "validation_fraction": 0.05}
+    corpus = load_corpus(config(tmp_path / "data.jsonl", tmp_path, **settings))
+    assert texts(corpus.training) == DOCUMENTS
+    assert texts(corpus.held) == [f"held {n}" for n in range(50)]
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "tokens.bin"])
+def test_token_files_are_mapped_and_their_end_validates(tmp_path, name):
+    tokens = np.arange(1000, dtype=np.uint16)
+    np.save(tmp_path / name, tokens) if name.endswith("npy") else tokens.tofile(tmp_path / name)
+    settings = {"kind": "tokens", "field": "text", "separator": "", "validation_fraction": 0.1}
+    corpus = load_corpus(config(tmp_path / name, tmp_path, **settings))
+    assert isinstance(corpus.train, np.memmap)
+    assert np.array_equal(np.concatenate([corpus.train, corpus.validation]), tokens) and len(corpus.train) == 900
+    assert not (tmp_path / "cache").exists()
+
+
+def test_tokenising_says_how_far_it_is_and_happens_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "_EVERY_S", -1.0)
+    said = []
+    settings = config(write_jsonl(tmp_path), tmp_path, kind="jsonl")
+    load_corpus(settings, say=said.append)
+    shares = [int(line.rpartition(" ")[2].rstrip("%")) for line in said]
+    assert shares == sorted(shares) and shares[-1] == 100 and len(shares) == 300
+    load_corpus(settings, say=said.append)
+    assert len(said) == 300
+
+
+def test_whole_documents_are_never_cut_as_long_as_they_fit():
+    lengths = [5, 9, 3, 3, 40, 7, 2, 16, 1, 17]
+    starts = np.cumsum([0, *lengths[:-1]])
+    part = Part(np.arange(1, sum(lengths) + 1, dtype=np.uint16), starts)
+    packed = sequences(part, 16, "whole", 1)
+    seen = []
+    for number in range(len(packed)):
+        tokens, labels = Mixture([packed]).batch(np.zeros(1, dtype=int), np.asarray([number]))
+        count = int((labels != NO_LABEL).sum())
+        assert tokens.shape == labels.shape == (1, 16)
+        assert torch.equal(labels[0, :count], tokens[0, :count] + 1), "the next token"
+        assert (labels[0, count:] == NO_LABEL).all() and (tokens >= 0).all()
+        seen.append((int(tokens[0, 0]) - 1, count + 1))
+    begins = {begin for begin, _ in seen}
+    fitting = [(start, length) for start, length in zip(starts.tolist(), lengths) if 1 < length <= 17]
+    for start, length in fitting:
+        assert any(begin <= start and start + length <= begin + count for begin, count in seen), (start, seen)
+    covered = {token for begin, count in seen for token in range(begin, begin + count)}
+    assert covered == set(range(sum(lengths))), "nothing is lost"
+    assert begins >= {0}
+
+
+def parts(*sizes):
+    """Texts whose tokens tell which text they are of."""
+    return [
+        Part(np.full(size * 4 + 1, text, dtype=np.uint8), np.zeros(1, dtype=int)) for text, size in enumerate(sizes)
+    ]
+
+
+def mixed(rank=0, ranks=1, weights=(0.7, 0.2, 0.1)):
+    sizes = {"sequence_length": 4, "microbatch_size": 5, "global_batch_size": 10, "dp_rank": rank, "dp_size": ranks}
+    return Batches(parts(50, 30, 70), weights=weights, **sizes)
+
+
+def test_a_mixture_has_its_weights_from_the_beginning_on_and_every_sequence_in_turn():
+    source = mixed()
+    counts = np.zeros(3)
+    for step in range(1, 101):
+        for tokens, _ in source.next_step():
+            counts += np.bincount(tokens[:, 0].numpy(), minlength=3)
+        assert abs(counts - np.asarray([0.7, 0.2, 0.1]) * 10 * step).max() <= 2
+    mixture = source._mixture
+    texts, numbers = mixture.place(np.arange(4000))
+    for text in range(3):
+        assert np.array_equal(numbers[texts == text], np.arange((texts == text).sum()))
+
+
+def test_a_mixture_goes_on_exactly_and_is_the_same_on_any_ranks():
+    whole = mixed()
+    steps = [torch.cat([tokens for tokens, _ in whole.next_step()]) for _ in range(6)]
+    for ranks in (1, 2):
+        shares = [mixed(rank, ranks) for rank in range(ranks)]
+        for _ in range(3):
+            [share.next_step() for share in shares]
+        resumed = [mixed(rank, ranks) for rank in range(ranks)]
+        for one, other in zip(resumed, shares):
+            one.load_state_dict(json.loads(json.dumps(other.state_dict())))
+        for expected in steps[3:]:
+            rows = torch.cat([tokens for one in resumed for tokens, _ in one.next_step()])
+            assert torch.equal(rows.sort(0)[0], expected.sort(0)[0])
+
+
+def test_validation_of_a_mixture_has_its_weights():
+    sizes = {"sequence_length": 4, "microbatch_size": 5, "global_batch_size": 10, "batches": 10}
+    held = Validation(parts(70, 20, 30), weights=(0.7, 0.2, 0.1), **sizes)
+    found = np.bincount(torch.cat([tokens[:, 0] for tokens, _ in held]).numpy())
+    assert np.abs(found - [70, 20, 10]).max() <= 1
+
+
+def test_each_path_of_a_mixture_has_tokens_of_its_own(tmp_path):
+    paths = []
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 2000)
+        paths.append(str(tmp_path / f"{name}.txt"))
+    settings = {"field": "text", "separator": "", "paths": tuple(paths), "weights": (3.0, 1.0)}
+    first, second = load_corpora(config(tmp_path, tmp_path, **settings))
+    assert set(bytes(first.train)) == set(b"a\n") and set(bytes(second.train)) == set(b"b\n")
+
+
+WRONG = {
+    "field": ("jsonl", {"field": "nothing"}, "data.field = 'nothing': "),
+    "column": ("parquet", {"field": "nothing"}, "has no such column; choose from id, body"),
+    "number": ("parquet", {"field": "id"}, "row 1: must be text, is a int"),
+    "directory": ("datasets", {"paths": ("/",)}, "is no directory of one `datasets` data set"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_data_that_is_not_what_it_is_said_to_be_is_one_line(tmp_path, name):
+    kind, settings, words = WRONG[name]
+    with pytest.raises(ConfigError) as error:
+        load_corpus(config(WRITERS[kind](tmp_path), tmp_path, kind=kind, **settings))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path):
+    path = write_jsonl(tmp_path)
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(ConfigError, match="line 301: is no JSON"):
+        load_corpus(config(path, tmp_path, kind="jsonl"))
+
+
+def test_tokens_beyond_the_vocabulary_are_named():
+    sizes = {"sequence_length": 4, "microbatch_size": 5, "global_batch_size": 5}
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 2: .*files have 2; set model.vocab_size = 3"):
+        for _ in range(20):
+            Batches(parts(50, 30, 70), weights=(1, 1, 1), vocabulary=2, **sizes).next_step()
+
+
+def settings_for(folder, kind):
+    path = WRITERS[kind](folder) if kind in WRITERS else folder / "tokens.npy"
+    if kind == "tokens":
+        np.save(path, np.frombuffer("".join(DOCUMENTS * 2).encode(), dtype=np.uint8))
+        return [f'data.paths=["{path}"]', "data.kind=tokens"]
+    changes = [f'data.paths=["{path}"]', f"data.kind={kind}", "data.field=body", "data.separator=|"]
+    return [*changes, "data.packing=whole"] if kind == "jsonl" else changes
+
+
+@pytest.mark.parametrize("kind", [*WRITERS, "tokens"])
+def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
+    path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1)
+    changes = settings_for(tmp_path, kind)
+    whole = pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=6)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", changes, stop_at=3)
+    parts = pool.run(2, train_on, path, tmp_path / "parts", changes, stop_at=6, resume_from=3)[0]
+    assert parts[:2] == whole[:2]
+    assert all(torch.equal(parts[2][name], value) for name, value in whole[2].items())
+    assert ("nats_per_byte" in metrics(tmp_path / "run", "validation")[0]) == (kind != "tokens")
+
+
+def test_a_configuration_names_kinds_and_weights(tmp_path):
+    path = write_config(tmp_path, data__weights=[1.0], data__packing="whole", data__separator="<|end|>")
+    data = load_config(path).data
+    assert (data.weights, data.packing, data.separator) == ((1.0,), "whole", "<|end|>")
+    with pytest.raises(ConfigError, match=r'data.field = "body": has no effect with data.kind = "text"'):
+        parse_config("", ["data.field=body"])
