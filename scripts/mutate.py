@@ -724,7 +724,7 @@ MUTATIONS = [
         "fsdp/module.py",
         "enter_registry(module)",
         "pass",
-        "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate]",
+        "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate0]",
     ),
     Mutation(
         "a gradient over the whole mesh is reduced over its data-parallel axes twice",

@@ -66,8 +66,8 @@ def trained(model: nn.Module) -> list[list[torch.Tensor]]:
 def compare(script: Callable[[], nn.Module]) -> None:
     """The script's model trains alike with torch's names and with weft's in their place."""
     results = []
-    for context, kind in ((nullcontext(), torch_fsdp.FSDPModule), (weft.drop_in(), weft.FSDPModule)):
-        with context:
+    for context, kind in ((nullcontext, torch_fsdp.FSDPModule), (weft.drop_in, weft.FSDPModule)):
+        with context():
             model = script()
             assert isinstance(model, kind) and all(isinstance(p, DTensor) for p in model.parameters())
             results.append(trained(model))
