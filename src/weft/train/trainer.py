@@ -17,6 +17,7 @@ from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_co
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
 from weft.train.task.own import Data, LossFunction, OwnTask
+from weft.train.toml_values import show
 
 OR_START = "or-start"
 MOMENTS = ("start", "step", "validation", "save", "end")
@@ -71,6 +72,7 @@ class Trainer(loop.Trainer):
         try:
             device = _join(settings, stop)
             command = shlex.join(["python", *sys.argv])
+            _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
                 raise loop.ConfigError(
@@ -102,6 +104,18 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
     if isinstance(config, Mapping):
         return from_tables({section: dict(values) for section, values in config.items()})
     return load_config(config)
+
+
+def _refuse_what_has_no_effect(config: TrainConfig) -> None:
+    plain = TrainConfig()
+    for section in ("model", "data"):
+        if getattr(config, section) != getattr(plain, section):
+            raise loop.ConfigError(
+                f"[{section}]: has no effect with a model and data of one's own; leave the section out"
+            )
+    for name, value in (("train.overlap", config.train.overlap), ("sharding.ep", config.sharding.ep)):
+        if value not in (False, 1):
+            raise loop.ConfigError(f"{name} = {show(value)}: has no effect on a model of one's own; leave it out")
 
 
 def _join(config: TrainConfig, stop: StopRequest) -> torch.device:

@@ -37,7 +37,9 @@ _SETTINGS: dict[str, Treatment] = {
     "model.recompute": QUIET,
     "data.paths": TOLD,
     "data.cache_dir": QUIET,
-    **dict.fromkeys(("train.seed", "train.ema_decay", "optimizer.name", "optimizer.adamw_for"), REFUSED),
+    **dict.fromkeys(
+        ("train.seed", "train.ema_decay", "train.skip_spikes", "optimizer.name", "optimizer.adamw_for"), REFUSED
+    ),
     "optimizer.flat": QUIET,
     **dict.fromkeys(
         (
@@ -46,6 +48,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.precision",
             "train.validation_batches",
             "train.gradient_clip",
+            "train.stop_after",
             "train.expert_bias_rate",
         ),
         TOLD,
