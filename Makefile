@@ -1,10 +1,10 @@
-# make train | train-moe | train-hybrid | test | test-fast | test-long | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe train-hybrid test test-fast test-long fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -23,6 +23,9 @@ train-moe: install
 train-hybrid: install
 	$(BIN)/weft train configs/stdlib-hybrid.toml --ranks 2
 	$(BIN)/weft sample $$(ls -td runs/stdlib-hybrid* | head -1) --prompt "def read(self"
+
+train-pipeline: install
+	$(BIN)/weft train configs/stdlib-pipeline.toml --ranks 2
 
 test: install lint
 	$(BIN)/python -m pytest -m 'not long'

@@ -31,7 +31,10 @@ def transfers() -> Callable[[], None]:
     group, ranks, rank, device = dist.group.WORLD, dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     numel = int(_mlp.bytes_sent(1) / 4 / _mlp.BLOCKS) // (ranks - 1) * ranks
     whole = [torch.zeros(numel) for _ in range(2)]
-    shard, inbox = torch.zeros(numel // ranks), torch.zeros(collectives.inbox_numel(numel, group, device))
+    shard, inbox = (
+        torch.zeros(numel // ranks),
+        torch.zeros(collectives.inbox_numel(collectives.reduce_scatter, numel, group, device)),
+    )
     gather, reduce = Lane("gather", device), Lane("reduce", device)
 
     def step() -> None:

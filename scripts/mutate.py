@@ -40,6 +40,8 @@ class Mutation(NamedTuple):
 
 ORDER = "fsdp/test_order.py::"
 SEAMS = "fsdp/seams/"
+CHECK = "pipeline/test_check.py::"
+SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
@@ -53,6 +55,13 @@ MUTATIONS = [
         "for following in self._look_ahead(others, record.depth):",
         "for following in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
+    ),
+    Mutation(
+        "what the user wants to be gathered ahead is not",
+        "fsdp/runtime/prefetch.py",
+        "        if explicit is not None:",
+        "        if False:",
+        ORDER + "test_units_that_the_user_names_are_gathered_ahead_in_place_of_the_next[2]",
     ),
     Mutation(
         "a gather is waited for at once",
@@ -132,6 +141,20 @@ MUTATIONS = [
         ORDER + "test_gathers_have_communicators_of_their_own_if_that_is_asked_for[2-optim]",
     ),
     Mutation(
+        "weights that stay are made anew one at a time",
+        "fsdp/runtime/freshness.py",
+        "        if self._ahead and self._made and self._made[-1] is unit:",
+        "        if False:",
+        ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
+    ),
+    Mutation(
+        "one reduction starts with the turn of another, not all that wait for it",
+        "fsdp/runtime/reductions.py",
+        "while self._turns and self._turns[0] in self.waiting:",
+        "if self._turns and self._turns[0] in self.waiting:",
+        ORDER + "test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
+    ),
+    Mutation(
         "an exchange is waited for at once",
         "moe/dispatch.py",
         "return Arrival(output, ticket, rows)",
@@ -145,6 +168,34 @@ MUTATIONS = [
         "AHEAD = 2",
         "AHEAD = 0",
         "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
+    ),
+    Mutation(
+        "the next message between stages is not received ahead",
+        "pipeline/transport.py",
+        "        tensors, ticket = self._expected.popleft()\n        self._expect()\n",
+        "        tensors, ticket = self._expected.popleft()\n",
+        "pipeline/test_transport.py::test_the_next_message_is_expected_while_one_is_worked_on[2]",
+    ),
+    Mutation(
+        "copies of what two stages share count twice in a norm",
+        "optim/flat.py",
+        "copies = model.shared_ends if cut.has_copies else ()",
+        "copies = ()",
+        "overlap/test_stages_sharded.py::test_clipped_steps_equal_those_of_one_process[True-2]",
+    ),
+    Mutation(
+        "gradients of what two stages share are added again by a second call",
+        "overlap/run.py",
+        "for parameter in self._parameters if cut.has_copies else ():",
+        "for parameter in ():",
+        "overlap/test_stages.py::test_tied_weights_on_two_ranks_and_prediction_depths[2]",
+    ),
+    Mutation(
+        "a pair of a table runs one after the other",
+        "overlap/order.py",
+        "for actions in (entry,) if overlap else",
+        "for actions in ((action,) for action in entry) if overlap else",
+        "overlap/test_order.py::test_a_pair_of_a_table_runs_as_one_and_without_overlap_one_after_the_other",
     ),
     Mutation(
         "no weight gradient is delayed",
@@ -267,7 +318,21 @@ MUTATIONS = [
         "fsdp/group.py",
         "            upload.synchronize()",
         "            pass",
-        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2]",
+        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-optim_grads_params]",
+    ),
+    Mutation(
+        "uploads of weights that stay are in no list",
+        "fsdp/group.py",
+        "self._upload = uploaded = lane.run(",
+        "uploaded = lane.run(",
+        STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-no_shard]",
+    ),
+    Mutation(
+        "the host goes on while a backward's uploads read frozen weights",
+        "fsdp/runtime/runtime.py",
+        "        self._joins.collect()\n        self._finish_uploads(units)",
+        "        self._joins.collect()",
+        STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
         "gradients in memory of the host are read before they are here",
@@ -295,37 +360,37 @@ MUTATIONS = [
     Mutation(
         "weights that are gone can be read",
         "fsdp/autograd.py",
-        "    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))",
-        "    pass",
+        "_unsafe_set_version_counter(self._parameters, (self._gone,) * len(self._parameters))",
+        "_unsafe_set_version_counter((), ())",
         SEAMS + "test_entries.py::test_a_tensor_that_leaves_a_unit_around_its_output[2-alone-as an attribute]",
     ),
     Mutation(
         "parameters that are gone look like others",
         "fsdp/autograd.py",
-        "            parameter.__class__ = _gone[here]",
-        "            pass",
+        "                parameter.__class__ = _gone[here]",
+        "                pass",
         SEAMS
         + "test_users.py::test_a_parameter_that_was_taken_under_unshard_is_read_after_reshard[2-optim_grads_params]",
     ),
     Mutation(
         "a write to a copy is lost",
-        "fsdp/group.py",
-        "if self._is_copy and [parameter._version for parameter in self._fulls] != self._versions:",
+        "fsdp/autograd.py",
+        "if self._copies and found != self._versions:",
         "if False:",
         SEAMS + "test_users.py::test_weights_that_forward_itself_writes[2-optim_grads_params-clamp]",
     ),
     Mutation(
         "a write to a copy is forgotten where a pass begins",
         "fsdp/unit.py",
-        "                group.check_unwritten()\n                group.tell_version()",
-        "                group.tell_version()",
+        "                group.fulls.check_unwritten()\n                group.fulls.come(group.version)",
+        "                group.fulls.come(group.version)",
         SEAMS + "test_users.py::test_weights_that_are_written_under_the_users_unshard[2-optim_grads_params-a pass]",
     ),
     Mutation(
         "autograd is not told of writes to weights that stay",
-        "fsdp/group.py",
-        "        if moved and not self._is_copy:",
-        "        if False:",
+        "fsdp/autograd.py",
+        "        elif moved:",
+        "        elif False:",
         SEAMS
         + "test_users.py::test_a_backward_through_weights_that_a_step_has_changed_raises_as_in_one_process[2-optim]",
     ),
@@ -351,6 +416,14 @@ MUTATIONS = [
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(
+        "a second backward reads where its weights were before they moved",
+        "fsdp/hooks.py",
+        "            if unit.moves != self._moves:",
+        "            if False:",
+        "fsdp/test_behaviour.py::"
+        "test_a_backward_through_the_rest_of_a_graph_finds_weights_where_they_were_or_says_that_they_moved[2-trace]",
+    ),
+    Mutation(
         "a user's hold is evicted by a pass",
         "fsdp/runtime/runtime.py",
         "unit.end_holds(UNTIL_BACKWARD, RETURNED, *(",
@@ -374,8 +447,8 @@ MUTATIONS = [
     Mutation(
         "replicas are not made equal",
         "fsdp/group.py",
-        "self._equalize()",
-        "pass",
+        "        self._equalize()\n        self._unfilled = [number",
+        "        self._unfilled = [number",
         SEAMS + "test_replicas.py::test_ranks_that_build_the_model_with_different_seeds_start_equal[2-no_shard]",
     ),
     Mutation(
@@ -399,6 +472,13 @@ MUTATIONS = [
         "return 1 / (group.mesh.size() * (self._divide_factor or 1))",
         "return 1 / group.mesh.size()",
         "fsdp/test_behaviour.py::test_gradient_divide_factors_replace_or_follow_the_average[2]",
+    ),
+    Mutation(
+        "a unit that forces sums has averages by the backend",
+        "fsdp/gradients/group.py",
+        "sum_only=self.sums_only,",
+        "sum_only=False,",
+        "fsdp/test_habits.py::test_a_unit_that_forces_sums_asks_the_backend_for_no_average[2]",
     ),
     Mutation(
         "the outer axis is not reduced over",
@@ -448,6 +528,13 @@ MUTATIONS = [
         "test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first",
     ),
     Mutation(
+        "words of one model pair with those of another",
+        "comm/watch/control.py",
+        "tag = tag_of(TAGS, what, channel)",
+        "tag = tag_of(TAGS, what)",
+        "comm/test_control.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
+    ),
+    Mutation(
         "a failed pass is not recovered from",
         "fsdp/runtime/runtime.py",
         "group.gradients.discard()",
@@ -489,6 +576,162 @@ MUTATIONS = [
         "if unused := set(files) - wanted:",
         "if unused := set():",
         "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
+    ),
+    Mutation(
+        "sinks take no part in the softmax",
+        "models/layers/attention.py",
+        "window=self.window, sinks=self.sinks",
+        "window=self.window, sinks=None",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
+    ),
+    Mutation(
+        "every attention layer has the window",
+        "models/config.py",
+        "or number in self.windowed else None",
+        "or True else None",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
+    ),
+    Mutation(
+        "optimizer state keeps the numbers of another spelling",
+        "models/renumber.py",
+        "self.inner.prepare_load(_translated(stored, self.spelling.ours))",
+        "self.inner.prepare_load(stored)",
+        "models/test_renumber.py::test_training_goes_on_bit_equal_through_other_spellings_with_its_optimizer[spellings0]",
+    ),
+    # --- schedules of pipelines --------------------------------------------------------------------------------------
+    Mutation(
+        "ranks that wait for each other pass the check",
+        "pipeline/simulation.py",
+        "if len(self._spans[rank]) < len(entries):",
+        "if False:",
+        CHECK + "test_ranks_that_wait_for_each_other_are_told_as_a_circle",
+    ),
+    Mutation(
+        "a microbatch that never comes passes the check",
+        "pipeline/rules.py",
+        "if missing := ledger.missing():",
+        "if missing := None:",
+        CHECK + "test_an_entry_that_is_missing_is_named",
+    ),
+    Mutation(
+        "a microbatch that comes twice passes the check",
+        "pipeline/rules.py",
+        "if microbatch < due:",
+        "if False:",
+        CHECK + "test_an_entry_that_comes_twice_is_refused_where_it_comes_again",
+    ),
+    Mutation(
+        "microbatches out of order pass the check",
+        "pipeline/rules.py",
+        "if microbatch > due:",
+        "if False:",
+        CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
+    ),
+    Mutation(
+        "a backward before its forward passes the check",
+        "pipeline/rules.py",
+        'if kind in "BI" and microbatch >= self._next["F", chunk]:',
+        "if False:",
+        CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
+    ),
+    Mutation(
+        "weight gradients before their other part pass the check",
+        "pipeline/rules.py",
+        'if kind == "W" and microbatch >= self._next["I", chunk]:',
+        "if False:",
+        CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
+    ),
+    Mutation(
+        "a simulated forward does not wait for the stage before",
+        "pipeline/simulation.py",
+        'if kind == "F" and stage > 0:',
+        "if False:",
+        CHECK + "test_what_a_simulation_says_keeps_the_order_of_what_needs_what",
+    ),
+    Mutation(
+        "simulated transfers take no time",
+        "pipeline/simulation.py",
+        "return end + self.costs.transfer * (origin != rank)",
+        "return end",
+        CHECK + "test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not",
+    ),
+    Mutation(
+        "a simulated pair takes as long as its halves",
+        "pipeline/simulation.py",
+        "return time * self.pair if len(entry) == 2 else time",
+        "return time",
+        SCHEDULES + "test_dualpipev_idles_as_long_as_its_authors_say[0.8-4-8]",
+    ),
+    Mutation(
+        "activations are counted as gone before their weight gradients",
+        "pipeline/simulation.py",
+        'alive -= sum(action.kind in "BW" for action in entry)',
+        'alive -= sum(action.kind in "BI" for action in entry)',
+        CHECK + "test_activations_live_until_the_gradients_of_weights_are_there",
+    ),
+    Mutation(
+        "the combined schedule starts without its extra forward",
+        "pipeline/schedules.py",
+        "extra=1",
+        "extra=0",
+        SCHEDULES + "test_pairs_of_the_combined_schedule_follow_each_other_without_a_gap",
+    ),
+    Mutation(
+        "dualpipev pairs the last rank's first forward too",
+        "pipeline/schedules.py",
+        "if number == 0 and behind == 0:",
+        "if False:",
+        SCHEDULES + "test_a_table_is_torch_s_where_both_have_the_schedule[dualpipev]",
+    ),
+    # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------
+    Mutation(
+        "weights without values are used",
+        "fsdp/runtime/runtime.py",
+        "if not self._filled:",
+        "if False:",
+        "fsdp/test_meta.py::test_what_has_no_values_is_refused_by_name_on_all_ranks_and_may_be_filled_then[2]",
+    ),
+    Mutation(
+        "replicas that were filled by themselves stay different",
+        "fsdp/group.py",
+        "self._unfilled = []\n        self._equalize()",
+        "self._unfilled = []",
+        "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
+    ),
+    Mutation(
+        "an assigned state dict takes the parameter's place",
+        "fsdp/assignment.py",
+        "state_dict[prefix + name] = parameter",
+        "pass",
+        "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
+    ),
+    Mutation(
+        "a tensor subclass loses its class",
+        "fsdp/parameters.py",
+        "    _refuse_own_operators(parameter, where)\n",
+        "",
+        "fsdp/test_subclasses.py::test_a_parameter_with_operators_of_its_own_is_refused_by_name[2]",
+    ),
+    Mutation(
+        "placements do not know their cuts",
+        "dtensor/placements.py",
+        "if cuts.is_even or not cuts.axes:",
+        "if True:",
+        "dtensor/test_placements.py::test_parts_of_other_cuts_are_refused_on_each_rank_that_has_one[2]",
+    ),
+    Mutation(
+        "a sharded child is in no registry",
+        "fsdp/module.py",
+        "enter_registry(module)",
+        "pass",
+        "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate]",
+    ),
+    Mutation(
+        "a gradient over the whole mesh is reduced over its data-parallel axes twice",
+        "dtensor/tensor_parallel.py",
+        "placements = [wanted if name in names else there for name, there, wanted in pairs]",
+        "placements = [wanted for name, there, wanted in pairs]",
+        "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
     ),
 ]
 

@@ -51,7 +51,7 @@ def test_the_readme_shows_the_example_as_it_is():
     "page",
     [
         *("sharding", "composition", "gradients", "precision", "memory", "debugging", "experts", "overlap"),
-        *("from-fsdp2", "from-megatron-fsdp", "optimizers"),
+        *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules", "pipelines"),
     ],
 )
 @distributed(2)
@@ -77,6 +77,9 @@ PAGES_WITH_TESTS = [
     "from-megatron-fsdp",
     "optimizers",
     "huggingface",
+    "schedules",
+    "pipelines",
+    "ecosystem",
 ]
 
 
@@ -143,6 +146,14 @@ def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its
     assert continued["loaded"] == continued["uninterrupted"]
     torch.testing.assert_close([float(loss) for loss in continued["loaded"].split()], plain[8:], rtol=1e-5, atol=1e-5)
     assert (tmp_path / "llama" / ".metadata").exists()
+
+
+def test_the_readme_shows_lines_of_the_example_of_published_models_in_their_order():
+    root = Path(__file__).parents[1]
+    shown = (root / "README.md").read_text().partition("From [examples/hf_hybrid.py]")[2].split("```")[1]
+    text = (root / "examples" / "hf_hybrid.py").read_text()
+    places = [text.find(part.strip("\n") + "\n") for part in shown.removeprefix("python\n").split("...\n")]
+    assert len(places) == 3 and -1 not in places and places == sorted(places)
 
 
 @pytest.mark.long

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from weft.lazy import exports
 
 if TYPE_CHECKING:
-    from weft import debug, models, optim, overlap
+    from weft import debug, models, optim, overlap, pipeline
     from weft.fsdp import (
         BlockAtomic,
         CPUOffloadPolicy,
         DataParallelMeshDims,
+        DropIn,
         FSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         UnshardHandle,
         check_views,
         describe,
+        drop_in,
         find_nonfinite,
         fully_shard,
         keep_dtype,
@@ -34,6 +36,7 @@ __all__ = [
     "BlockAtomic",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DropIn",
     "FSDPModule",
     "Meshes",
     "MixedPrecisionPolicy",
@@ -45,6 +48,7 @@ __all__ = [
     "check_views",
     "debug",
     "describe",
+    "drop_in",
     "find_nonfinite",
     "fully_shard",
     "init_meshes",
@@ -55,6 +59,7 @@ __all__ = [
     "overlap",
     "padding_of",
     "parameter_norms",
+    "pipeline",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -72,6 +77,7 @@ _ROOMS = [
     "moe",
     "optim",
     "overlap",
+    "pipeline",
     "train",
 ]
 _MESH = ["Meshes", "init_meshes"]

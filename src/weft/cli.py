@@ -1,4 +1,4 @@
-"""The command line: weft train | eval | report | config | sample | convert | pattern | inspect | bench."""
+"""The command line: weft train | eval | report | config | sample | convert | pattern | schedule | inspect | bench."""
 
 import argparse
 import os
@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from weft.train.run.output import outlive_readers
+
+if TYPE_CHECKING:
+    from weft.pipeline import Costs, Simulation
 
 EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
 3 interrupted and saved: go on with --resume"""
@@ -117,6 +120,29 @@ def _parser() -> argparse.ArgumentParser:
     pattern.add_argument("pattern", metavar="PATTERN", help='such as "M[*-]|M[*E]"')
     pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
     pattern.set_defaults(run=_pattern)
+
+    schedule = commands.add_parser(
+        "schedule", help="draw the schedule of a pipeline, with what it costs", epilog=EXIT_CODES
+    )
+    schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
+    schedule.add_argument("--pp", type=int, help="pipeline ranks")
+    schedule.add_argument("--microbatches", type=int)
+    schedule.add_argument("--chunks", type=int, help="stages on each rank (default: what the schedule usually has)")
+    schedule.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="times of one stage: forward, gradients of inputs, gradients of weights (default: 1,1,1)",
+    )
+    schedule.add_argument(
+        "--pair",
+        type=float,
+        default=1.0,
+        help="time of a forward and a backward that run as a pair, over that of one after the other (default: 1)",
+    )
+    schedule.add_argument("--transfer", type=float, default=0.0, help="time from one rank to another (default: 0)")
+    schedule.add_argument("--save", metavar="FILE", help="as a picture, FILE.png, or as a table to change, FILE.txt")
+    schedule.set_defaults(run=_schedule)
 
     config = commands.add_parser("config", help="show every setting with its default, as a TOML file")
     config.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
@@ -313,6 +339,50 @@ def _pattern(options: argparse.Namespace, arguments: list[str]) -> int:
     table.add_row(*[""] * 6, f"{sum(row.parameters for row in rows):,}")
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     return 0
+
+
+def _schedule(options: argparse.Namespace, arguments: list[str]) -> int:
+    from rich.console import Console
+
+    from weft.pipeline import check, format_table, table
+    from weft.pipeline.drawing import Drawing
+
+    target = Path(options.save) if options.save else None
+    if target is not None and target.suffix not in (".png", ".txt"):
+        raise ValueError(f"--save {target}: must end in .png, for a picture, or .txt, for a table to change")
+    made = table(options.name, ranks=options.pp, chunks=options.chunks, microbatches=options.microbatches)
+    found = check(made, _costs(options))
+    if target is not None and target.suffix == ".png":
+        _save_picture(found, target)
+    elif target is not None:
+        _write(target, format_table(made).encode())
+    Console().print(Drawing(found))
+    return 0
+
+
+def _costs(options: argparse.Namespace) -> "Costs":
+    from weft.pipeline import Costs
+
+    try:
+        forward, inputs, weights = map(float, options.costs.split(","))
+    except ValueError:
+        raise ValueError(f"--costs {options.costs}: must be three numbers, such as 1,1,1") from None
+    return Costs(forward, inputs, weights, pair=options.pair, transfer=options.transfer)
+
+
+def _save_picture(found: "Simulation", target: Path) -> None:
+    try:
+        from weft.train.report import figures, pipeline_figure
+    except ImportError as error:
+        raise ValueError(f"--save {target}: a picture needs matplotlib ({error}); install weft[train]") from error
+    _write(target, figures.render(pipeline_figure.pipeline(found), figures.LIGHT, pipeline_figure.size(found)))
+
+
+def _write(target: Path, content: bytes) -> None:
+    try:
+        target.write_bytes(content)
+    except OSError as error:
+        raise ValueError(f"--save {target}: cannot be written: {error.strerror}") from error
 
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ Both views cut the same data-parallel ranks; the expert view only groups them di
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -44,10 +45,20 @@ class Meshes:
     @property
     def dp_rank(self) -> int:
         """Which of those parts is this rank's, from 0 to `dp_size - 1`; one tp or pp group shares it."""
-        position = 0
-        for axis in range(self.dense.ndim):
-            position = position * self.dense.size(axis) + self.dense.get_local_rank(axis)
-        return position
+        return position_on(self.dense, range(self.dense.ndim))
+
+
+def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
+    """How many ranks of `mesh` its `axes` span together."""
+    return math.prod(mesh.size(axis) for axis in axes)
+
+
+def position_on(mesh: DeviceMesh, axes: Iterable[int]) -> int:
+    """Where among those this rank is, counted along `axes`, the last of them fastest."""
+    position = 0
+    for axis in axes:
+        position = position * mesh.size(axis) + mesh.get_local_rank(axis)
+    return position
 
 
 def init_meshes(

@@ -53,7 +53,9 @@ def test_reduce_scatter_equals_torch_s_scaled_and_accumulated():
             for scale in (1.0, 1 / ranks, 0.3):
                 for accumulate in (False, True):
                     output = torch.full((numel,), 2.0)
-                    inbox = partial.new_empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+                    inbox = partial.new_empty(
+                        collectives.inbox_numel(collectives.reduce_scatter, partial.numel(), group, partial.device)
+                    )
                     before = partial.clone()
                     ticket = lane("reduce").run(
                         collectives.reduce_scatter,
@@ -76,7 +78,7 @@ def test_reductions_are_bit_equal_from_run_to_run():
     runs = []
     for _ in range(3):
         output = torch.empty(999)
-        inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+        inbox = torch.empty(collectives.inbox_numel(collectives.reduce_scatter, partial.numel(), group, partial.device))
         lane("reduce").run(
             collectives.reduce_scatter, output, partial, group, scale=0.7, accumulate=False, inbox=inbox
         ).wait()
@@ -94,7 +96,9 @@ def test_all_reduce_equals_torch_s_scaled_and_accumulated():
             for scale in (1.0, 0.25):
                 for accumulate in (False, True):
                     output, partial = torch.full((numel,), 2.0), values(numel, dtype)
-                    inbox = partial.new_empty(collectives.all_reduce_inbox_numel(numel, group, partial.device))
+                    inbox = partial.new_empty(
+                        collectives.inbox_numel(collectives.all_reduce, numel, group, partial.device)
+                    )
                     options = {"scale": scale, "accumulate": accumulate, "inbox": inbox}
                     ticket = lane("reduce").run(collectives.all_reduce, output, partial, group, **options)
                     ticket.wait()
@@ -167,7 +171,7 @@ def test_lanes_run_side_by_side_and_their_tickets_may_be_waited_for_in_any_order
     outputs = [torch.empty(50) for _ in range(3)]
     tickets: list[Ticket] = []
     for full, source, output, partial in zip(fulls, sources, outputs, partials):
-        inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+        inbox = torch.empty(collectives.inbox_numel(collectives.reduce_scatter, partial.numel(), group, partial.device))
         tickets.append(gather.run(collectives.all_gather, full, source, group))
         tickets.append(
             reduce.run(collectives.reduce_scatter, output, partial, group, scale=1.0, accumulate=False, inbox=inbox)
@@ -217,7 +221,7 @@ def test_receives_are_posted_first_so_that_both_directions_of_a_link_are_used_at
 def test_waiting_again_for_a_ticket_changes_nothing():
     group, ranks = dist.group.WORLD, dist.get_world_size()
     output, partial = torch.ones(4), values(4 * ranks, torch.float32)
-    inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+    inbox = torch.empty(collectives.inbox_numel(collectives.reduce_scatter, partial.numel(), group, partial.device))
     ticket = lane("reduce").run(
         collectives.reduce_scatter, output, partial, group, scale=1.0, accumulate=True, inbox=inbox
     )
@@ -253,7 +257,7 @@ def test_sums_only_never_ask_the_backend_for_an_average():
         dist.reduce_scatter_tensor, collectives.sends_directly = reduce_scatter, lambda group, device: False
         collectives.backend_of = lambda group, device: "nccl"  # the only one that is asked for averages
         results = []
-        inbox = torch.empty(collectives.inbox_numel(partial.numel(), group, partial.device))
+        inbox = torch.empty(collectives.inbox_numel(collectives.reduce_scatter, partial.numel(), group, partial.device))
         for sum_only in (False, True):
             options = {"scale": 0.5, "accumulate": False, "inbox": inbox, "sum_only": sum_only}
             lane("reduce").run(collectives.reduce_scatter, output, partial, group, **options).wait()

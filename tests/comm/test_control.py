@@ -1,5 +1,6 @@
 """What hosts agree on."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -8,12 +9,14 @@ from tests.pool import distributed
 from weft.comm.collectives import sends_directly
 from weft.comm.groups import backend_of, host_group
 from weft.comm.watch.control import agree
+from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.rules import CollectiveMismatch
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
     try:
-        assert agree([3, -4], [5], [dist.group.WORLD], "test") == ([3, -4], [5])
+        assert agree([3, -4], [5], [dist.group.WORLD], "test", channel=0) == ([3, -4], [5])
     finally:
         dist.destroy_process_group()
 
@@ -23,3 +26,13 @@ def test_a_group_of_torch_s_default_backends_sends_as_directly_as_one_of_gloo():
     cpu, group = torch.device("cpu"), dist.new_group(backend="cpu:gloo")
     assert backend_of(group, cpu) == "gloo" and backend_of(group, torch.device("cuda")) == ""
     assert sends_directly(group, cpu) and host_group(group) is group
+
+
+@pytest.mark.parametrize("apart", ["moment", "model"])
+@distributed(2)
+def test_words_of_another_moment_or_model_are_never_taken_for_these(apart):
+    keep_lookout()
+    rank, group = dist.get_rank(), dist.new_group([0, 1])  # which does not survive
+    moment, channel = (f"moment {rank}", 0) if apart == "moment" else ("moment", rank)
+    with pytest.raises(CollectiveMismatch, match="wait for different things"):
+        agree([rank], [], [group], moment, channel=channel)

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from tests.pool import distributed
 from weft.comm import collectives, transfers
-from weft.comm.collectives import Pending, all_reduce_inbox_numel
-from weft.comm.lanes import Lane
+from weft.comm.collectives import Pending, all_reduce, inbox_numel
+from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
 from weft.comm.timeline import Timeline, labelled, span
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60
@@ -94,6 +94,27 @@ def test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it():
             ticket.wait()
 
 
+def test_each_wait_has_a_thread_of_its_own():
+    lane, crew, first = Lane("gather", CPU), transfers._crew, Gate()
+    first.open.set()
+    lane.run(lambda tag: Pending(), after=lane.run(first.begin)).wait()
+    until(lambda: crew._idle == len(crew._threads))
+    gates = [Gate() for _ in range(len(crew._threads) + 1)]  # one more than there are threads
+    tickets = [
+        lane.run(lambda tag: Pending(), channel=channel, after=lane.run(gate.begin))
+        for channel, gate in enumerate(gates, 1)
+    ]
+    rescue = threading.Timer(5, gates[0].open.set)
+    rescue.start()
+    gates[-1].open.set()
+    tickets[-1].wait()
+    rescued = gates[0].open.is_set()
+    rescue.cancel()
+    for gate in gates:
+        gate.open.set()
+    assert not rescued, "it waited for what it has nothing to do with"
+
+
 def test_an_error_while_preparing_is_the_callers():
     def fail() -> None:
         raise ValueError("no memory")
@@ -133,7 +154,7 @@ def test_the_second_round_of_an_all_reduce_runs_beside_the_computation_and_in_or
     with Timeline() as timeline:
         tickets = []
         for partial, output in zip(partials, outputs):
-            inbox = torch.empty(all_reduce_inbox_numel(1000, group, CPU))
+            inbox = torch.empty(inbox_numel(all_reduce, 1000, group, CPU))
             options = {"scale": 0.25, "accumulate": True, "inbox": inbox}
             tickets.append(lane.run(collectives.all_reduce, output, partial, group, **options))
         until(lambda: all(each.end is not None for each in timeline._entries))
@@ -149,7 +170,7 @@ def test_all_reduces_of_two_channels_do_not_pair_whatever_comes_first():
     lane, sums = Lane("reduce", CPU), {}
     for channel in (1, 2) if rank % 2 else (2, 1):
         partial, output = torch.full((9,), float(10**channel)), torch.empty(9)
-        inbox = torch.empty(all_reduce_inbox_numel(9, group, CPU))
+        inbox = torch.empty(inbox_numel(all_reduce, 9, group, CPU))
         options = {"scale": 1.0, "accumulate": False, "inbox": inbox, "channel": channel}
         sums[channel] = output, lane.run(collectives.all_reduce, output, partial, group, **options)
     for channel, (output, ticket) in sums.items():
@@ -162,9 +183,23 @@ def test_low_precision_all_reduces_neither_overflow_nor_lose_more_than_one_round
     group, lane = dist.group.WORLD, Lane("reduce", CPU)
     for dtype, value in ((torch.float16, 40_000.0), (torch.bfloat16, 1.0078125)):
         partial, output = torch.full((33,), value, dtype=dtype), torch.empty(33)
-        inbox = partial.new_empty(all_reduce_inbox_numel(33, group, CPU))
+        inbox = partial.new_empty(inbox_numel(all_reduce, 33, group, CPU))
         lane.run(collectives.all_reduce, output, partial, group, scale=0.25, accumulate=False, inbox=inbox).wait()
         assert output.unique().tolist() == [partial[0].item()] == [torch.tensor(value, dtype=dtype).item()]
+
+
+def test_who_abandons_transfers_waits_for_their_end_but_not_for_ever():
+    class Slow:
+        asked: list = []
+
+        def wait(self, timeout=None) -> None:
+            self.asked.append(timeout)
+            raise RuntimeError("out of time")
+
+    lane, finished = Lane("gather", CPU), []
+    ticket = lane.run(lambda tag: Pending([Slow(), Slow()], lambda: finished.append(True)))
+    del ticket
+    assert Slow.asked == [ABANDONED_TIMEOUT] * 2 and not finished
 
 
 class NeverComes:

@@ -20,7 +20,7 @@ from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
 from weft.comm.watch import lookout, rules
 from weft.comm.watch.control import agree
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.moe.dispatch import AllToAll
 
 
@@ -127,6 +127,16 @@ def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
             dist.distributed_c10d._get_default_store().set("told", "")
 
 
+@distributed(2)
+def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
+    group, watch = dist.new_group([0, 1]), lookout.keep_lookout()
+    watch.fail("left the forward of blocks.1 by Oops: no such token")
+    watch.begin_pass()
+    with pytest.raises(CollectiveMismatch, match="wait for different things") as told:
+        agree([], [], [group], f"moment {dist.get_rank()}")
+    assert "Oops" not in str(told.value)
+
+
 WAITS = {
     "the full tensor of a few": lambda group: collectives.all_gather_uneven(
         [torch.ones(3), torch.ones(4)], group.rank(), group, "the full tensor of a few"
@@ -137,8 +147,8 @@ WAITS = {
     "a norm": lambda group: collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, group, "a norm"),
     "first weights": lambda group: collectives.broadcast(torch.ones(3), group, "first weights"),
     "everybody's name": lambda group: exchange_objects("Ada", group, "everybody's name"),
-    "the end of a backward": lambda group: agree([1], [1], [group], "end of a backward"),
-    "the first pass": lambda group: agree([1, 2, 3], [1], [group], "first pass"),
+    "the end of a backward": lambda group: agree([1], [1], [group], "end of a backward", channel=0),
+    "the first pass": lambda group: agree([1, 2, 3], [1], [group], "first pass", channel=0),
     "counts": lambda group: (
         Lane("counts", torch.device("cpu"))
         .run(collectives.all_to_all_counts, torch.ones(2).long(), torch.ones(2).long(), torch.ones(2, 2).long(), group)

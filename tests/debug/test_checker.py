@@ -104,8 +104,6 @@ def test_a_place_of_the_pool_that_is_taken_while_a_reader_is_not_done_is_named()
         pool, side = Pool(planned=True), streams.new("side", CPU)
         one, other = (Transient(4, torch.float32, CPU) for _ in range(2))
         one.describe, other.describe = lambda: "the weights of one", lambda: "the weights of another"
-        for each in (one, other):
-            each.settle()
         for each in (one, other):  # a plan in which both share a place
             pool.take(each)
             pool.give(each)
@@ -124,8 +122,6 @@ def test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_th
     with check_streams():
         pool, side = Pool(planned=True), streams.new("side", CPU)
         known = [Transient(numel, torch.float32, CPU) for numel in (4, 4096)]
-        for each in known:
-            each.settle()
         for each, stream in zip(known, (side, streams.current(CPU))):  # the second plan takes the place of the first
             pool.take(each).fill_(1)
             pool.give(each)

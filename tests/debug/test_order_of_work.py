@@ -58,15 +58,30 @@ def test_offloaded_weights_and_gradients_are_awaited_by_the_host_where_the_page_
     assert waits and all("finish_upload" in what or "offload.py" in what for what in waits), waits
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation():
+def test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation(strategy):
     with weft.debug.check_streams() as checker, torch.no_grad():
-        net = nets.shard(nets.make(), offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
+        net = nets.shard(nets.make(), strategy=strategy, offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
         for number in range(2):
             nets.loss_of(net, nets.data(1, 4, seed=number)[0])
             for parameter in net.parameters():
                 parameter.mul_(0.9)
     assert checker.waits
+
+
+@distributed(2)
+def test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward():
+    """They have no gradient whose download the host would wait for."""
+    with weft.debug.check_streams():
+        policy = weft.CPUOffloadPolicy(pin_memory=False)
+        net = nets.Block(13, 29).requires_grad_(False)
+        weft.fully_shard(net, offload_policy=policy, reshard_after_forward=True)
+        for _ in range(2):
+            net(torch.ones(2, 13, requires_grad=True)).sum().backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(0.9)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -188,3 +203,11 @@ def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_as
         full.sum()
         with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
             full.sum()
+
+
+@distributed(2)
+def test_a_model_that_has_run_unchecked_is_not_checked_by_half():
+    net = nets.shard(nets.make())
+    nets.loss_of(net, nets.data(1, 4)[0])
+    with weft.debug.check_streams(), pytest.raises(RuntimeError, match=r"made outside of weft\.debug\.check_streams"):
+        nets.loss_of(net, nets.data(1, 4)[0])

@@ -184,6 +184,21 @@ def test_parameters_without_dimensions_are_set_from_whole_tensors():
         torch.testing.assert_close(tensors(get_state_dict(other, its_optimizer)), tensors(states), rtol=0, atol=0)
 
 
+@distributed(2)
+def test_training_does_not_write_to_the_whole_tensors_that_it_was_set_from():
+    net, optimizer = trained_pair(weft)
+    options = StateDictOptions(**FULL)
+    states = get_state_dict(net, optimizer, options=options)
+
+    def cut() -> dict[str, torch.Tensor]:  # what is not, the counts of steps, is torch's to copy
+        return {path: tensor for path, tensor in tensors(states).items() if "'step'" not in path}
+
+    before = cut()
+    set_state_dict(net, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    a_step(net, optimizer, batches()[2])
+    torch.testing.assert_close(cut(), before, rtol=0, atol=0)
+
+
 def test_torch_s_functions_are_those_that_weft_wraps():
     """A new torch that changed them must not go unnoticed."""
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):

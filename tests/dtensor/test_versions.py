@@ -140,3 +140,14 @@ def test_clipping_counts_as_a_write_to_gradients():
         before = [part._version for part in parts]
         clip(list(model.parameters()))
         assert all(part._version > version for part, version in zip(parts, before))
+
+
+@distributed(2)
+def test_unscaling_counts_as_a_write_to_gradients():
+    model = made()
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.ones(1))).backward()
+    parts = [p.grad.to_local() for p in model.parameters()]
+    before = [part._version for part in parts]
+    scaler.unscale_(optimizer)
+    assert all(part._version > version for part, version in zip(parts, before))

@@ -21,7 +21,7 @@ def test_a_parameter_is_present_where_any_rank_has_a_gradient():
     generator = torch.Generator().manual_seed(0)
     for count in (0, 1, 61, 62, 63, 200):  # around the number of flags in a word
         flags = torch.rand(dist.get_world_size(), count, generator=generator) < 0.3
-        agreement = Agreement(True)
+        agreement = Agreement(True, channel=0)
         agreement.note(1, "all-gather", 8)
         assert reach(agreement, flags[dist.get_rank()].tolist()).present == flags.any(0).tolist()
 
@@ -30,7 +30,7 @@ def test_a_parameter_is_present_where_any_rank_has_a_gradient():
 @distributed(2, 4)
 def test_every_rank_learns_which_unit_differed_first(difference):
     last = dist.get_rank() == dist.get_world_size() - 1
-    agreement = Agreement(True)
+    agreement = Agreement(True, channel=0)
     agreement.note(0, "all-gather", 64)
     log = [(1, "all-gather", 128), (2, "reduction", 128)]
     if last:
@@ -50,8 +50,18 @@ def test_every_rank_learns_which_unit_differed_first(difference):
 
 
 @distributed(2)
+def test_what_ranks_issued_in_a_pass_that_failed_is_not_compared():
+    agreement = Agreement(True)
+    for unit in range(dist.get_rank()):  # how far each came
+        agreement.note(unit, "all-gather", 64)
+    agreement.forget()
+    agreement.note(1, "all-gather", 64)
+    assert reach(agreement, [True]).present == [True]
+
+
+@distributed(2)
 def test_nothing_is_compared_without_the_check():
-    agreement = Agreement(False)
+    agreement = Agreement(False, channel=0)
     agreement.note(dist.get_rank(), "all-gather", 64)
     assert reach(agreement, [dist.get_rank() == 1]).present == [True]
 
@@ -59,7 +69,7 @@ def test_nothing_is_compared_without_the_check():
 @distributed(2, 4)
 def test_ranks_hear_what_waits_elsewhere_and_whether_all_came_the_same_way():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    agreement = Agreement(True)
+    agreement = Agreement(True, channel=0)
     assert reach(agreement, [], arrived=[2, 1, 0]) == Agreed([], [], True)
     arrived = [2, 0, 1] if rank == last else [2, 1, 0]
     waiting = {0, 1} if rank == last else set()

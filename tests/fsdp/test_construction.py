@@ -255,15 +255,6 @@ def test_a_module_may_fill_its_slices_alone():
     torch.testing.assert_close(nets.full(module.weight), torch.arange(6.0).unsqueeze(-1).expand(6, 4))
 
 
-@distributed(2)
-def test_a_module_that_cannot_fill_itself_is_named():
-    with torch.device("meta"):
-        block = nets.Block(4, 8)
-        block.extra = nn.Parameter(torch.empty(3))
-    with pytest.raises(ValueError, match=r"Block owns tensors on the meta device and has no reset_parameters"):
-        weft.fully_shard(block)
-
-
 class Rope(nn.Module):
     """Owns what a checkpoint holds and what it does not; assigns the latter, from the former."""
 

@@ -49,8 +49,9 @@ def test_parameters_on_another_device_are_refused():
     linear = nn.Linear(2, 2)
     linear.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
     linear.reset_parameters = None
-    with refused(ValueError, "Linear", "meta device", "reset_parameters"):
-        weft.fully_shard(linear, mesh=mesh)
+    weft.fully_shard(linear, mesh=mesh)
+    with refused(ValueError, "Linear", "'weight'", "meta device", "reset_parameters"):
+        linear(torch.ones(1, 2))
 
 
 @distributed(4)

@@ -1,16 +1,20 @@
 """Habits that people bring along: what they do to modules and parameters after sharding works, or says why not."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import weft
+import weft.debug
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.comm import collectives
 from weft.fsdp.module import runtime_of
 
 
@@ -223,8 +227,6 @@ def test_a_forward_may_leave_out_modules_of_a_unit():
 
 @distributed(2)
 def test_without_the_check_of_collectives_the_gradients_are_the_same():
-    import torch.distributed as dist
-
     class OneRankUses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -260,6 +262,25 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
         model(tokens).square().mean().backward()
         assert visits.count("0") == 1 + needed
         torch.testing.assert_close(nets.full(model[0].weight.grad), plain[0].weight.grad)
+
+
+@distributed(2)
+def test_a_unit_that_forces_sums_asks_the_backend_for_no_average():
+    asked, reduce_scatter = [], dist.reduce_scatter_tensor
+
+    def noted(*args, op, **options):
+        asked.append(op)
+        return reduce_scatter(*args, op=op, **options)
+
+    with weft.debug.check_streams():  # not by direct sends
+        net = nets.shard(nets.make())
+        net.blocks[1].set_force_sum_reduction_for_comms(True)
+        loss = nets.loss_of(net, nets.data(1, 4)[0])
+        of_nccl = mock.patch.object(collectives, "backend_of", lambda group, device: "nccl")
+        with of_nccl, mock.patch.object(dist, "reduce_scatter_tensor", noted):
+            loss.backward()
+    average, total = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+    assert asked == [average, total, average, average]
 
 
 @distributed(2)

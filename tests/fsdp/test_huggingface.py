@@ -182,13 +182,21 @@ def test_generation_from_a_sharded_model():
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
 
 
-@pytest.mark.parametrize("name, module", [("llama", "LlamaRMSNorm"), ("mixtral", "MixtralTopKRouter")])
-def test_a_model_on_the_meta_device_is_refused_by_the_module_that_cannot_fill_itself(world, name, module):
-    world(0, 2)
+@pytest.mark.parametrize("name", MODELS)
+@distributed(2)
+def test_a_model_on_the_meta_device_is_loaded_after_it_is_sharded(name):
+    """Norms and routers have no `reset_parameters()`, and the rotary embedding's buffers are in no state dict."""
     with torch.device("meta"):
         model = MODELS[name]()
-    with pytest.raises(ValueError, match=rf"{module} owns tensors on the meta device and has no reset_parameters"):
-        shard(model)
+    shard(model)
+    with pytest.raises(ValueError, match=r"parameters .*norm.weight.* have values"):
+        model(input_ids=batches()[0])
+    plain = MODELS[name]()
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict(), assign=True)
+    for buffer, value in zip(model.buffers(), plain.buffers(), strict=True):
+        buffer.copy_(value)
+    compare(plain, model)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

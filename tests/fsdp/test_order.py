@@ -1,6 +1,7 @@
 """Communication runs beside computation: what is issued before what, and who waits when. No clock is asked."""
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp.events import Chain, Order, chain, count, steps
 from tests.pool import distributed
+from weft.comm.lanes import Lane
+from weft.fsdp.runtime import freshness
 
 ONE_AXIS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 GATHERED = ONE_AXIS[1:]
@@ -49,7 +52,8 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(strategy):
         assert gathered_ahead(backward, BACKWARD[:-1], "backward") == ["3", "2", "1", "0"]
         for layer, following in pairwise(FORWARD):
             assert forward.goes(f"forward {layer}", f"gather {following}", f"forward {following}")
-    else:
+    else:  # all will be made anew, known or not, and nothing is gathered for a backward
+        assert gathered_ahead(forward, FORWARD, "forward") == FORWARD[1:]
         assert not [event for _, backward in (first, *later) for event in backward if "gather" in event]
 
 
@@ -107,12 +111,33 @@ def test_a_budget_of_bytes_says_how_far_ahead_gathers_go():
                     assert here == names[position + 1 : position + 1 + ahead], (budget, layer, order)
 
 
+@distributed(2)
+def test_units_that_the_user_names_are_gathered_ahead_in_place_of_the_next():
+    net = chain()
+    first, second, *others = net.layers
+    first.set_modules_to_forward_prefetch(others)
+    net.layers[3].set_modules_to_backward_prefetch([second])
+    for forward, backward in [passes[0] for passes in steps(net, 2)]:
+        assert forward.goes("gather 2", "gather 3", "forward 0", "gather 1", "forward 1")
+        assert backward.goes("gather 1", "backward 3", "gather 2", "backward 2")
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 @distributed(2)
 def test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches(strategy):
     for passes in steps(chain(strategy=strategy), 3, microbatches=3):
         for unit in UNITS:
             assert count(passes, f"gather {unit}") == passes[0][0].count(f"gather {unit}") == 1
+
+
+@distributed(2)
+def test_ranks_ask_each_other_whether_weights_have_changed_only_between_microbatches():
+    net = chain(strategy="optim")
+    with mock.patch.object(freshness, "agree", wraps=freshness.agree) as asked:
+        steps(net, 3)
+        assert not asked.called
+        steps(net, 2, microbatches=3)
+        assert asked.call_count == 2 * 2
 
 
 @distributed(4)
@@ -204,6 +229,14 @@ def test_partial_gradients_are_reduced_once_in_a_step_and_sharded_ones_after_eac
             assert each == ([0, 0, 1] if strategy in ("no_shard", "optim") else [1, 1, 1])
 
 
+@distributed(2)
+def test_a_switch_without_recursion_is_that_of_one_unit():
+    net = chain()
+    net.set_requires_gradient_sync(False, recurse=False)
+    [[(_, backward)]] = steps(net, 1)
+    assert [backward.count(f"reduce {unit}") for unit in UNITS] == [0, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_the_outer_axis_is_reduced_over_once_in_a_step(outer_strategy):
@@ -211,6 +244,15 @@ def test_the_outer_axis_is_reduced_over_once_in_a_step(outer_strategy):
         for unit in UNITS:
             assert [backward.count(f"reduce {unit}") for _, backward in passes] == [1, 1, 1]
             assert [backward.count(f"outer reduce {unit}") for _, backward in passes] == [0, 0, 1]
+
+
+@distributed(2)
+def test_reductions_that_wait_for_the_turn_of_another_all_start_with_it():
+    net = chain()
+    steps(net, 1)
+    net.layers = torch.nn.ModuleList(net.layers[number] for number in (0, 3, 2, 1))
+    [[(_, backward)]] = steps(net, 1)
+    assert backward.goes("backward 1", "backward 2", "backward 3", "reduce 3", "reduce 2", "reduce 1", "backward 0")
 
 
 # --- communicators ----------------------------------------------------------------------------------------------------
@@ -236,6 +278,20 @@ def test_gathers_have_communicators_of_their_own_if_that_is_asked_for(strategy):
     assert not apart & reduces and ranks_of(apart) == ranks_of(reduces) == [[0, 1]]
 
 
+@distributed(2)
+def test_how_many_may_be_alive_and_on_which_communicators_can_be_said_after_sharding():
+    net = chain()
+    net.set_reduce_scatter_max_input_buffers(1)
+    assert reductions(net) == [[False] * 4] * 3
+    gathers, reduces = (net.events.groups[kind] for kind in ("gather", "reduce"))
+    for apart in (True, False):
+        gathers.clear()
+        reduces.clear()
+        net.set_separate_reduce_scatter_group(apart)
+        steps(net, 1)
+        assert (gathers != reduces) == apart
+
+
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_gathers_over_two_axes_have_communicators_of_their_own_if_that_is_asked_for(outer_strategy):
@@ -245,3 +301,18 @@ def test_gathers_over_two_axes_have_communicators_of_their_own_if_that_is_asked_
     apart, reduces = communicators(runtime=weft.RuntimeOptions(separate_all_gather_group=True), **options)
     assert not apart & reduces and len(reduces) == 2
     assert ranks_of(apart) == ranks_of(reduces if outer_strategy == "optim" else gathers)
+
+
+def lanes_of(net: Chain) -> set[Lane]:
+    """Those that a step uses."""
+    with mock.patch.object(Lane, "run", autospec=True, side_effect=Lane.run) as issued:
+        net(torch.ones(2, 6)).sum().backward()
+    return {call.args[0] for call in issued.call_args_list}
+
+
+@distributed(2)
+def test_models_that_share_their_communication_queue_it_on_the_same_lanes():
+    one, other = chain(depth=1), chain(depth=1)
+    assert not lanes_of(one) & lanes_of(other)
+    weft.share_comm_ctx([one, other])
+    assert lanes_of(one) == lanes_of(other)

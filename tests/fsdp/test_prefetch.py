@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.fsdp.runtime.itinerary import Itinerary
+from weft.fsdp.runtime.prefetch import Itinerary
 
 orders = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 

@@ -1,5 +1,7 @@
 """Weights, gradients and optimizer state in CPU memory: the same numbers, by way of copies to and from the device."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.side_by_side import assert_same, batches, bottom_up, kinds, make, steps
 from tests.pool import distributed
+from weft.comm import streams
 from weft.fsdp.construction import bring_buffers
 
 pytestmark = pytest.mark.slow
@@ -111,6 +114,17 @@ def offloaded(fsdp):
 @distributed(2)
 def test_the_policy_means_what_it_means_to_torch():
     assert_same(offloaded)
+
+
+@distributed(2)
+def test_memory_of_the_host_is_pinned_as_the_policy_says():
+    for pins in (True, False):
+        with mock.patch.object(streams, "host_memory", wraps=streams.host_memory) as taken:
+            net = nets.shard(nets.make(), offload_policy=weft.CPUOffloadPolicy(pin_memory=pins))
+            for batch in nets.data(2, 4):  # the second is added
+                nets.loss_of(net, batch).backward()
+        units = len(net.blocks) + 1
+        assert [call.kwargs["pinned"] for call in taken.call_args_list] == [pins] * 3 * units
 
 
 @distributed(2)

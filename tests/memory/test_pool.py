@@ -12,9 +12,7 @@ CPU = torch.device("cpu")
 
 
 def transient(numel: int = 200, **options) -> Transient:
-    made = Transient(numel, torch.float32, CPU, **options)
-    made.settle()
-    return made
+    return Transient(numel, torch.float32, CPU, **options)
 
 
 def step(pool: Pool, *buffers: Transient) -> list[int]:

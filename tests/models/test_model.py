@@ -199,7 +199,7 @@ def test_a_training_step_works_after_a_longer_sequence_in_inference_mode():
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-@pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
+@pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_an_axis_that_the_model_cannot_use_is_refused(axis):
     class TwoRanks:
         def size(self):

@@ -1,5 +1,7 @@
 """Prediction depths, against those of transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -7,7 +9,9 @@ from torch.testing import assert_close
 from transformers.modeling_layers import MtpModel
 
 from tests.models.hf.families import KINDS
-from weft.models import HybridConfig, HybridModel, hf
+from tests.pool import distributed
+from weft.mesh import init_meshes
+from weft.models import HybridConfig, HybridModel, hf, shard
 from weft.models.prediction import prediction_losses, shifted
 from weft.moe import load_statistics
 from weft.overlap import forward_backward
@@ -78,12 +82,21 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, depths):
     assert_close(found, expected, **CLOSE)
     expected.backward()
     found.backward()
-    assert_close(ours.embedding.weight.grad, main.model.embed_tokens.weight.grad, **CLOSE)
-    assert_close(ours.output_layer.weight.grad, main.lm_head.weight.grad, **CLOSE)
+    places = {name: place.names[0] for name, place in hf.FAMILIES["llama"].places(trunk_of(ours.cfg)).items()}
+    compared = {name: main.get_parameter(source).grad for name, source in places.items()}
     for number, layer in enumerate(theirs.layers):
-        for name, source in OURS.items():
-            grad = ours.get_parameter(f"mtp.layers.{number}.{name}").grad
-            assert_close(grad, layer.get_parameter(source).grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        inside = {name: places[f"decoder.{name}"].replace("model.layers.0", "mtp_block") for name in LAYER}
+        for name, source in {**OURS, **inside}.items():
+            compared[f"mtp.layers.{number}.{name}"] = layer.get_parameter(source).grad
+    assert compared.keys() == dict(ours.named_parameters()).keys()
+    for name, gradient in compared.items():
+        grad = ours.get_parameter(name).grad
+        assert_close(grad, gradient, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def trunk_of(cfg):
+    """The configuration without prediction depths."""
+    return dataclasses.replace(cfg, pattern=cfg.pattern.partition("/")[0])
 
 
 def test_depths_count_in_training_only_and_are_told_apart():
@@ -128,6 +141,18 @@ def test_the_trunk_is_walked_once_whoever_reads_it(recompute):
     forward_backward(model, pairs, overlap=False)
     assert len(calls) == 2 * len(pairs)
     assert_close({name: weight.grad for name, weight in model.named_parameters()}, expected)
+
+
+@distributed(2)
+def test_the_trunk_is_walked_once_where_it_is_sharded_and_overlapped():
+    meshes = init_meshes("cpu", ep=2)
+    torch.manual_seed(0)
+    model = shard(HybridModel(small("[*-][M*E]/[*E]/[*E]", recompute=("attend",)), meshes), meshes)
+    calls = []
+    for layer in model.decoder.layers:
+        layer.self_attention.o_proj.register_full_backward_hook(lambda *_: calls.append(1))
+    forward_backward(model, [batch()] * 4, delay_wgrad=True)
+    assert len(calls) == 2 * 4
 
 
 def test_keys_of_depths_are_numbered_from_0():

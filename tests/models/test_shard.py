@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 from typing import Any
 from unittest import mock
 
@@ -233,7 +234,7 @@ MIXED = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
-WITH_EXPERTS = ["M[*-]M[*E]", "M*E-", "[GE][*-]", "[+E]M/[+E]", "[*-][*E]/[*E]/[*E]"]
+WITH_EXPERTS = ["M[*-]M[*E]", "[*E]", "M*E-", "[GE][*-]", "[+E]/[+E]", "[*-][*E]/[*E]/[*E]"]
 WITHOUT = ["M[M*]-", "[G-][*-]", "+-|M"]
 
 
@@ -256,6 +257,34 @@ def gradients_of_both(cfg, meshes, run, **options):
     return found
 
 
+SYMBOLS = ["M", "G", "*", "+", "-", "E", "[M*E]G/[*E]"]
+
+
+@pytest.mark.parametrize("pattern", SYMBOLS)
+def test_two_runs_of_every_symbol_are_bit_equal(pattern):
+    cfg = dataclasses.replace(EXPERTS, pattern=pattern, **{**MIXED, "hidden_size": 32, "chunk_size": 4})
+    runs = []
+    for _ in range(2):
+        model = with_experts(cfg)
+        tokens, labels = torch.randint(37, (2, 4, 70), generator=torch.Generator().manual_seed(1))
+        adamw = torch.optim.AdamW(model.parameters())
+        runs.append(clipped_steps(model, [(tokens, labels)] * 2, adamw, torchs_clip, one_after_another))
+    assert_close(*runs, rtol=0, atol=0)
+
+
+@distributed(2)
+@pytest.mark.parametrize("pattern", ["[M*E]", "[GE]/[*E]"])
+def test_two_overlapped_runs_on_two_ranks_are_bit_equal(pattern):
+    cfg, rank = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED), dist.get_rank()
+    meshes, runs = init_meshes("cpu", ep=2), []
+    for _ in range(2):
+        model = shard(with_experts(cfg, meshes), meshes)
+        tokens, labels = torch.randint(37, (2, 4, 17), generator=torch.Generator().manual_seed(rank))
+        adamw = torch.optim.AdamW(model.parameters())
+        runs.append(clipped_steps(model, [(tokens, labels)] * 2, adamw, weft_clip, overlapped))
+    assert_close(*runs, rtol=0, atol=0)
+
+
 def unpaired(model, microbatches):
     return weft.overlap.forward_backward(
         model, microbatches, overlap=False, delay_wgrad=True, loss_scale=1 / len(microbatches)
@@ -270,27 +299,69 @@ def test_a_stack_of_every_kind_has_the_gradients_of_one_process_under_the_schedu
     assert_close(found, expected)
 
 
+def at_once(model, microbatches):
+    return weft.overlap.forward_backward(model, microbatches, loss_scale=1 / len(microbatches))
+
+
+RECOMPUTED = ((), ("attend",), ("experts",), ("attend", "experts"))
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+ALONE, PAIRED = (one_after_another, unpaired), (at_once, overlapped)
+WAYS_WITHOUT = list(itertools.product(RECOMPUTED, (1,), (1, 2), STRATEGIES, ALONE))
+WAYS_OF_EXPERTS = WAYS_WITHOUT + list(itertools.product(RECOMPUTED, (2,), (1, 2), STRATEGIES, ALONE + PAIRED))
+
+
+def ways_of(pattern, ranks):
+    """A few of all ways: recomputed, experts spread or not, replicas (of shards on four ranks), strategy, schedule."""
+    ways = WAYS_OF_EXPERTS if "E" in pattern else WAYS_WITHOUT
+    ways = [way for way in ways if way[2] == (1 if ranks == 2 else 2)]
+    return random.Random(f"{pattern} on {ranks}").sample(ways, 5 if ranks == 2 else 3)
+
+
+def test_the_ways_that_are_drawn_have_every_choice_with_experts_and_without():
+    for patterns, ways in ((WITH_EXPERTS, WAYS_OF_EXPERTS), (WITHOUT, WAYS_WITHOUT)):
+        drawn = [way for pattern in patterns for ranks in (2, 4) for way in ways_of(pattern, ranks)]
+        assert [set(choices) for choices in zip(*drawn)] == [set(choices) for choices in zip(*ways)]
+    strategies = {(way[1], way[3], way[4]) for pattern in WITH_EXPERTS for r in (2, 4) for way in ways_of(pattern, r)}
+    assert {(2, strategy, overlapped) for strategy in STRATEGIES} <= strategies
+
+
 @pytest.mark.slow
 @distributed(2, 4)
 @pytest.mark.parametrize("pattern", [*WITH_EXPERTS, *WITHOUT])
 def test_every_mixed_pattern_has_the_gradients_of_one_process_in_every_way(pattern):
     """Spread experts and not, one after another, as nodes and overlapped, recomputed, by every strategy, HSDP too."""
     ranks = dist.get_world_size()
-    ways = [
-        ((), 1, 1, "no_shard", unpaired),
-        ((), 2, 1, "optim", one_after_another),
-        (("attend", "experts"), 2, 1, "optim_grads", overlapped),
-        (("attend",), 2, 2, "optim_grads_params", overlapped),  # on four ranks, two replicas of two shards
-        (("experts",), 1, 1, "optim_grads_params", one_after_another),
-    ]
-    for recompute, ep, replicas, strategy, run in ways if ranks == 2 else ways[2:4]:
-        if "E" not in pattern:
-            ep, run = 1, unpaired if run is overlapped else run
+    # In one order always: torch's caches hold meshes of earlier worlds, whose groups are found by their numbers.
+    of_ep = {ep: init_meshes("cpu", ep=ep, dp_replicate=1 if ranks == 2 else 2) for ep in (1, 2)}
+    for recompute, ep, replicas, strategy, run in ways_of(pattern, ranks):
         cfg = dataclasses.replace(EXPERTS, pattern=pattern, recompute=recompute, **MIXED)
-        meshes = init_meshes("cpu", ep=ep, dp_replicate=replicas if ranks == 4 else 1)
-        expected, found = gradients_of_both(cfg, meshes, run, strategy=strategy)
+        expected, found = gradients_of_both(cfg, of_ep[ep], run, strategy=strategy)
         at = f"{recompute}, ep={ep}, replicas={replicas}, {strategy}, {run.__name__}"
         assert_close(found, expected, msg=lambda text, at=at: f"{at}: {text}")
+
+
+SINKS = {
+    "attention_sinks": True,
+    "sliding_window": 4,
+    "windowed": (1,),
+    "attention_bias": "all",
+    "experts_bias": True,
+    "router_bias": True,
+    "hidden_act": "clamped_swiglu",
+}
+MULTIPLIERS = {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 3.0}
+
+
+@distributed(2)
+@pytest.mark.parametrize("pattern, options", [("[*E]*E/[*E]", SINKS), ("[ME]*-", MULTIPLIERS)])
+def test_sinks_biases_and_multipliers_have_the_gradients_of_one_process(pattern, options):
+    cfg = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED, **options)
+    for run in (overlapped, one_after_another):
+        expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=2), run)
+        assert_close(found, expected)
+        if options is SINKS:
+            names = ("self_attention.sinks", "mlp.router.bias", "mlp.experts.up_proj_bias")
+            assert all(found[1][f"decoder.layers.0.{name}"].abs().max() > 0 for name in names)
 
 
 @distributed(2)

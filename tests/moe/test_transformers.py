@@ -6,15 +6,18 @@ from torch.testing import assert_close
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.moe.reference import enlarge
 from weft.moe import MoE, Router
+from weft.moe.mlp import clamped_swiglu
 
 HIDDEN, INNER, EXPERTS, K = 24, 20, 8, 3
 COMMON = {
@@ -138,3 +141,13 @@ def test_the_balance_loss_of_one_sequence_is_mixtral_s_per_assignment():
     hidden = torch.randn(1, 13, HIDDEN)
     theirs = load_balancing_loss_func((hidden[0] @ router.weight.t(),), EXPERTS, K)
     assert_close(router(hidden).loss, theirs / K)
+
+
+def test_the_clamped_gate_is_that_of_gpt_oss_within_its_limits_and_beyond():
+    theirs = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1))
+    both = (10 * torch.randn(50, 16, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    gate, up = both[:, ::2], both[:, 1::2]
+    assert (gate > 7).any() and (up > 7).any() and (up < -7).any()
+    found, expected = clamped_swiglu(gate, up), theirs._apply_gate(both)
+    assert_close(found, expected)
+    assert_close(torch.autograd.grad(found.sum(), both), torch.autograd.grad(expected.sum(), both))

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from weft.overlap import order
-from weft.overlap.order import BACKWARD, FORWARD, Layer, Step, combined_order, forward_backward_order
+from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
+from weft.pipeline import Action
 
 EXPERTS = ("attend", "dispatch", "experts", "combine", "finish")
 DENSE = ("attend", "experts", "finish")
@@ -15,6 +16,15 @@ ALONE = ("attend",)
 
 def layers(*stages):
     return [Layer(number, each) for number, each in enumerate(stages)]
+
+
+def one_piece(stack, microbatches, *, overlap, **switches):
+    """The steps of a model in one piece: all in pairs, or each microbatch's forward and backward one after another."""
+    names = [(Action(kind, number, 0),) for number in range(microbatches) for kind in "FB"]
+    if overlap:
+        pairs = [(Action("F", number, 0), Action("B", number - 1, 0)) for number in range(1, microbatches)]
+        names = [names[0], *pairs, names[-1]]
+    return table_order(names, lambda number, chunk: Part(number, stack, chunk), overlap=overlap, **switches)
 
 
 def spelled(steps):
@@ -29,7 +39,7 @@ def table():
 
 
 def test_a_pair_runs_in_the_order_of_the_table():
-    steps = combined_order(layers(EXPERTS), 1, layers(EXPERTS), 0, delay_wgrad=True, early_release=False)
+    steps = combined_order(Part(1, layers(EXPERTS)), Part(0, layers(EXPERTS)), delay_wgrad=True, early_release=False)
     pair = [step for step in steps if step.layer is not None]
     said = [f"{step.direction[0].upper()}.{step.slot}" for step in pair]
     assert len(table()) == 12
@@ -41,7 +51,7 @@ def test_a_pair_runs_in_the_order_of_the_table():
 
 def test_layers_pair_first_with_last_and_the_model_s_ends_stand_around_them():
     three = layers(ALONE, DENSE, ALONE)
-    steps = combined_order(three, 1, three, 0, delay_wgrad=False, early_release=False)
+    steps = combined_order(Part(1, three), Part(0, three), delay_wgrad=False, early_release=False)
     assert spelled(steps) == [
         "B.head",
         "F.embed",
@@ -56,7 +66,7 @@ def test_layers_pair_first_with_last_and_the_model_s_ends_stand_around_them():
 @pytest.mark.parametrize("ahead, behind", [(1, 3), (3, 1)])
 def test_surplus_layers_run_unpaired_behind_the_pairs(ahead, behind):
     steps = combined_order(
-        layers(*[ALONE] * ahead), 1, layers(*[ALONE] * behind), 0, delay_wgrad=False, early_release=False
+        Part(1, layers(*[ALONE] * ahead)), Part(0, layers(*[ALONE] * behind)), delay_wgrad=False, early_release=False
     )
     said = [entry for entry in spelled(steps) if "attend" in entry]
     if behind > ahead:
@@ -68,7 +78,9 @@ def test_surplus_layers_run_unpaired_behind_the_pairs(ahead, behind):
 def test_early_release_runs_the_backward_of_attend_before_the_forward_of_experts():
     for early_release in (False, True):
         steps = list(
-            combined_order(layers(EXPERTS), 1, layers(EXPERTS), 0, delay_wgrad=True, early_release=early_release)
+            combined_order(
+                Part(1, layers(EXPERTS)), Part(0, layers(EXPERTS)), delay_wgrad=True, early_release=early_release
+            )
         )
         positions = [
             steps.index(Step(*entry))
@@ -78,9 +90,7 @@ def test_early_release_runs_the_backward_of_attend_before_the_forward_of_experts
 
 
 def test_without_overlap_each_microbatch_ends_before_the_next_begins():
-    steps = list(
-        forward_backward_order(layers(EXPERTS, DENSE), 3, overlap=False, delay_wgrad=False, early_release=False)
-    )
+    steps = list(one_piece(layers(EXPERTS, DENSE), 3, overlap=False, delay_wgrad=False, early_release=False))
     assert [step.microbatch for step in steps] == sorted(step.microbatch for step in steps)
     for microbatch in range(3):
         directions = [step.direction for step in steps if step.microbatch == microbatch]
@@ -93,11 +103,7 @@ def test_every_node_runs_once_in_each_direction_and_after_what_it_needs(
     microbatches, overlap, delay_wgrad, early_release
 ):
     stack = layers(EXPERTS, ALONE, DENSE, EXPERTS)
-    steps = list(
-        forward_backward_order(
-            stack, microbatches, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release
-        )
-    )
+    steps = list(one_piece(stack, microbatches, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release))
     assert len(set(steps)) == len(steps)
     for microbatch in range(microbatches):
         mine = [step for step in steps if step.microbatch == microbatch]
@@ -112,3 +118,34 @@ def test_every_node_runs_once_in_each_direction_and_after_what_it_needs(
         assert sorted(delayed) == sorted(expected if delay_wgrad else [])
         for number, slot in delayed:
             assert backward.index((number, slot)) > backward.index((number, slot.partition(".")[0]))
+
+
+def test_a_pair_of_a_table_runs_as_one_and_without_overlap_one_after_the_other():
+    pair = [(Action("F", 1, 0), Action("B", 0, 1))]
+    ahead, behind = Part(1, layers(EXPERTS)), Part(0, layers(EXPERTS), 1)
+    switches = {"delay_wgrad": False, "early_release": False}
+
+    def steps(overlap):
+        return list(table_order(pair, lambda number, chunk: behind if chunk else ahead, overlap=overlap, **switches))
+
+    assert steps(True) == list(combined_order(ahead, behind, **switches))
+    assert steps(False) == [*combined_order(ahead, None, **switches), *combined_order(None, behind, **switches)]
+
+
+def test_a_chunk_inside_of_the_model_receives_and_sends_as_soon_as_it_can():
+    ahead = Part(1, layers(ALONE), 0, first=False, last=False)
+    behind = Part(0, layers(ALONE, ALONE), 1, first=False, last=False)
+    steps = list(combined_order(ahead, behind, delay_wgrad=False, early_release=False))
+    ends = ["B.send", "F.receive", "F0.attend", "B1.attend", "F.send", "B0.attend", "B.receive"]
+    assert spelled(steps) == ends
+    assert {step.slot for step in steps if step.lane == order.STAGE} == {"send", "receive"}
+
+
+def test_the_parts_of_a_backward_are_its_steps_apart():
+    part = Part(0, layers(EXPERTS, DENSE))
+    entries = [(Action(kind, 0, 0),) for kind in "IW"]
+    steps = list(table_order(entries, lambda *_: part, overlap=True, delay_wgrad=False, early_release=False))
+    whole = list(combined_order(None, part, delay_wgrad=True, early_release=False))
+    assert set(steps) == set(whole) and len(steps) == len(whole)
+    weights = [step for step in steps if step.slot.endswith(".weights")]
+    assert steps[-4:] == weights == [step for step in whole if step.slot.endswith(".weights")]

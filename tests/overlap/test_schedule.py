@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import weft
+from tests.overlap.test_order import one_piece
 from tests.pool import distributed
-from weft.comm.watch.mismatch import CollectiveMismatch
+from weft.comm.watch.rules import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch
@@ -31,7 +32,7 @@ from weft.models import HybridConfig, HybridModel
 from weft.models.layers import Attention
 from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
-from weft.overlap.order import Layer, forward_backward_order
+from weft.overlap.order import Layer
 from weft.overlap.units import ModelUnits
 
 CFG = HybridConfig(
@@ -234,7 +235,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
 
         with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Prefetch, "visit", watched):
             forward_backward(model, data(3), trace=trace, **switches)
-        steps = list(forward_backward_order(stages, 3, overlap=True, **switches))
+        steps = list(one_piece(stages, 3, overlap=True, **switches))
         assert trace == steps
 
         # Each group once per microbatch, right after the last weight gradient of its layer or of the experts.
@@ -461,7 +462,7 @@ class Census(list):
     def append(self, step):
         super().append(step)
         self.alive.append(sum(handle() is not None for handle in self.handles))
-        if step.ends_microbatch:
+        if (step.direction, step.slot) == ("backward", "embed"):
             self.tensors.append(
                 sum(issubclass(type(each), torch.Tensor) and each.dim() > 0 for each in gc.get_objects())
             )
@@ -495,8 +496,12 @@ def test_what_a_microbatch_holds_goes_with_its_backward_layer_by_layer():
     for delay_wgrad in (False, True):
         census = count_what_lives(LocalDispatcher, model, microbatches, overlap=False, delay_wgrad=delay_wgrad)
         assert len(census.handles) == 5 * 3 and max(census.alive) == 3
-        ends = [alive for step, alive in zip(census, census.alive) if step.ends_microbatch]
+        ends = [
+            alive for step, alive in zip(census, census.alive) if (step.direction, step.slot) == ("backward", "embed")
+        ]
         assert ends == [0] * 5
+        attends = [step.direction == "backward" and step.layer is not None and step.slot == "attend" for step in census]
+        assert [alive for alive, attend in zip(census.alive, attends) if attend] == [3, 2, 1] * 5
         assert len(set(census.tensors[1:])) == 1, census.tensors  # the first one made the gradients
 
 

@@ -184,6 +184,16 @@ def test_a_weight_with_hooks_is_left_to_autograd():
     assert [gradient.sum().item() for gradient in seen] == [64, 64]
 
 
+def test_products_under_autocast_are_left_to_autograd():
+    """Their operands are casts, of which the parameter is not one."""
+    layer, delayed = nn.Linear(8, 4), DelayedWeights()
+    with delayed, torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(torch.ones(2, 8, requires_grad=True))
+        output.sum().backward()
+    assert output.dtype == torch.bfloat16 and not delayed.queued
+    assert layer.weight.grad is not None and layer.weight.grad.eq(2).all()
+
+
 @distributed(2)
 def test_tensor_parallel_products_are_left_to_autograd():
     """Their operands are DTensors, whose gradients may have to be summed over the ranks."""

@@ -244,7 +244,7 @@ def test_every_setting_is_documented_by_one_line_below_it():
             assert below.startswith('"""') and below.endswith('"""'), (section.__name__, setting.name)
 
 
-@pytest.mark.parametrize("name", ["stdlib.toml", "stdlib-moe.toml", "stdlib-hybrid.toml"])
+@pytest.mark.parametrize("name", ["stdlib.toml", "stdlib-moe.toml", "stdlib-hybrid.toml", "stdlib-pipeline.toml"])
 def test_the_shipped_configurations_run_on_two_ranks(pytestconfig, name):
     config = load_config(pytestconfig.rootpath / "configs" / name)
     config.validate(2)

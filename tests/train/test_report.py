@@ -8,9 +8,15 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
 from weft.comm.timeline import Interval
 from weft.train.metrics import FILE
+from weft.train.report.facts import keep_facts
+from weft.train.report.figures import LIGHT
 from weft.train.report.page import write_report
+from weft.train.report.pattern_figure import pattern
 from weft.train.report.timeline import read_timeline, write_timeline
 
 
@@ -180,3 +186,36 @@ def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     _, page = read(write_report(tmp_path))
     assert "tokens were on their way between ranks for 200 ms, 50% of it under computation" in page.text
     assert (tmp_path / "lanes.png").exists()
+
+
+def drawn(text):
+    """The lines of text in the picture of a pattern, and how many frames and boxes it has."""
+    figure = Figure()
+    pattern(text)(figure, LIGHT)
+    (axes,) = figure.axes
+    legend = [label.get_text() for label in figure.legends[0].get_texts()]
+    boxes = [patch for patch in axes.patches if isinstance(patch, FancyBboxPatch)]
+    return [label.get_text() for label in axes.texts], legend, len(boxes), len(axes.lines)
+
+
+def test_the_pattern_is_a_box_for_each_symbol_a_frame_for_each_group_and_a_line_for_each_depth():
+    labels, legend, boxes, borders = drawn("M[*-]|[*E]/[*E]/[*E]")
+    depths = [["depth 1", "*", "E", "0"], ["depth 2", "*", "E", "0"]]
+    assert labels == ["layers", "M", "0", "*", "-", "1", "*", "E", "2", *depths[0], *depths[1]]
+    assert (boxes, borders) == (9 + 4, 1)
+    assert legend == ["M  Mamba-2", "*  self-attention", "-  dense MLP", "E  mixture of experts"]
+
+
+def test_a_long_pattern_takes_several_lines_and_loses_no_layer():
+    labels, _, boxes, _ = drawn("[GE]" * 40)
+    assert labels.count("G") == 40 and boxes == 3 * 40 and {str(number) for number in range(40)} <= set(labels)
+
+
+def test_a_run_of_a_hybrid_has_its_pattern_as_a_picture_and_others_have_none(tmp_path):
+    log(tmp_path)
+    plain = len(pictures(read(write_report(tmp_path))[1]))
+    assert not (tmp_path / "pattern.png").exists()
+    keep_facts(tmp_path, {"pattern": "M[*E]"})
+    html, page = read(write_report(tmp_path))
+    assert len(pictures(page)) == plain + 2 and "The layers of the pattern M[*E]" in html
+    assert (tmp_path / "pattern.png").read_bytes() in pictures(page)

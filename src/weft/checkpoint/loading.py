@@ -3,7 +3,7 @@
 import io
 import pickletools
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import IO, Any
 
 import torch
@@ -69,15 +69,18 @@ def _check_names(pickled: bytes, length: int) -> None:
         raise ValueError(f"it may take {calls * largest} bytes of memory, and has {length}")
 
 
-def compare(checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
-    """Raise CheckpointMismatch unless exactly the keys of `live` are stored, with their shapes and dtypes.
+def compare(
+    checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored], elsewhere: Collection[str] = ()
+) -> None:
+    """Raise CheckpointMismatch unless exactly the keys of `live` are stored, with their shapes and dtypes, and those
+    that ranks with other stages of a model have, `elsewhere`.
 
     Distributed Checkpoint itself leaves out keys that are absent on one side, and casts where dtypes differ.
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:
         complaints.append(f"missing in the checkpoint: {_listed(missing)}")
-    if unexpected := [key for key in stored if key not in live]:
+    if unexpected := [key for key in stored if key not in live and key not in elsewhere]:
         complaints.append(f"unexpected in the checkpoint: {_listed(unexpected)}")
     if different := [
         f"{key} ({_shape(stored[key])}, here {_shape(value)})"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from weft.checkpoint import directory as folder
-from weft.checkpoint.loading import LoadPlanner, Stored, compare, stored_below
+from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
 from weft.checkpoint.manifest import METADATA, CheckpointError, File, Manifest, one_line
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
@@ -189,7 +189,15 @@ class CheckpointManager:
                 value.prepare_load(below)
             templates[name] = (prefix, _state_dict(value))
             expected |= flatten(templates[name][1], prefix)
-        compare(str(path), expected, stored)
+        everywhere = {key for keys in self._of_all(list(expected), self._group) for key in keys}
+        mismatch: Exception | None = None
+        try:
+            compare(str(path), expected, stored, everywhere)
+        except CheckpointMismatch as error:
+            mismatch = error
+        for found in self._of_all(mismatch, self._group):
+            if found is not None:
+                raise found
 
         planner = LoadPlanner()
         with plain_errors():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.loading import CheckpointMismatch, Stored
+from weft.comm.groups import exchange_objects
 from weft.optim.flat import FlatOptimizer
 
 
@@ -67,6 +68,7 @@ class OptimizerState:
         self.groups = [[_plain_name(name) for name, _ in group] for group in grouped]
         self.parameters = {_plain_name(name): parameter for group in grouped for name, parameter in group}
         self._given = {_plain_name(name): name for group in grouped for name, _ in group}
+        self._all_names = _over_stages(model, self.groups)
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class OptimizerState:
             raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
         groups = []
         for index, saved in enumerate(state["groups"]):
-            if sorted(saved["names"]) != sorted(self.groups[index]):
+            if sorted(saved["names"]) != sorted(self._all_names[index]):
                 raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
             options = {key: value for key, value in saved.items() if key != "names"}
             if set(options) != set(self._options(index)) - {"names"}:
@@ -122,7 +124,7 @@ class OptimizerState:
         group = self.optimizer.param_groups[index]
         return {
             **{key: value for key, value in group.items() if key != "params"},
-            "names": self.groups[index],
+            "names": self._all_names[index],
         }
 
 
@@ -186,3 +188,16 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
     if field != "step" and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
+    """The names in each parameter group, of all stages of a model that is cut into some. Collective over these."""
+    cut = getattr(model, "cut", None)
+    if cut is None or cut.group is None:
+        return groups
+    stages = exchange_objects(groups, cut.group, "the parameter groups of an optimizer")
+    count = max(map(len, stages))
+    return [
+        list(dict.fromkeys(name for stage in stages if index < len(stage) for name in stage[index]))
+        for index in range(count)
+    ]

@@ -87,8 +87,7 @@ def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGrou
         if size > 1:
             dist.all_gather_into_tensor(full, slices[rank], group=group)
         return Pending()
-    works = [group.recv([slices[peer]], peer, tag) for peer in _peers(rank, size)]
-    works += [group.send([source], peer, tag) for peer in _peers(rank, size)]
+    works = _swap(slices, [source] * size, group, tag)
     if not in_place:
         slices[rank].copy_(source)
     return Pending(works)
@@ -137,23 +136,8 @@ def reduce_scatter(
     slices = partial.view(size, -1)
     if not sends_directly(group, partial.device):
         return _built_in_reduce_scatter(output, partial, group, scale, accumulate, inbox, sum_only)
-    others = _peers(rank, size)
-    received = [slices[rank]] * size
-    works = []
-    for slot, peer in zip(inbox.split(output.numel()), others):
-        received[peer] = slot
-        works.append(group.recv([slot], peer, tag))
-    works += [group.send([slices[peer]], peer, tag) for peer in others]
-
-    return Pending(works, lambda: _add_up(output, received, scale, accumulate))
-
-
-def inbox_numel(partial_numel: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Elements that `reduce_scatter` needs: for the other ranks' slices, or for a result on its way to the output."""
-    size = group.size()
-    if size == 1:
-        return 0
-    return partial_numel // size * (size - 1 if sends_directly(group, device) else 1)
+    terms = _terms(slices[rank], inbox, rank, size)
+    return Pending(_swap(terms, slices, group, tag), lambda: _add_up(output, terms, scale, accumulate))
 
 
 def all_reduce(
@@ -168,7 +152,7 @@ def all_reduce(
 ) -> Pending:
     """`output` (+)= `scale` times the sum of `partial` over the ranks; `partial` is overwritten.
 
-    `inbox`: memory of `all_reduce_inbox_numel` elements in `partial`'s dtype. By direct sends
+    `inbox`: memory of `inbox_numel` elements in `partial`'s dtype. By direct sends
 
         2 ranks    each sends all it has; the sum is the output's, in its dtype
         more       first every rank gets and sums its slice, in fp32, then the sums go round in `partial`'s dtype
@@ -186,34 +170,31 @@ def all_reduce(
         works = [dist.all_reduce(partial, group=group, async_op=True)]
         return Pending(works, lambda: _accumulate(output, partial, scale, accumulate))
     if size == 2:
-        received = [partial, inbox[: partial.numel()]] if rank == 0 else [inbox[: partial.numel()], partial]
-        works = [group.recv([received[1 - rank]], 1 - rank, tag), group.send([partial], 1 - rank, tag)]
-        return Pending(works, lambda: _add_up(output, received, scale, accumulate))
+        terms = _terms(partial, inbox, rank, size)
+        return Pending(_swap(terms, [partial] * size, group, tag), lambda: _add_up(output, terms, scale, accumulate))
     slices = partial.tensor_split(size)
     own = slices[rank]
-    terms = [own] * size
-    works = []
-    for slot, peer in zip(inbox.split(max(own.numel(), 1)), _peers(rank, size)):
-        terms[peer] = slot[: own.numel()]
-        if own.numel():
-            works.append(group.recv([terms[peer]], peer, tag))
-    works += [group.send([slices[peer]], peer, tag) for peer in _peers(rank, size) if slices[peer].numel()]
+    terms = _terms(own, inbox, rank, size)
 
     def go_round(tag: int) -> Pending:
         _sum_into(own, terms, scale)
-        works = [group.recv([slices[peer]], peer, tag) for peer in _peers(rank, size) if slices[peer].numel()]
-        works += [group.send([own], peer, tag) for peer in _peers(rank, size) if own.numel()]
+        works = _swap(slices, [own] * size, group, tag)
         return Pending(works, lambda: _accumulate(output, partial, 1.0, accumulate))
 
-    return Pending(works, second=lambda: go_round(tag + SECOND_ROUND))
+    return Pending(_swap(terms, slices, group, tag), second=lambda: go_round(tag + SECOND_ROUND))
 
 
-def all_reduce_inbox_numel(partial_numel: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Elements that `all_reduce` needs: for what the other ranks send of its slice, or of all where they are two."""
-    size = group.size()
-    if size == 1 or not sends_directly(group, device):
+def inbox_numel(
+    reduction: Callable[..., Pending], partial_numel: int, group: dist.ProcessGroup, device: torch.device
+) -> int:
+    """Elements that `reduction`, `reduce_scatter` or `all_reduce`, needs beside the partial tensor: for what the other
+    ranks send, or for a scattered result on its way to the output."""
+    size, scatters = group.size(), reduction is reduce_scatter
+    if size == 1:
         return 0
-    return partial_numel if size == 2 else -(-partial_numel // size) * (size - 1)
+    if not sends_directly(group, device):
+        return partial_numel // size if scatters else 0
+    return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)
 
 
 def reduce_through(
@@ -256,10 +237,9 @@ def all_to_all(
     if not sends_directly(group, output.device):
         dist.all_to_all_single(output, source, list(output_sizes), list(source_sizes), group=group)
         return Pending()
-    rank, size = dist.get_rank(group), group.size()
+    rank = dist.get_rank(group)
     arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
-    works = [group.recv([arriving[peer]], peer, tag) for peer in _peers(rank, size) if arriving[peer].numel()]
-    works += [group.send([leaving[peer]], peer, tag) for peer in _peers(rank, size) if leaving[peer].numel()]
+    works = _swap(arriving, leaving, group, tag)
     arriving[rank].copy_(leaving[rank])
     return Pending(works)
 
@@ -281,6 +261,16 @@ def all_to_all_counts(
     return pending.followed_by(read)
 
 
+def send(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+    """Send `tensors`, in this order, to the rank `peer` of `group`."""
+    return Pending([group.send([tensor], peer, tag) for tensor in tensors])
+
+
+def receive(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+    """Fill `tensors`, in this order, with what the rank `peer` of `group` sends."""
+    return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
+
+
 # --- what waits at once -----------------------------------------------------------------------------------------------
 
 
@@ -291,11 +281,7 @@ def all_gather_uneven(
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         if sends_directly(group, parts[rank].device):
-            tag = tag_of(UNEVEN_TAGS, kind)
-            peers = _peers(rank, len(parts))
-            works = [group.recv([parts[peer]], peer, tag) for peer in peers if parts[peer].numel()]
-            works += [group.send([parts[rank]], peer, tag) for peer in peers if parts[rank].numel()]
-            Pending(works).complete()
+            Pending(_swap(parts, [parts[rank]] * len(parts), group, tag_of(UNEVEN_TAGS, kind))).complete()
             return
         width = max(part.numel() for part in parts)
         padded = _movable(parts[rank].new_zeros(len(parts), width), group)
@@ -387,6 +373,25 @@ def _accumulate(output: torch.Tensor, value: torch.Tensor, scale: float, accumul
         torch.mul(value, scale, out=output)
     else:  # the product in the wider dtype
         output.copy_(value).mul_(scale)
+
+
+_Parts = Sequence[torch.Tensor] | torch.Tensor
+
+
+def _swap(arriving: _Parts, leaving: _Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """Start filling `arriving[r]` from every other rank r, and sending `leaving[r]` to it; nothing empty travels."""
+    peers = _peers(dist.get_rank(group), len(arriving))
+    works = [group.recv([arriving[peer]], peer, tag) for peer in peers if arriving[peer].numel()]
+    works += [group.send([leaving[peer]], peer, tag) for peer in peers if leaving[peer].numel()]
+    return works
+
+
+def _terms(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> list[torch.Tensor]:
+    """In rank order `own` and the places in `inbox` for what is like it on the other ranks."""
+    terms, numel = [own] * size, own.numel()
+    for place, peer in enumerate(_peers(rank, size)):
+        terms[peer] = inbox[place * numel : (place + 1) * numel]
+    return terms
 
 
 def _peers(rank: int, size: int) -> list[int]:

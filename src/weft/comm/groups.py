@@ -12,7 +12,7 @@ tag of a message = CHANNEL_STRIDE * channel + a number below it that says what i
 import copy
 import weakref
 import zlib
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,30 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
         ranks = dist.get_process_group_ranks(group)[first : first + size]
         made[size] = _made_like(group, ranks, use_local_synchronization=True)
     return made[size]
+
+
+def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> list[Any]:
+    """A communicator for each of `pairs` of ranks of `group`, None where this rank is in none of the two.
+
+    Every rank of the world calls this in the same order, with the same pairs. By tags one communicator serves all that
+    is asked for the same two; without tags, where one thing runs after another, each has its own.
+    """
+    tagged = backend_of(group, torch.device("cpu")) == "gloo"
+    if tagged and group.size() == 2:
+        return [group for _ in pairs]
+    mine, world = dist.get_process_group_ranks(group), dist.group.WORLD
+    assert world is not None
+    made: dict[Any, Any] = {}
+    found: list[Any] = [None] * len(pairs)
+    for ranks in sorted({tuple(ranks) for ranks in exchange_objects(mine, world, "the ranks of pipelines")}):
+        for number, pair in enumerate(pairs):
+            two = tuple(sorted(ranks[each] for each in pair))
+            key = (two, 0 if tagged else number)
+            if key not in made:
+                made[key] = _made_like(group, list(two))
+            if list(ranks) == mine and group.rank() in pair:
+                found[number] = made[key]
+    return found
 
 
 _host_groups: dict[dist.ProcessGroup, Any] = {}

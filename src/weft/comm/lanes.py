@@ -34,7 +34,7 @@ class Ticket:
     def __init__(
         self,
         transfer: Transfer | None,
-        event: streams.Event | None = None,
+        event: Any = None,
         call: Call | None = None,
         after: "Ticket | None" = None,
         home: Any = None,
@@ -51,7 +51,7 @@ class Ticket:
     def __del__(self) -> None:
         self.abandon()
 
-    def abandon(self) -> None:
+    def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
         """Let transfers end of which nobody uses the result, before their memory goes to somebody else.
 
         Their messages would pair with those of whoever uses the lane next.
@@ -59,7 +59,12 @@ class Ticket:
         self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            transfer.abandon(ABANDONED_TIMEOUT)
+            transfer.abandon(timeout)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its memory is free: on CUDA when the device is past it, on CPU when somebody has waited for it."""
+        return self._event.query() if self._event is not None else self._transfer is None
 
     def order(self) -> None:
         """Where there are streams: let the one that asked for it go on behind it. The host waits for nothing."""
@@ -120,11 +125,13 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105, "download": 106}
+    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105, "download": 106, "stage": 107}
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, title: str = "") -> None:
+        """`title`: what a person calls what moves on it; default is its name."""
         self.name = name
+        self.title = title or name
         self.tag = self.TAGS[name]
         self.stream = streams.new(name, device)
         self._device = device
@@ -181,7 +188,7 @@ class Lane:
         watch = lookout()
         if watch is None or group is None or group.size() == 1:
             return None
-        name = f"{self.name} of {watch.subject}" if self.name in ("gather", "reduce", "outer") else self.name
+        name = f"{self.name} of {watch.subject}" if self.name in ("gather", "reduce", "outer") else self.title
         return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(
@@ -191,12 +198,12 @@ class Lane:
         label = timeline.label or collective.__name__
 
         def run(*args: Any, **kwargs: Any) -> Pending:
-            entry = timeline.begin(self.name, label, group)
+            entry = timeline.begin(self.name, label, group if self.title == self.name else self.title)
             pending = collective(*args, **kwargs)
             if self.stream is not None:
                 pending.complete()
                 pending = Pending()
-            return timeline.noting(entry, pending)
+            return timeline.noting(entry, pending, self.title)
 
         return run
 

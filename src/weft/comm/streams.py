@@ -22,41 +22,14 @@ _SPIN_S = 1e-3
 """How long the host asks a device without a pause: most of what it waits for comes sooner."""
 
 
-class Event(Protocol):
-    """A moment in the work of a stream."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-
-    def query(self) -> bool:
-        """Whether the host knows that it has come."""
-        ...
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-
-
-class Stream(Protocol):
-    """Work in order."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Let what follows here wait for all that `stream` has got so far."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let what follows here wait for `event`."""
-
-    def record_event(self) -> Any:
-        """The moment behind all that this stream has got so far."""
-
-
 class Checker(Protocol):
-    """What stands in for CUDA while streams are checked."""
+    """What stands in for CUDA while streams are checked; its streams and their events are used like torch's."""
 
-    def new(self, name: str) -> Stream:
+    def new(self, name: str) -> Any:
         """A stream."""
         ...
 
-    def current(self) -> Stream:
+    def current(self) -> Any:
         """The stream of what is computed now."""
         ...
 
@@ -120,7 +93,7 @@ def on_host() -> AbstractContextManager:
     return _checker.on_host() if _checker is not None else _NOTHING
 
 
-def wait_on_host(event: Event, check: Callable[[], None] | None) -> None:
+def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
     """Make the host wait for `event`, calling `check`, which may raise, now and then."""
     if check is None or _checker is not None:
         event.synchronize()

@@ -126,16 +126,19 @@ class Timeline:
         """It ended here: now, or where the current stream is."""
         entry.end = self._now()
 
-    def noting(self, entry: _Entry, pending: Pending) -> Pending:
-        """The same transfers, of which the end is noted when it comes: of the last round of them."""
+    def noting(self, entry: _Entry, pending: Pending, waiter: str) -> Pending:
+        """The same transfers, of which the end is noted when it comes: of the last round of them.
+
+        `waiter`: of transfers that end one after another, in the order in which they are issued.
+        """
         second, ended = pending.second, lambda: self.end(entry)
         if second is not None:
-            works = self._watched(f"{entry.lane}, first round", pending.works, lambda: None)
-            return Pending(works, pending.finish, lambda: self.noting(entry, second()))
+            works = self._watched(f"{waiter}, first round", pending.works, lambda: None)
+            return Pending(works, pending.finish, lambda: self.noting(entry, second(), waiter))
         if not pending.works:
             ended()
             return pending
-        return Pending(self._watched(entry.lane, pending.works, ended), pending.finish)
+        return Pending(self._watched(waiter, pending.works, ended), pending.finish)
 
     def _watched(self, waiter: str, works: Sequence[Any], ended: Callable[[], None]) -> list[Any]:
         """The same works as one, for which the thread `waiter` waits."""

@@ -34,35 +34,46 @@ class Transfer:
         """`key`: of what begins in order."""
         self._key = key
         self._lock = threading.RLock()
-        self._under_way = threading.Event()
-        """Its last transfers have begun, or it has failed."""
+        self._put_off: threading.Event | None = None
+        """Set when its last transfers have begun, or it has failed; None: they began at once."""
         self._pending: Pending | None = None
         self._failure: BaseException | None = None
         needs = after.complete if after is not None and not after._ends_at_once() else None
-        _in_turn(key, needs, lambda: self._begin(start()), self._fail)
+        if needs is None and key not in _turns:
+            self._begin(start())
+        else:
+            self._put_off = threading.Event()
+            _in_turn(key, needs, lambda: self._begin(start()), self._fail)
 
     def _begin(self, pending: Pending) -> None:
-        if (second := pending.second) is None:
-            self._pending = pending
-            self._under_way.set()
-        else:
+        if (second := pending.second) is not None:
+            self._put_off = self._put_off or threading.Event()
             _in_turn((self._key, 2), Pending(pending.works).complete, lambda: self._begin(second()), self._fail)
+            return
+        self._pending = pending
+        if self._put_off is not None:
+            self._put_off.set()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
-        self._under_way.set()
+        if self._put_off is not None:
+            self._put_off.set()
+
+    def _is_under_way(self, timeout: float | None = 0) -> bool:
+        """Whether its last transfers have begun, or it has failed, after waiting for that for `timeout` seconds."""
+        return self._put_off is None or self._put_off.wait(timeout)
 
     def _ends_at_once(self) -> bool:
         """Whether nothing needs to be waited for any more; then it has ended."""
         pending = self._pending
-        if not self._under_way.is_set() or self._failure is not None or (pending is not None and pending.works):
+        if not self._is_under_way() or self._failure is not None or (pending is not None and pending.works):
             return False
         self.complete()
         return True
 
     def complete(self) -> None:
         """Wait for its end. Raises what a transfer raised."""
-        self._under_way.wait()
+        self._is_under_way(timeout=None)
         with self._lock:
             pending, self._pending = self._pending, None
             if self._failure is None and pending is not None:
@@ -76,7 +87,7 @@ class Transfer:
     def abandon(self, timeout: timedelta) -> None:
         """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""
         deadline = time.monotonic() + timeout.total_seconds()
-        if not self._under_way.wait(timeout.total_seconds()):
+        if not self._is_under_way(timeout.total_seconds()):
             return
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             return
@@ -136,14 +147,10 @@ _turns_lock = threading.Lock()
 def _in_turn(
     key: Hashable, needs: Callable[[], None] | None, start: Callable[[], None], fail: Callable[[BaseException], None]
 ) -> None:
-    """`start()` now, or on the crew when `needs()` has returned and all earlier ones of the key have started."""
+    """`start()` on the crew when `needs()` has returned and all earlier ones of the key have started."""
     with _turns_lock:
         before = _turns.get(key)
-        if needs is not None or before is not None:
-            mine = _turns[key] = threading.Event()
-    if needs is None and before is None:
-        start()
-        return
+        mine = _turns[key] = threading.Event()
 
     def job() -> None:
         try:

@@ -1,3 +1,4 @@
 """Tensors that tell the truth about their cuts."""
 
+from weft.dtensor import placements as placements  # what they say of themselves
 from weft.dtensor import rules as rules  # by which their operators run

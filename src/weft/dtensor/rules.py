@@ -17,7 +17,6 @@ above these rules.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -49,10 +48,16 @@ def run(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     """The operator `func` on arguments among which are ruled tensors; `types`: the classes of its tensors."""
     if ShardedView in types:
         return _on_views(func, args, kwargs)
-    return rule_of(func)(func, args, kwargs)
+    rule = _known.get(func._op)
+    if rule is None:
+        rule = _known[func._op] = rule_of(func)
+    return rule(func, args, kwargs)
 
 
-@cache
+_known: dict[Any, Callable[[Any, tuple, dict], Any]] = {}
+"""The rules of operators that have been met; operators themselves are slow to look up."""
+
+
 def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
     """The function that runs operator `func`, given it and its arguments."""
     name = func._schema.name
@@ -85,7 +90,9 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
     if torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable:
         return _fill_randomly
     if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
-        return _local
+        if not func._schema.is_mutable:
+            return _element_wise
+        return _in_place if func._schema.arguments[0].is_write else _local
     return _view if is_view(func) else _on_owner
 
 
@@ -109,6 +116,40 @@ def _changed(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 def _wrote(tensors: Iterable[DTensor]) -> None:
     """Say that the local parts of `tensors` have changed."""
     torch.autograd.graph.increment_version([tensor._local_tensor for tensor in tensors])
+
+
+def _parts(args: tuple, kwargs: dict) -> list[Any] | None:
+    """The short way of `_local`: the parts of operands that all are scalars or of one spec; None where they are not.
+
+    So are those of what torch's optimizers do to each parameter by itself.
+    """
+    first = args[0]
+    if type(first) is not UnevenDTensor or (kwargs and any(isinstance(each, torch.Tensor) for each in kwargs.values())):
+        return None
+    spec, cuts, mine = first._spec, first._cuts, []
+    for each in args:
+        if type(each) is UnevenDTensor:
+            if each._spec is not spec or each._cuts is not cuts:
+                return None
+            each = each._local_tensor
+        elif isinstance(each, torch.Tensor):
+            return None
+        mine.append(each)
+    return mine
+
+
+def _in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    mine = _parts(args, kwargs)
+    if mine is None:
+        return _local(func, args, kwargs)
+    func._op(*mine, **kwargs)
+    torch._C._increment_version([mine[0]])
+    return args[0]
+
+
+def _element_wise(func: Any, args: tuple, kwargs: dict) -> Any:
+    mine = _parts(args, kwargs) if not kwargs else None  # a dtype, a memory format
+    return _local(func, args, kwargs) if mine is None else args[0].like(func._op(*mine))
 
 
 def _local(func: Any, args: tuple, kwargs: dict) -> Any:

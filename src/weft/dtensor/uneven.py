@@ -36,6 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.comm import collectives
 from weft.comm.groups import group_of
 from weft.layout.cuts import Cuts
+from weft.mesh import position_on
+
+
+def spec_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """What a DTensor of this global shape knows of itself."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 class RuledDTensor(DTensor):
@@ -86,8 +94,7 @@ class UnevenDTensor(RuledDTensor):
         """The tensor whose part on this rank is `local`; `shape`: where `cuts` are those of a slice, the whole one."""
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
-        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
-        return cls._wrap(local, spec, cuts, requires_grad)
+        return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), cuts, requires_grad)
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool = False) -> "UnevenDTensor":
@@ -100,8 +107,7 @@ class UnevenDTensor(RuledDTensor):
         """The tensor with this one's cuts and other values."""
         spec = self._spec
         if local.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
-            meta = TensorMeta(spec.shape, spec.stride, local.dtype)
-            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+            spec = spec_of(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype)
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
@@ -113,9 +119,7 @@ class UnevenDTensor(RuledDTensor):
         if local is None:
             empty = torch.empty(0, dtype=meta.dtype, device=self._local_tensor.device)
             local = cuts.shaped(empty, self.part)
-        spec = DTensorSpec(
-            self._spec.mesh, self._spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype)
-        )
+        spec = spec_of(self._spec.mesh, self._spec.placements, meta.shape, meta.stride(), meta.dtype)
         return UnevenDTensor._wrap(local, spec, cuts)
 
     @property
@@ -138,10 +142,7 @@ class UnevenDTensor(RuledDTensor):
     @property
     def part(self) -> int:
         """Which part of the cuts lies on this rank."""
-        mesh, part = self._spec.mesh, 0
-        for axis in self._cuts.axes:
-            part = part * mesh.size(axis) + mesh.get_local_rank(axis)
-        return part
+        return position_on(self._spec.mesh, self._cuts.axes)
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         """All-reduce a small tensor, in place, over the ranks that hold other elements."""

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from weft.dtensor.uneven import RuledDTensor, UnevenDTensor
+from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, spec_of
 
 
 class Step(NamedTuple):
@@ -44,8 +43,7 @@ class ShardedView(RuledDTensor):
     def make(cls, parent: UnevenDTensor, steps: tuple[Step, ...], meta: torch.Tensor) -> "ShardedView":
         """The view of `parent` that `steps` lead to; `meta`: one of its shape, strides and dtype."""
         mesh = parent._spec.mesh
-        tensor_meta = TensorMeta(meta.shape, meta.stride(), meta.dtype)
-        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=tensor_meta)
+        spec = spec_of(mesh, (Replicate(),) * mesh.ndim, meta.shape, meta.stride(), meta.dtype)
         nothing = torch.empty(0, dtype=meta.dtype, device=parent._local_tensor.device)
         made = cls(nothing, spec, requires_grad=False)  # type: ignore[call-arg]
         made._parent, made._steps = parent, steps

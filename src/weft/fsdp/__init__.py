@@ -24,9 +24,9 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 `runtime/passes.py`: a table each.
 """
 
-from weft.dtensor import state_dict
+from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp import autograd
+from weft.fsdp import autograd, composition
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import (
     Nonfinite,
@@ -43,17 +43,21 @@ from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
+from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
+placements.install()
 state_dict.install()
 autograd.install()
+composition.install()
 
 __all__ = [
     "BlockAtomic",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DropIn",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "Nonfinite",
@@ -66,6 +70,7 @@ __all__ = [
     "check_views",
     "UnshardHandle",
     "describe",
+    "drop_in",
     "find_nonfinite",
     "fully_shard",
     "keep_dtype",

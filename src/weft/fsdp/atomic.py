@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -25,16 +26,24 @@ class BlockAtomic:
             raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
 
 
-def granularity_of(
-    parameter: nn.Parameter, name: str, placement_fn: Callable[[nn.Parameter], Any] | None
-) -> tuple[int, int]:
-    """Between how many elements of `parameter` a cut is never made, and the dimension that is cut.
+def choice_of(
+    parameter: nn.Parameter, placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
+) -> tuple[Any, DeviceMesh]:
+    """What `placement_fn` says of `parameter`, and the mesh over which it is sharded: that of torch's
+    `ShardPlacementResult`, or `mesh`."""
+    choice: Any = placement_fn(parameter) if placement_fn is not None else None
+    if choice is not None and hasattr(choice, "mesh_info") and hasattr(choice, "placement"):
+        return choice.placement, choice.mesh_info.mesh if choice.mesh_info is not None else mesh
+    return choice, mesh
+
+
+def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
+    """Between how many elements of `parameter` a cut is never made, and the dimension that is cut, by its `choice`.
 
     Of a parameter that tensor parallelism has placed, it is this rank's slice that is cut.
 
     Raises ValueError for a placement that weft has no cuts for, or that does not fit the parameter.
     """
-    choice = placement_fn(parameter) if placement_fn is not None else None
     if choice is None or choice == Shard(0):
         return 1, 0
     shape = tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
@@ -60,5 +69,5 @@ def granularity_of(
         return choice.rows * math.prod(shape[1:]), 0
     raise ValueError(
         f"shard_placement_fn returned {choice!r} for parameter {name!r}: choose None or Shard(dim), "
-        "weft.TensorAtomic() or weft.BlockAtomic(rows); a mesh of its own is an argument of fully_shard on its module"
+        "weft.TensorAtomic() or weft.BlockAtomic(rows), or torch's ShardPlacementResult for a mesh of its own"
     )

@@ -18,16 +18,17 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from weft.fsdp.gradients.direct import home_of
 
 _numbers = itertools.count(1_000_000_000)
-_groups: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_gone_versions: "weakref.WeakValueDictionary[int, FullParameters]" = weakref.WeakValueDictionary()
 _REFUSAL = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version", re.DOTALL)
 
 behind_classes = torch._C.DisableTorchFunctionSubclass
@@ -45,6 +46,65 @@ class WeightsWritten(RuntimeError):
 # --- weights that have gone -------------------------------------------------------------------------------------------
 
 
+class FullParameters:
+    """The full parameters of one group as autograd sees them.
+
+    `copies`: whether what is written to them does not arrive in the main weights. `version`: of the main weights.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
+        self._parameters = tuple(parameters)
+        self._copies = copies
+        self._version = version
+        self._versions = tuple(parameter._version for parameter in parameters)
+        """As autograd was told; another one is a write of somebody else."""
+        self._gone = next(_numbers)
+        _gone_versions[self._gone] = self
+
+    def come(self, version: int) -> None:
+        """They are here, and the main weights are at `version`: autograd reads only what was saved at that."""
+        moved, self._version = version - self._version, version
+        if self._copies:
+            self._versions = (version,) * len(self._parameters)
+        elif moved:  # their users may write to them, which counts as well
+            self._versions = tuple(parameter._version + moved for parameter in self._parameters)
+        else:
+            return
+        torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions)
+        for parameter in self._parameters:
+            if issubclass(here := type(parameter), _Gone):
+                parameter.__class__ = here.__mro__[2]
+
+    def leave(self) -> None:
+        """Their memory goes."""
+        torch._C._autograd._unsafe_set_version_counter(self._parameters, (self._gone,) * len(self._parameters))
+        for parameter in self._parameters:
+            here = type(parameter)
+            if not issubclass(here, _Gone):
+                if here not in _gone:
+                    _gone[here] = type(f"Gone{here.__name__}", (_Gone, here), {"__slots__": ()})
+                parameter.__class__ = _gone[here]
+
+    def check_unwritten(self) -> None:
+        """Raise WeightsWritten if somebody wrote to copies."""
+        found = tuple(parameter._version for parameter in self._parameters)
+        if self._copies and found != self._versions:
+            now = zip(self._parameters, found, self._versions)
+            names = " and ".join(_name_of(parameter) for parameter, here, told in now if here != told)
+            raise WeightsWritten(
+                f"{names} was written to while it was gathered, in a forward or under unshard(): what is gathered is a "
+                "copy, and the write would be lost. Write to the sharded parameter, outside of forward, with the same "
+                "values on all ranks: with torch.no_grad(): module.weight.clamp_(...)"
+            )
+
+    def named(self, shape: tuple[int, ...]) -> str:
+        """Those of this shape, or its transpose, and their unit."""
+        homes = [home_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
+        names = [repr(group.slots[number].name) for _, group, number in filter(None, homes)]
+        home = home_of(self._parameters[0])
+        return f"{' or '.join(names) or 'weights'} of {home[0] if home else 'a model that has gone'}"
+
+
 class _Gone:
     """Of parameters whose memory has gone: says so when one computes with them."""
 
@@ -56,7 +116,7 @@ class _Gone:
             name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
             if name in _HARMLESS or attribute in _HARMLESS or (name, attribute) == ("__set__", "data"):
                 return func(*args, **(kwargs or {}))
-            parameter = next(each for each in _flat((args, kwargs or {})) if isinstance(each, _Gone))
+            parameter = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Gone))
             raise WeightsGone(
                 f"{_name_of(parameter)} is read after its gathered weights went: it was kept from a forward, or from "
                 "unshard(). Read it there and keep what you compute, ask the module for it again, which has the "
@@ -80,58 +140,12 @@ _HARMLESS = frozenset(
 _gone: dict[type, type] = {}
 
 
-def leave(parameters: Sequence[nn.Parameter], version: int) -> None:
-    """The memory of `parameters` goes; `version`: one of `version_when_gone`."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))
-    for parameter in parameters:
-        here = type(parameter)
-        if not issubclass(here, _Gone):
-            if here not in _gone:
-                _gone[here] = type(f"Gone{here.__name__}", (_Gone, here), {"__slots__": ()})
-            parameter.__class__ = _gone[here]
-
-
-def come(parameters: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
-    """`parameters` are here; autograd reads what was saved from them at these versions."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple(versions))
-    for parameter in parameters:
-        if issubclass(here := type(parameter), _Gone):
-            parameter.__class__ = here.__mro__[2]
-
-
-def version_when_gone(group: Any) -> int:
-    """The version of the full parameters of `group`, a `ParameterGroup`, while they are not here."""
-    version = next(_numbers)
-    _groups[version] = group
-    return version
-
-
-def written(parameters: Sequence[nn.Parameter]) -> WeightsWritten:
-    """The error for full parameters to which somebody wrote."""
-    names = " and ".join(_name_of(parameter) for parameter in parameters)
-    return WeightsWritten(
-        f"{names} was written to while it was gathered, in a forward or under unshard(): what is gathered is a copy, "
-        "and the write would be lost. Write to the sharded parameter, outside of forward, with the same values on all "
-        "ranks: with torch.no_grad(): module.weight.clamp_(...)"
-    )
-
-
 def _name_of(parameter: Any) -> str:
     home = home_of(parameter)
     if home is None:
         return "a parameter of a model that has gone"
     unit, group, number = home
     return f"{group.slots[number].name!r} of {unit}"
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        yield from _flat(tuple(value.values()))
-    else:
-        yield value
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -186,14 +200,12 @@ def _not_in_graph(parameter: nn.Parameter) -> RuntimeError:
 def _explained(refusal: str) -> str:
     """What a refusal of autograd means, "" if it is about something else."""
     found = _REFUSAL.search(refusal)
-    group = _groups.get(int(found[2])) if found else None
-    if found is None or group is None:
+    gone = _gone_versions.get(int(found[2])) if found else None
+    if found is None or gone is None:
         return ""
     shape = tuple(int(size) for size in found[1].split(", ") if size)
-    alike = [slot.name for slot, p in zip(group.slots, group.full_parameters) if shape in (p.shape, p.shape[::-1])]
     return (
-        f"backward reads {' or '.join(map(repr, alike)) or 'weights'} of {group.owner()} after its weights went: it "
-        "came in by a tensor that forward did not return, such as one that was kept on a module or captured by a hook. "
-        "Return that tensor too, in whatever structure, or let the unit keep its weights until backward: "
-        "fully_shard(..., reshard_after_forward=False)"
+        f"backward reads {gone.named(shape)} after its weights went: it came in by a tensor that forward did not "
+        "return, such as one that was kept on a module or captured by a hook. Return that tensor too, in whatever "
+        "structure, or let the unit keep its weights until backward: fully_shard(..., reshard_after_forward=False)"
     )

@@ -13,14 +13,18 @@ ranks take rank 0's values, whatever state their random generators were in.
 
 What is on a real device already, such as weights that were loaded with `assign=True`, keeps its values: the fillers see
 copies of it, one module's at a time. What a filler leaves as it was is an error and never garbage: the memory is empty
-in a way that can be seen.
+in a way that can be seen, see `weft.memory.blank`.
 
-    dtype                                  empty memory holds            not filled, if it is left in
-    -------------------------------------  ----------------------------  -----------------------------------
-    floating but float8, complex           NaN, with every bit set       any element
-    bool                                   neither False nor True        any element
-    integers of 32 and 64 bits             a number that nobody chooses  any element
-    few values: int8, int16, float8        bytes as in the others        all elements, if of 8 bytes or more
+Modules without `reset_parameters()` fill what they own later, sharded, as their model's own `init_weights()` or a state
+dict does: until then their parameters are visibly empty parts, their buffers stay on the meta device, and the first
+pass refuses what is still empty.
+
+    torch.distributed.fsdp                weft
+    ------------------------------------  -------------------------------------------------------------------------
+    fully_shard on the meta device        fills what has reset_parameters(), takes memory for the shards of the rest
+    model.to_empty(device=...)            changes no parameter; buffers get memory
+    model.init_weights()                  writes to the shards
+    load_state_dict(..., assign=True)     copies into the shards, assigns buffers
 
 A tied parameter is filled once, by the first module that can. One that tensor parallelism has placed is filled whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices by themselves, as experts do, says
@@ -39,6 +43,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
 from weft.fsdp.group import Slot
+from weft.memory.blank import blank_storage, has_blank
 
 
 def materialize(
@@ -51,19 +56,23 @@ def materialize(
 
     `modules`: with what their parameters' names begin with. `slots`: the parameters that are to have values, each with
     its owners. `groups`: of the mesh axes. Returns, by the parameters on the meta device, those that are registered in
-    their place. Raises ValueError for a module that cannot fill what it owns, or does not.
+    their place; what no owner can fill is not among them. Raises ValueError for a module that leaves out what it owns.
     """
     empty = {parameter: slot for parameter, slot in slots.items() if parameter.is_meta}
     buffers = [
         (module, name, buffer)
         for module in modules
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta
+        if buffer is not None and buffer.is_meta and _filler(module) is not None
     ]
     order = _children_first(modules)
-    filled_in = {parameter: _filled_in(slot, order) for parameter, slot in empty.items()}
+    filled_in = {
+        parameter: place
+        for parameter, slot in empty.items()
+        if _filler((place := _filled_in(slot, order))[0]) is not None
+    }
     asked = {module for module, *_ in (*filled_in.values(), *buffers)}
-    fillers = {module: _checked_filler(module) for module in order if module in asked}
+    fillers = {module: filler for module in order if module in asked and (filler := _filler(module)) is not None}
 
     kept = {id(tensor) for module in modules for tensor in _real_tensors(module)}
     real: dict[torch.Tensor, Any] = {}
@@ -85,7 +94,8 @@ def materialize(
             _take_over(where, name, real[tensor])
 
     to_slice = [tensor for tensor in real if isinstance(tensor, DTensor) and not isinstance(real[tensor], DTensor)]
-    everyone = [*groups, *dict.fromkeys(group_of(tensor.device_mesh, 0) for tensor in to_slice)]
+    beyond = [group_of(each.device_mesh, axis) for each in to_slice for axis in range(each.device_mesh.ndim)]
+    everyone = [*groups, *dict.fromkeys(beyond)]
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(_local(filled.detach()), group, "first weights")
@@ -97,10 +107,10 @@ def materialize(
         real[tensor] = _placed(real[tensor], tensor)
     for module, name, buffer in buffers:
         module._buffers[name] = real[buffer]
-    for parameter, slot in empty.items():
+    for parameter in filled_in:
         vars(real[parameter]).update(vars(parameter))
-        slot.register(real[parameter])
-    return {parameter: real[parameter] for parameter in empty}
+        empty[parameter].register(real[parameter])
+    return {parameter: real[parameter] for parameter in filled_in}
 
 
 def bring_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -121,16 +131,6 @@ def _filler(module: nn.Module) -> Callable[[], Any] | None:
         if callable(method := getattr(module, name, None)):
             return method
     return None
-
-
-def _checked_filler(module: nn.Module) -> Callable[[], Any]:
-    filler = _filler(module)
-    if filler is None:
-        raise ValueError(
-            f"{type(module).__name__} owns tensors on the meta device and has no reset_parameters(): give it one "
-            "that fills its parameters and buffers, or build the module on a real device"
-        )
-    return filler
 
 
 def _filled_in(slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, str]:
@@ -163,8 +163,7 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
         memory = torch.empty_like(tensor, device=device)
     else:
         memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    storage = _local(memory).untyped_storage()
-    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_empty_byte(tensor.dtype))
+    blank_storage(_local(memory))
     return memory
 
 
@@ -216,37 +215,12 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
 
 def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: str) -> None:
     """Raise ValueError if `name` of `module`, in its unit `called`, was not filled."""
-    if _has_empty(_local(filled.detach())):
+    if has_blank(_local(filled.detach())):
         raise ValueError(
             f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
             f"{type(module).__name__} left memory of its {name!r} as it was; fill all of it there, or load or build it "
             "on a real device"
         )
-
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COMPARED_AT_ONCE = 1 << 20
-_ENOUGH_TO_TELL = 8
-
-
-def _empty_byte(dtype: torch.dtype) -> int:
-    return 0xFF if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool else 0xA5
-
-
-def _has_empty(tensor: torch.Tensor) -> bool:
-    """Whether memory is left as `_memory_for` made it, as far as the dtype lets see."""
-    dtype = tensor.dtype
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    rows = tensor if tensor.ndim else tensor.unsqueeze(0)
-    word = _WORDS[rows.dtype.itemsize]
-    empty = int.from_bytes(bytes([_empty_byte(dtype)]) * word.itemsize, "little", signed=True)
-    at_once = max(1, _COMPARED_AT_ONCE * len(rows) // max(1, rows.numel()))
-    exact = dtype == torch.bool or dtype.itemsize >= (2 if dtype.is_floating_point or dtype.is_complex else 4)
-    if not exact and tensor.nbytes < _ENOUGH_TO_TELL:
-        return False
-    decide = torch.any if exact else torch.all
-    return bool(decide(torch.stack([decide(part.view(word) == empty) for part in rows.split(at_once)])))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.groups import group_of, host_group
+from weft.comm.groups import exchange_objects, group_of
 from weft.comm.watch.control import agree
 from weft.fsdp.gradients.norms import squared_norms
 from weft.fsdp.group import ParameterGroup
@@ -125,12 +125,11 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """
     found = _nonfinite_here(model)
     groups = _groups_to_all_ranks(model)
-    if not any(agree([bool(found)], [], groups, "search for values that are not finite")[0]):
+    channel = min(group.channel for unit in _units(model) for group in unit.groups)
+    if not any(agree([bool(found)], [], groups, "search for values that are not finite", channel=channel)[0]):
         return []
     for group in groups:
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, found, group=host_group(group))
-        found = [record for part in parts for record in part]
+        found = [record for part in exchange_objects(found, group) for record in part]
     return sorted(dict.fromkeys(found), key=lambda record: record.rank)
 
 

@@ -11,21 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.groups import group_of
-from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
-from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp.atomic import granularity_of
+from weft.dtensor.tensor_parallel import TensorParallel
+from weft.fsdp.assignment import copy_assigned
+from weft.fsdp.atomic import choice_of, granularity_of
 from weft.fsdp.channels import separate_gathers
+from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction import bring_buffers, materialize
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.group import HOOK_NEVER_RUNS, ParameterGroup, Slot
+from weft.fsdp.group import ParameterGroup, Slot
 from weft.fsdp.hooks import HookDriver, drivers_under
-from weft.fsdp.mesh_dims import data_parallel_mesh
+from weft.fsdp.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.module import FSDPModule, attach, checked_factor, kind_of
+from weft.fsdp.parameters import checked_parameter
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype, precision_of
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
+from weft.fsdp.state import state_of
 from weft.fsdp.unit import Unit
 from weft.memory.offload import OffloadPolicy, offload_of
 
@@ -66,7 +69,8 @@ def fully_shard(
             cut over that many neighbours, which backward gathers from; more memory, and no traffic between nodes.
         shard_placement_fn: called with each parameter; may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least), or
-            `Shard(dim)` (cut along another dimension, between its slices, into parts of unequal number if need be).
+            `Shard(dim)` (cut along another dimension, between its slices, into parts of unequal number if need be); or
+            torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter a mesh of its own, as experts need it.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, or `weft.CPUOffloadPolicy`: sharded weights, gradients and optimizer
             state stay in CPU memory; or torch's.
@@ -93,7 +97,9 @@ def fully_shard(
     ignored = _checked_ignored(ignored_params)
     policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
     offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
+    replicas: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
+        replicas = axes_of(dp_mesh_dims)
         if mesh is None:
             raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
         mesh = data_parallel_mesh(mesh, dp_mesh_dims)
@@ -111,19 +117,28 @@ def fully_shard(
     tied = {parameter: _sharded_elsewhere[parameter] for parameter in found if parameter in _sharded_elsewhere}
     _refuse_outside_in(modules, found, tied)
     own = {parameter: slot for parameter, slot in found.items() if parameter not in tied}
+    choices = {parameter: choice_of(parameter, shard_placement_fn, mesh) for parameter in own}
+    meshes = {parameter: _own_mesh(each, mesh, reshard_after_forward) for parameter, (_, each) in choices.items()}
     parallel = {
-        parameter: _checked_parameter(parameter, mesh, device, f"parameter {slot.name!r} of {kind_of(modules[0])}")
+        parameter: checked_parameter(
+            parameter, meshes[parameter], device, f"parameter {slot.name!r} of {kind_of(modules[0])}", replicas
+        )
         for parameter, slot in own.items()
     }
-    real = materialize(owners, own, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
+    real: dict[nn.Parameter, Any] = {}
+    for each in dict.fromkeys([mesh, *meshes.values()]):
+        here = {parameter: slot for parameter, slot in own.items() if meshes[parameter] == each}
+        real |= materialize(owners, here, device, [group_of(each, axis) for axis in range(each.ndim)])
     bring_buffers(owners, device)
 
-    kinds = _by_kind(own, parallel, policy)
+    kinds = _by_kind(own, parallel, meshes, policy)
     groups = []
     for recipe, members in kinds:
         slots, values = [own[p] for p in members], [real.get(p, p) for p in members]
-        cutting = [granularity_of(p, slot.name, shard_placement_fn) for p, slot in zip(members, slots)]
-        plan = GroupPlan.of(values, cutting, mesh, placements, recipe, device, offload)
+        cutting = [granularity_of(p, slot.name, choices[p][0]) for p, slot in zip(members, slots)]
+        over = meshes[members[0]]
+        where = placements_of(strategy, outer_strategy, over.ndim)
+        plan = GroupPlan.of(values, cutting, over, where, recipe, device, offload)
         spread, passing = [parallel[p] for p in members], [p in real for p in members]
         groups.append(ParameterGroup(plan, slots, values, spread, passing))
     unit = Unit(
@@ -149,11 +164,17 @@ def fully_shard(
         inner.come_under(driver)
     for one in modules:
         attach(one, unit, driver)
+    for owner in owners:
+        if any(parameter is not None for parameter in owner._parameters.values()):
+            owner.register_load_state_dict_pre_hook(copy_assigned)
     _name_units(modules)
     if driver.options.separate_all_gather_group:
         all_groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
         separate_gathers([each for group in all_groups for each in group.groups])
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _checked_modules(module: Any) -> list[nn.Module]:
@@ -273,6 +294,20 @@ def _checked_mesh(mesh: DeviceMesh | None, modules: list[nn.Module]) -> DeviceMe
     return mesh
 
 
+def _own_mesh(own: DeviceMesh, mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> DeviceMesh:
+    """`own`, which a parameter has in place of `mesh`, if that goes together with the other arguments."""
+    if own is mesh or own == mesh:
+        return mesh
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} where shard_placement_fn gives parameters a mesh of their "
+            "own: choose True, False or None, or shard their module by a call of its own"
+        )
+    if own.device_type != mesh.device_type:
+        raise ValueError(f"shard_placement_fn returned a mesh of {own.device_type} beside one of {mesh.device_type}")
+    return _checked_mesh(own, [])
+
+
 def _default_device_type(modules: list[nn.Module]) -> str:
     """Where the parameters are; for those in CPU memory or nowhere yet, what the process group is for."""
     first = next((parameter for module in modules for parameter in module.parameters()), None)
@@ -312,6 +347,7 @@ def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
                 f"{name.removesuffix('.') or 'the module itself'} is a {type(module).__name__} of torch.jit, whose "
                 "parameters cannot be exchanged: shard the module that it was made from, and use torch.compile"
             )
+        refuse_foreign(module, name)
         names[module] = name
         children = [(child, f"{name}{key}.") for key, child in module._modules.items() if child is not None]
         ahead.extend(reversed(children))
@@ -332,30 +368,16 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
 def _by_kind(
     parameters: Iterable[nn.Parameter],
     parallel: Mapping[nn.Parameter, TensorParallel | None],
+    meshes: Mapping[nn.Parameter, DeviceMesh],
     policy: MixedPrecisionPolicy,
 ) -> list[tuple[Recipe, list[nn.Parameter]]]:
-    """What becomes one group each: equal dtypes and `requires_grad`, those with tensor-parallel slices first."""
-    kinds: dict[tuple[torch.dtype, Recipe, bool], list[nn.Parameter]] = {}
+    """What becomes one group each: equal mesh, dtypes and `requires_grad`, those with tensor-parallel slices first."""
+    kinds: dict[tuple[DeviceMesh, torch.dtype, Recipe, bool], list[nn.Parameter]] = {}
     for parameter in sorted(parameters, key=lambda p: not ((tp := parallel[p]) and tp.is_spread)):
         recipe = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter))
-        kinds.setdefault((parameter.dtype, recipe, parameter.requires_grad), []).append(parameter)
-    return [(recipe, members) for (_, recipe, _), members in kinds.items()]
-
-
-def _checked_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str
-) -> TensorParallel | None:
-    """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it."""
-    if isinstance(parameter, UnevenDTensor):
-        raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
-    if parameter._backward_hooks:
-        raise ValueError(f"{where}: {HOOK_NEVER_RUNS}")
-    if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
-        raise ValueError(
-            f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "
-            "the CPU before fully_shard"
-        )
-    return tensor_parallel_of(parameter, mesh, where)
+        key = (meshes[parameter], parameter.dtype, recipe, parameter.requires_grad)
+        kinds.setdefault(key, []).append(parameter)
+    return [(recipe, members) for (_, _, recipe, _), members in kinds.items()]
 
 
 def _name_units(modules: list[nn.Module]) -> None:

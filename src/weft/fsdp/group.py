@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,12 @@ from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
-from weft.fsdp.autograd import behind_classes, come, leave, version_when_gone, written
+from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
+from weft.memory.blank import has_blank
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
@@ -76,17 +77,6 @@ class Slot:
         self.register(self.there)
 
 
-class Owner(Protocol):
-    """What a group asks its unit."""
-
-    calls: "weakref.WeakSet[Any]"
-
-    @property
-    def computes(self) -> bool:
-        """Whether the full weights are being computed with."""
-        ...
-
-
 class ParameterGroup:
     """Flat buffers of parameters that are gathered, reduced and updated as one."""
 
@@ -100,6 +90,7 @@ class ParameterGroup:
     ) -> None:
         """`parameters`: the unsharded ones, whose values are taken. `tensor_parallel`: where the slices of each lie;
         those that have slices come first. `passing`: of which nobody needs the memory once the values are copied."""
+        self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload = plan.device, plan.home, plan.offload
@@ -114,8 +105,9 @@ class ParameterGroup:
         self._staging = self._make_staging()
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
-        self._pieces: dict[int, PostForwardPiece] = {}
         self.full, self.transient = self._make_full()
+        self.transients = [each for each in (self.transient, self._staging) if each is not None]
+        """The memory that comes and goes with the gathered weights."""
         self.full_parameters = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
             nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
@@ -123,12 +115,10 @@ class ParameterGroup:
                 FlatBuffer(self.layout, self.mesh, plan.whole, self.full.local).views(), self.tensor_parallel
             )
         ]
-        self._fulls = tuple(self.full_parameters)
-        self._gone = version_when_gone(self)
-        self._told = self.version
-        """The version of the main weights when autograd was last told of it."""
-        self._versions = [0] * len(self._fulls)
-        """Of the full parameters, as autograd was told; another one is a write of somebody else."""
+        apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
+        self.fulls = FullParameters(
+            self.full_parameters, copies=apart or self.transient is not None, version=self.version
+        )
         if self.transient is not None:
             self.transient.settle()
         self.sharded_parameters = [
@@ -144,8 +134,10 @@ class ParameterGroup:
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
         if self.transient is not None:
-            leave(self._fulls, self._gone)
-        self.gradients = GroupGradients(plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel)
+            self.fulls.leave()
+        self.gradients = GroupGradients(
+            plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
+        )
         self.channel = next_channel(self.groups[-1])
         """Keeps its messages apart from those of other groups."""
         self._gathered_from: int | None = None
@@ -154,7 +146,8 @@ class ParameterGroup:
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
         self._equalize()
-        self.owner: Callable[[], Owner | None] = lambda: None
+        self._unfilled = [number for number, each in enumerate(slices) if each.is_meta]
+        """The parameters whose first values are still to come."""
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -174,29 +167,30 @@ class ParameterGroup:
         """Where offloaded weights land before they are cast."""
         if self.offload is None or self.recipe.main == self.recipe.compute:
             return None
-        staging = Transient(self.main_weight.local.numel(), self.recipe.main, self.device)
-        staging.settle()
-        return staging
+        numel, describe = self.main_weight.local.numel(), self._ours("uploaded weights")
+        return Transient(numel, self.recipe.main, self.device, describe=describe)
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
         """The full weights, and their memory if it comes and goes."""
         if not self.model_weight.axes or self.layout.shards == 1:
             return self.model_weight, None
-        transient = Transient(self.layout.numel, self.recipe.compute, self.device)
+        describe = self._ours("the gathered weights")
+        transient = Transient(self.layout.numel, self.recipe.compute, self.device, describe=describe, filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
-    def belong_to(self, owner: Owner) -> None:
-        """Be a group of `owner`, known to its buffers only weakly, or neither would go without the collector."""
+    def belong_to(self, owner: Any) -> None:
+        """Be a group of `owner`, known only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
-        self.gradients.call(lambda: f"the gradients of {ref()}")
-        if self._staging is not None:
-            self._staging.describe = lambda: f"uploaded weights of {ref()}"
         if self.transient is not None:
             follow = weakref.WeakMethod(self._follow)
             self.transient.on_move = lambda full: (follow() or _ignore)(full)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
             self.transient.make_way = lambda: not ((unit := ref()) and unit.computes)
-            self.transient.describe = lambda: f"the gathered weights of {ref()}"
+
+    def _ours(self, what: str) -> Callable[[], str]:
+        """What errors call `what` of the unit; known to its buffers only weakly too."""
+        myself = weakref.ref(self)
+        return lambda: f"{what} of {(group := myself()) and group.owner()}"
 
     def _follow(self, full: torch.Tensor) -> None:
         """The gathered weights have moved: the full parameters are views of the new place."""
@@ -214,33 +208,32 @@ class ParameterGroup:
             if axis not in self.main_weight.axes and group.size() > 1:
                 collectives.broadcast(self.main_weight.local, group)
 
+    def check_filled(self) -> None:
+        """Raise ValueError, on every rank, if a parameter from the meta device has no values yet. Collective, until all
+        have; then replicas are made alike, whatever each has filled them with."""
+        if not self._unfilled:
+            return
+        missing = torch.tensor([int(has_blank(self.main_weight.views()[number])) for number in self._unfilled])
+        missing = missing.to(self.device)
+        slices = dict.fromkeys(group_of(each.spec.mesh, 0) for each in self.tensor_parallel if each is not None)
+        for group in (*self.groups, *slices):
+            collectives.reduce_now(missing, dist.ReduceOp.MAX, group, "whether weights have values")
+        if names := [self.slots[number].name for number, empty in zip(self._unfilled, missing.tolist()) if empty]:
+            raise ValueError(
+                f"{self.owner()} is used before its parameters {', '.join(map(repr, names))} have values: they were on "
+                "the meta device when they were sharded, in modules without reset_parameters(). Call "
+                "model.to_empty(device=...) and the model's own initialisation, such as init_weights(), or load a "
+                "state dict, before the first pass"
+            )
+        self._unfilled = []
+        self._equalize()
+
     # --- weights --------------------------------------------------------------------------------------------------
 
     @cached_property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of memory that a gather takes, 0 where the full weights stay."""
-        return self.transient.nbytes if self.transient is not None else 0
-
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` begins in the memory of the full weights."""
-        start = self.full.local.data_ptr()
-        return start <= tensor.data_ptr() < start + self.full.local.nbytes
-
-    @property
-    def moves(self) -> int:
-        """How often the gathered weights have moved."""
-        return self.transient.moves if self.transient is not None else 0
-
-    @property
-    def transients(self) -> list[Transient]:
-        """The memory that comes and goes with the gathered weights."""
-        pieces = [piece.transient for piece in self._pieces.values()]
-        return [each for each in (self.transient, self._staging, *pieces) if each is not None]
 
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
@@ -343,17 +336,17 @@ class ParameterGroup:
         if upload is not None:
             upload.synchronize()
 
-    def leave_pieces(self, size: int | None) -> None:
+    def leave_piece(self, size: int | None) -> None:
         """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
 
-        The first time for a size it is collective over the shard axis.
+        For a size it is collective over the shard axis.
         """
-        if self.transient is not None and size is not None and size not in self._pieces:
+        self.piece = None
+        if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            self._pieces[size] = piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group)
-            owner = self.owner
-            piece.transient.describe = lambda: f"what stays of the weights of {owner()}"
-        self.piece = self._pieces.get(size) if size is not None else None
+            describe = self._ours("what stays of the weights")
+            self.piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group, describe)
+            self.transients.append(self.piece.transient)
 
     def keep_piece(self, channels: Channels) -> None:
         """Keep a piece of the gathered weights, which are here, for the next gather to start from."""
@@ -365,32 +358,12 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         self.drop_piece()
         self._give_staging()
-        self.tell_version()
-
-    def tell_version(self) -> None:
-        """Let autograd read only what was saved from the main weights that there are now."""
-        moved, self._told = self.version - self._told, self.version
-        if moved and not self._is_copy:  # their users may write to them, which counts as well
-            come(self._fulls, [parameter._version + moved for parameter in self._fulls])
-        elif self._is_copy:
-            self._versions = [self.version] * len(self._fulls)
-            come(self._fulls, self._versions)
-
-    def check_unwritten(self) -> None:
-        """Raise WeightsWritten if somebody wrote to the full weights and they are not the main weights themselves."""
-        if self._is_copy and [parameter._version for parameter in self._fulls] != self._versions:
-            raise written([p for p, version in zip(self._fulls, self._versions) if p._version != version])
-
-    @cached_property
-    def _is_copy(self) -> bool:
-        """Whether what is written to the full weights does not arrive in the main weights."""
-        main, full = self.main_weight.local, self.model_weight.local
-        return self.transient is not None or main.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        self.fulls.come(self.version)
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
-            leave(self._fulls, self._gone)
+            self.fulls.leave()
             self.transient.give()
 
     def _take_staging(self, channels: Channels) -> torch.Tensor | None:

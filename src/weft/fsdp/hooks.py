@@ -243,7 +243,7 @@ class HookDriver:
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         finish = _nothing
         if self._call is not None and not self._entered:  # backward ends where forward began
-            (args, kwargs), finish = _marked(self._call, (args, kwargs))
+            args, kwargs, finish = _marked(self._call, args, kwargs)
         self._entered.add(id(module))
         return args, kwargs, finish
 
@@ -316,20 +316,24 @@ def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
     )
 
 
-def _marked(call: ForwardCall, inputs: Any) -> tuple[Any, Callable[[], None]]:
-    """`inputs` with their differentiable tensors passed through the end-of-backward mark, and what gives lists that
+def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
+    """The inputs with their differentiable tensors passed through the end-of-backward mark, and what gives lists that
     were made anew for it what the module has put into them."""
-    tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.requires_grad]
     if not tensors:
-        return inputs, _nothing
+        return args, kwargs, _nothing
     marks = _EndOfBackward.apply(call, *tensors)
     marked = {id(tensor): mark for tensor, mark in zip(tensors, marks)}
     rebuilt: list[tuple[Any, Any]] = []
-    inputs = map_tensors(lambda tensor: marked.get(id(tensor), tensor), inputs, rebuilt=rebuilt)
+
+    def mark(value: Any) -> Any:
+        return map_tensors(lambda tensor: marked.get(id(tensor), tensor), value, rebuilt=rebuilt)
+
+    args, kwargs = tuple(map(mark, args)), {name: mark(value) for name, value in kwargs.items()}
     if not rebuilt:
-        return inputs, _nothing
+        return args, kwargs, _nothing
     original = {id(new): old for old, new in [*zip(tensors, marks), *rebuilt]}
-    return inputs, lambda: give_back(rebuilt, original)
+    return args, kwargs, lambda: give_back(rebuilt, original)
 
 
 def _nothing() -> None:

@@ -34,14 +34,21 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
 
     Raises ValueError for an axis that the mesh does not have.
     """
-    axes = [
-        (names,) if isinstance(names, str) else tuple(names)
-        for names in (dims.replicate, dims.shard)
-        if names is not None
-    ]
+    axes = _names(dims)
     known = mesh.mesh_dim_names or ()
     for name in (name for names in axes for name in names):
         if name not in known:
             raise ValueError(f"dp_mesh_dims names the axis {name!r}: choose of the mesh's axes {known}")
     parts = [mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def axes_of(dims: Any) -> tuple[str, ...]:
+    """All axes that `dims` names."""
+    return tuple(name for names in _names(dims) for name in names)
+
+
+def _names(dims: Any) -> list[tuple[str, ...]]:
+    """Those to replicate over, if any, and those to shard over."""
+    both = [names for names in (dims.replicate, dims.shard) if names is not None]
+    return [(names,) if isinstance(names, str) else tuple(names) for names in both]

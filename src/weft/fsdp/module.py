@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.comm.lanes import on_stream
+from weft.fsdp.composition import enter_registry
 from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
@@ -32,7 +33,8 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict) -> Any:
         raise TypeError(
             f"deepcopy of the sharded {kind_of(self)}: copy the module before fully_shard, "  # type: ignore[arg-type]
-            "or load its state_dict into another sharded one"
+            "or load its state_dict into another sharded one; for averages of its weights copy the parameters, "
+            "{name: copy.deepcopy(p) for name, p in model.named_parameters()}, which are cut as they are"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -152,8 +154,8 @@ class FSDPModule:
         `reduced`: what lies on this rank, flat, in the reduce dtype, averaged; the hook may change it. On a 2-D mesh it
         is reduced over both axes. It runs on the stream of the reduction, or on `stream`.
 
-        Raises TypeError for a hook that cannot be called, ValueError for a stream where the mesh is 2-D: there the
-        outer axis has a stream of its own.
+        On CPU, where everything runs in order, a stream changes nothing. Raises TypeError for a hook that cannot be
+        called, ValueError for a stream where the mesh is 2-D: there the outer axis has a stream of its own.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -161,7 +163,10 @@ class FSDPModule:
         if stream is not None:
             if any(group.mesh.ndim == 2 for group in unit.groups):
                 raise ValueError("set_all_reduce_hook(stream=...) on a 2-D mesh: its reductions have a stream; omit it")
-            hook = on_stream(stream, hook)
+            if unit.device.type != "cpu":
+                hook = on_stream(stream, hook)
+            elif not isinstance(stream, (torch.cpu.Stream, torch.Stream)):
+                raise TypeError(f"set_all_reduce_hook(stream={stream!r}): pass a stream, or leave it out")
         for group in unit.groups:
             group.gradients.hook = hook
 
@@ -290,6 +295,7 @@ def attach(module: nn.Module, unit: Unit, driver: HookDriver) -> None:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     module.__class__ = _classes[cls]
     vars(module).update(_weft_unit=unit, _weft_driver=driver)
+    enter_registry(module)
     module.register_state_dict_pre_hook(_rest_before_state_dict)
     module.register_load_state_dict_pre_hook(_rest_before_load)
 
@@ -365,9 +371,4 @@ def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
 def _rest_before_load(
     module: Any, state_dict: Any, prefix: str, local_metadata: dict, strict: bool, *lists: list
 ) -> None:
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            f"load_state_dict(assign=True) into the sharded {kind_of(module)}: its parameters are views of flat "
-            "buffers, and assignment would replace them; load without assign, which copies"
-        )
     _rest_before_state_dict(module, prefix, False)

@@ -1,6 +1,5 @@
 """How one group of parameters is kept: layout, mesh, placements, dtypes, devices. Fixed when the group is made."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from weft.fsdp.precision import Recipe
 from weft.layout.layout import Layout, plan_layout
 from weft.memory.buffer import FlatBuffer, sharded_axes
 from weft.memory.offload import CPUOffloadPolicy
+from weft.mesh import ranks_over
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class GroupPlan:
         the cuts of each."""
         layout = plan_layout(
             [tuple(each.to_local().shape if isinstance(each, DTensor) else each.shape) for each in tensors],
-            math.prod(mesh.size(axis) for axis in sharded_axes(placements.optimizer)),
+            ranks_over(mesh, sharded_axes(placements.optimizer)),
             itemsize=recipe.smallest_itemsize,
             granularities=[granularity for granularity, _ in cutting],
             dims=[dim for _, dim in cutting],
@@ -61,7 +61,7 @@ class GroupPlan:
 
     def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> FlatBuffer:
         """New memory on the device, with unspecified contents."""
-        local = torch.empty(self._numel(placements), dtype=dtype, device=self.device)
+        local = torch.empty(self.numel(placements), dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, self.mesh, placements, local)
 
     def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
@@ -70,9 +70,10 @@ class GroupPlan:
         if self.offload is None:
             return self.buffer(placements, dtype)
         local = streams.host_memory(
-            self._numel(placements), dtype=dtype, device=self.device, pinned=self.offload.pin_memory
+            self.numel(placements), dtype=dtype, device=self.device, pinned=self.offload.pin_memory
         )
         return FlatBuffer(self.layout, self.mesh, placements, local)
 
-    def _numel(self, placements: tuple[Placement, ...]) -> int:
-        return self.layout.numel // math.prod(self.mesh.size(axis) for axis in sharded_axes(placements))
+    def numel(self, placements: tuple[Placement, ...]) -> int:
+        """How many elements lie on each rank under `placements`."""
+        return self.layout.numel // ranks_over(self.mesh, sharded_axes(placements))

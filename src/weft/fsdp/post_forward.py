@@ -7,6 +7,8 @@ until backward, with 2           ab     cd     ab     cd       half each, cut fr
 backward                         abcd   abcd   abcd   abcd     gathered over two neighbours, on one node if need be
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -18,9 +20,15 @@ from weft.memory.pool import Pool, Transient
 class PostForwardPiece:
     """One of `group.size()` equal pieces of a group's gathered weights, of `numel` elements in all."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.transient = Transient(numel // group.size(), dtype, device)
-        self.transient.settle()
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        describe: Callable[[], str],
+    ) -> None:
+        self.transient = Transient(numel // group.size(), dtype, device, describe=describe)
         self.held = False
         self._group = group
 

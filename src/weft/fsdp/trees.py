@@ -74,6 +74,9 @@ def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
     """The tensors of `value`; `hidden`: those in dataclasses, in attributes of other objects and in sets as well."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
     ahead, known = [value], {id(value): value}
     while ahead:
         value = ahead.pop()

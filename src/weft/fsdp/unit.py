@@ -23,9 +23,9 @@ Gradients have a life of their own, in `weft.fsdp.gradients.group`.
 import enum
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,19 +93,11 @@ RETURNED = Hold("what its evaluation returned", computes=False)
 UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
-class Writer(Protocol):
-    """Where modules that write gradients themselves find the place."""
-
-    def gradient_to_write(self, unit: Any, group: Any, number: int) -> tuple[torch.Tensor, bool]:
-        """The place of parameter `number` of `group`, and whether to add to what is there."""
-        ...
-
-
 _places = itertools.count()
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call. `channels` and `writer`: of the model it belongs to."""
+    """The parameter groups of one `fully_shard` call; `channels` and `gradient_to_write` are of its model."""
 
     def __init__(
         self,
@@ -121,12 +113,15 @@ class Unit:
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
         self.device = device
-        self.gathered_bytes = sum(group.gathered_bytes for group in self.groups)
+        self.gathered = [group.transient for group in self.groups if group.transient is not None]
+        """The memory of the gathered weights."""
+        self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.policy = policy
         self.name = ""
         self.number = 0
         self.channels: Channels | None = None
-        self.writer: Writer | None = None
+        self.gradient_to_write: Callable[[Unit, ParameterGroup, int], tuple[torch.Tensor, bool]] | None = None
+        """Where a module that writes the gradient of a parameter itself puts it, and whether it adds to it."""
         self.place = next(_places)
         """Among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
@@ -196,9 +191,9 @@ class Unit:
         self._arrive()
         self._leaves_pieces = False
         if holder.computes:
-            for group in self.groups:
-                if group.transient is not None and group.transient.place is not None:
-                    self._channels.weights.come_back(group.transient)
+            for each in self.gathered:
+                if each.place is not None:
+                    self._channels.weights.come_back(each)
         self._to("hold")
         self.holders[holder] = None
         if len(self.holders) == 1:
@@ -216,7 +211,7 @@ class Unit:
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
         for group in self.groups:
-            group.check_unwritten()
+            group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
         """Let those of these go that hold the weights."""
@@ -228,10 +223,9 @@ class Unit:
         """Gather weights that are held again, since the main weights have changed."""
         self._to("renew")
         for group in self.groups:
-            group.check_unwritten()
+            group.fulls.check_unwritten()
             group.outdate()
-            if group.transient is not None:
-                group.free()
+            group.free()
         self._gather()
         self._wait()
 
@@ -240,8 +234,8 @@ class Unit:
         there are now. Raises WeightsWritten as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
-                group.check_unwritten()
-                group.tell_version()
+                group.fulls.check_unwritten()
+                group.fulls.come(group.version)
 
     def register(self) -> None:
         """Register what the holders need: full parameters, or the sharded ones if there is no holder."""
@@ -264,7 +258,7 @@ class Unit:
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
         for group in self.groups:
-            group.leave_pieces(size)
+            group.leave_piece(size)
 
     def leave_pieces(self) -> None:
         """The forward is over, and a backward follows: when the memory goes, pieces stay if that is asked for."""
@@ -283,23 +277,18 @@ class Unit:
         self.forget()
         self.free()
 
-    def finish_uploads(self) -> None:
-        """Make the host wait until nobody reads main weights in CPU memory any more."""
-        for group in self.groups:
-            group.finish_upload()
-
     def fits(self, pool: Pool) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        return all(pool.has_room(group.transient) for group in self.groups if group.transient is not None)
+        return all(pool.has_room(each) for each in self.gathered)
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""
-        return any(group.lends(tensor) for group in self.groups if group.transient is not None)
+        return any(each.lends(tensor) for each in self.gathered)
 
     @property
     def moves(self) -> int:
         """How often the gathered weights have moved."""
-        return sum(group.moves for group in self.groups)
+        return sum(each.moves for each in self.gathered)
 
     @property
     def _channels(self) -> Channels:
@@ -358,11 +347,6 @@ class Unit:
         if self._replaced_factor is not None:
             return 1 / self._replaced_factor
         return 1 / (group.mesh.size() * (self._divide_factor or 1))
-
-    def gradient_to_write(self, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
-        """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
-        assert self.writer is not None, f"{self} belongs to no model yet"
-        return self.writer.gradient_to_write(self, group, number)
 
 
 def _is_users(holder: Any) -> bool:

@@ -51,6 +51,20 @@ class Cuts:
         return full[0] if len(full) == 1 and self.parts > 1 else None
 
     @cached_property
+    def is_even(self) -> bool:
+        """Whether all parts, over one axis, are equally many slices along `dim`."""
+        if len(self.axes) != 1 or not self.shape:
+            return False
+        numel = math.prod(self.shape)
+        return self.shape[self.dim] % self.parts == 0 and self.borders == tuple(
+            numel // self.parts * part for part in range(self.parts + 1)
+        )
+
+    def size_of(self, part: int) -> int:
+        """The number of elements of a part."""
+        return self.borders[part + 1] - self.borders[part]
+
+    @cached_property
     def row_dims(self) -> int | None:
         """The first dimension that no cut divides: a part has the shape `[rows, *shape[row_dims:]]`; None: 1-D."""
         for dim in range(1, len(self.shape)):

@@ -4,11 +4,9 @@
     flat buffer   aaaa aaaa|aaaa .... bb bbb|cccccc ........|
                   shard 0   shard 1         shard 2          .  padding,  |  shard border
 
-A layout is plain arithmetic over shapes: it knows nothing of processes or memory. Borders fall where they
-harm least. A tensor prefers to be cut between whole dim-0 rows, then between rows of its trailing dimensions,
-then between single elements: the coarsest cuts whose padding stays within `PREFERENCE` of the data are taken,
-of equally coarse ones those that pad least, and cuts between single elements always fit within one alignment
-unit per shard.
+A layout is plain arithmetic over shapes: it knows nothing of processes or memory. A tensor prefers to be cut between
+whole dim-0 rows, then between rows of its trailing dimensions, then between single elements, which always fit within
+one alignment unit per shard.
 """
 
 import math

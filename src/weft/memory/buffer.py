@@ -13,7 +13,6 @@ On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts 
     outer axis     | piece 0   | piece 1   | piece 0   | piece 1   |
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,8 @@ from weft.comm.lanes import Lane, Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import Cuts, UnevenDTensor
 from weft.layout.layout import Layout
+from weft.memory.blank import blank
+from weft.mesh import position_on, ranks_over
 
 Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
@@ -51,15 +52,12 @@ class FlatBuffer:
     @property
     def pieces(self) -> int:
         """Into how many pieces the layout is cut."""
-        return math.prod(self.mesh.size(axis) for axis in self.axes)
+        return ranks_over(self.mesh, self.axes)
 
     @property
     def index(self) -> int:
         """Which piece lies on this rank."""
-        index = 0
-        for axis in self.axes:
-            index = index * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return index
+        return position_on(self.mesh, self.axes)
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
         """The part of this buffer that lies here under `placements`, which cut it further; a view."""
@@ -110,12 +108,15 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy full tensors in; the padding becomes zero."""
+        """Copy full tensors in, and leave those on the meta device visibly empty; the padding becomes zero."""
         self.local.zero_()
         index = self.index
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)
             start, stop = cuts.borders[index : index + 2]
+            if tensor.is_meta:
+                blank(cuts.flattened(view))
+                continue
             view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
 
     def gather_in_place(

@@ -12,12 +12,10 @@ before the optimizer reads them. On a CPU mesh everything works alike, and saves
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy as _TorchCPUOffloadPolicy
-from torch.distributed.fsdp import OffloadPolicy as _TorchOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from weft.comm import streams
 from weft.comm.lanes import Lane, Ticket
@@ -25,26 +23,11 @@ from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 
 
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Keep everything on the device."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep sharded weights, gradients and optimizer state in CPU memory.
-
-    `pin_memory`: in pages that copies can use while the device computes; False where there is too little such memory.
-    """
-
-    pin_memory: bool = True
-
-
 def offload_of(policy: Any) -> CPUOffloadPolicy | None:
-    """weft's or torch's policy object as weft's, None for none. Raises TypeError for anything else."""
-    if isinstance(policy, (CPUOffloadPolicy, _TorchCPUOffloadPolicy)):
-        return CPUOffloadPolicy(policy.pin_memory)
-    if isinstance(policy, (OffloadPolicy, _TorchOffloadPolicy)):
+    """The policy where something is to be offloaded, else None. Raises TypeError for what is no policy."""
+    if isinstance(policy, CPUOffloadPolicy):
+        return CPUOffloadPolicy(policy.pin_memory)  # as it is now: torch's can be changed
+    if isinstance(policy, OffloadPolicy):
         return None
     raise TypeError(f"offload_policy={policy!r}: pass weft.OffloadPolicy(), weft.CPUOffloadPolicy() or torch's")
 
@@ -59,9 +42,10 @@ class GradientDownload:
         self._main_grad = main_grad
         self._policy = policy
         self._device = device
-        self._strip = Transient(main_grad.local.numel(), main_grad.local.dtype, device)
-        self._strip.describe = lambda: f"{describe()} before their download"
-        self._strip.settle()
+        local = main_grad.local
+        self._strip = Transient(
+            local.numel(), local.dtype, device, describe=lambda: f"{describe()} before their download"
+        )
         self._more: torch.Tensor | None = None
         self._arriving: Ticket | None = None
         self._adds = False

@@ -37,7 +37,8 @@ class Transient:
 
     Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
     `is_fixed`: whether such views are in use, so that it must not move. `make_way`: whether nobody computes with it, so
-    that it may move out for a while.
+    that it may move out for a while. `describe`: what errors call it. `filled`: born with memory, which torch wants for
+    making such views; `settle` ends that.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Transient:
         on_move: Callable[[torch.Tensor], None] = lambda tensor: None,
         is_fixed: Callable[[], bool] = lambda: False,
         make_way: Callable[[], bool] = lambda: False,
+        describe: Callable[[], str] = lambda: "a buffer",
+        filled: bool = False,
     ) -> None:
         self.own = torch.empty(numel, dtype=dtype, device=device)
         self.tensor = self.own
@@ -56,22 +59,28 @@ class Transient:
         self.on_move = on_move
         self.is_fixed = is_fixed
         self.make_way = make_way
-        self.describe: Callable[[], str] = lambda: "a buffer"
-        """What errors call it."""
+        self.describe = describe
         self.moves = 0
         self.pool: Callable[[], Pool | None] = lambda: None
         """That has given it memory; known weakly, as the pool knows its tenants."""
         self.place: torch.Tensor | None = None
         """Where views of it are valid, while it has moved out of there."""
+        if not filled:
+            self.settle()
 
     def settle(self) -> None:
-        """The first views are made, for which torch wants memory; give it back until the first take."""
+        """Have no memory until the first take."""
         self.own.untyped_storage().resize_(0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
         """Live in `tensor` from now on."""
         self.tensor = tensor
         self.on_move(tensor)
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` begins in its memory."""
+        start = self.tensor.data_ptr()
+        return start <= tensor.data_ptr() < start + self.nbytes
 
     def give(self) -> None:
         """Give the memory back to the pool that it is from, if it has any."""

@@ -45,6 +45,10 @@ class HybridConfig:
     """Norms of queries and keys of `*` before rotation: "none", over each "head", or "full", over all heads."""
     sliding_window: int | None = None
     """How many positions one position of `*` sees, itself included; None: all before."""
+    windowed: tuple[int, ...] | None = None
+    """Which layers `*` of a part have that window, counted from 0; None: all."""
+    attention_sinks: bool = False
+    """Whether each head of `*` has a learned score that takes part in the softmax and gives nothing."""
     rope_theta: float = 10000.0
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     partial_rotary_factor: float = 1.0
@@ -91,6 +95,8 @@ class HybridConfig:
     """What no step of `M` exceeds; None: no such limit."""
     chunk_size: int = 128
     """Positions that `M` computes at once; changes rounding and speed only."""
+    mamba_kernel: str = "auto"
+    """What computes the state space of `M`: "mamba_ssm", "torch", or "auto", the first where it runs."""
 
     linear_num_key_heads: int = 4
     """Key heads of `G`."""
@@ -102,11 +108,14 @@ class HybridConfig:
     """Width of a value head of `G`."""
     linear_conv_kernel_dim: int = 4
     """Positions that the convolution of `G` sees."""
+    delta_kernel: str = "auto"
+    """What computes the delta rule of `G`: "fla", "torch", or "auto", the first where it runs."""
 
     intermediate_size: int = 256
     """Inner width of `-`."""
     hidden_act: str = "silu"
-    """Kind of all MLPs: "silu", with a gate (SwiGLU), or "relu2", squared ReLU without one."""
+    """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, or "relu2", squared
+    ReLU without one."""
     mlp_bias: bool = False
     """Whether projections of `-`, of the shared expert and of the latent of `E` have a bias."""
 
@@ -122,6 +131,10 @@ class HybridConfig:
     """Inner width of the expert that every token visits; 0: none."""
     shared_expert_gate: bool = False
     """Whether a sigmoid, one number per token, multiplies what that expert gives."""
+    experts_bias: bool = False
+    """Whether the projections of the experts have a bias."""
+    router_bias: bool = False
+    """Whether the router's logits have a learned bias."""
     router_score: str = "softmax"
     """How router logits become scores: "softmax" or "sigmoid"."""
     norm_topk_prob: bool = True
@@ -149,6 +162,12 @@ class HybridConfig:
     """A token whose embedding gets no gradient; None: all get theirs."""
     tie_word_embeddings: bool = False
     """Whether the head uses the embedding's weight."""
+    embedding_multiplier: float = 1.0
+    """What embeddings are multiplied with."""
+    residual_multiplier: float = 1.0
+    """What each layer's part is multiplied with before it is added to the residual stream."""
+    logits_scaling: float = 1.0
+    """What the scores of the head are divided by."""
     mtp_loss_coef: float = 0.3
     """Weight of the mean loss over the prediction depths."""
     recompute: tuple[str, ...] = ()
@@ -166,7 +185,8 @@ class HybridConfig:
             self._require(name, value is None or _is_integer(value, 1), "a positive integer or None")
         name = "shared_expert_intermediate_size"
         self._require(name, _is_integer(getattr(self, name), 0), "an integer, 0 for no shared expert")
-        for name in ("rms_norm_eps", "routed_scaling_factor", "time_step_min", "time_step_max", "time_step_floor"):
+        positive = ("rms_norm_eps", "routed_scaling_factor", "time_step_min", "time_step_max", "time_step_floor")
+        for name in (*positive, "embedding_multiplier", "residual_multiplier", "logits_scaling"):
             value = getattr(self, name)
             self._require(name, _is_number(value) and value > 0, "a positive number")
         for name in ("aux_loss_coef", "z_loss_coef", "mtp_loss_coef", "rope_theta", "time_step_limit_min"):
@@ -223,7 +243,12 @@ class HybridConfig:
         """How many elements of a head of `*` are rotated."""
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
+    def window_of(self, number: int) -> int | None:
+        """How many positions the layer `*` of that number in its part sees; None: all before."""
+        return self.sliding_window if self.windowed is None or number in self.windowed else None
+
     def _check_attention(self) -> None:
+        self._check_windows()
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise ValueError(
@@ -235,6 +260,16 @@ class HybridConfig:
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={heads}; "
                 f"choose it from {[size for size in range(1, heads + 1) if heads % size == 0]}"
             )
+
+    def _check_windows(self) -> None:
+        if self.windowed is None:
+            return
+        self._require("windowed", self.sliding_window is not None, "None where there is no sliding_window; set one")
+        layers = sum(layer.symbols.count("*") for layer in self.parsed.layers)
+        numbers = isinstance(self.windowed, list | tuple) and all(_is_integer(each, 0) for each in self.windowed)
+        fits = numbers and len(set(self.windowed)) == len(self.windowed) and max(self.windowed, default=0) < layers
+        self._require("windowed", fits, f"different numbers from 0 to {layers - 1} of layers '*', or None")
+        object.__setattr__(self, "windowed", tuple(sorted(self.windowed)))
 
     def _check_rotation(self) -> None:
         """Pairs are rotated, in a way that is known."""
@@ -308,10 +343,13 @@ _SIZES = (
 _SWITCHES = (
     *("attention_output_gate", "rope_interleave", "conv_bias", "mamba_bias", "mlp_bias", "shared_expert_gate"),
     *("norm_topk_prob", "zero_centered_norm", "tie_word_embeddings", "expert_bias"),
+    *("attention_sinks", "experts_bias", "router_bias"),
 )
 _CHOICES = {
     "attention_bias": ("none", "qkv", "all"),
     "qk_norm": ("none", "head", "full"),
     "hidden_act": ACTS,
     "router_score": ("softmax", "sigmoid"),
+    "mamba_kernel": ("auto", "torch", "mamba_ssm"),
+    "delta_kernel": ("auto", "torch", "fla"),
 }

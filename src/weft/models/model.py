@@ -1,19 +1,22 @@
 """The hybrid language model."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers import Cache, Embedding
+from weft.models.cut import cut_of
+from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 from weft.overlap import StagedLayer
+from weft.pipeline.actions import LOOP
 
 
 class HybridModel(nn.Module):
@@ -24,26 +27,47 @@ class HybridModel(nn.Module):
     the order in which modules are materialised (`to_empty` and `reset_parameters`). With tied embeddings the
     head has no weight of its own.
 
+    With a pipeline (`meshes.pp`) this rank has some stages only: `chunks` of them, cut at the `|` of the pattern, else
+    into segments of equal cost, and dealt as `placement` says ("loop" or "v", see `weft.pipeline.placement`). Names and
+    initial weights are those of the whole model. `weft.overlap.forward_backward` runs it.
+
     Raises `ValueError` for meshes with an axis that this model cannot use.
     """
 
-    def __init__(self, cfg: HybridConfig, meshes: Meshes | None = None) -> None:
+    def __init__(
+        self, cfg: HybridConfig, meshes: Meshes | None = None, *, chunks: int | None = None, placement: str = LOOP
+    ) -> None:
         super().__init__()
         if meshes is not None:
             require_usable(cfg, meshes)
         self.cfg = cfg
+        self.cut = cut = cut_of(cfg, meshes, chunks, placement)
+        begins, ends = cut is None or cut.is_first, cut is None or cut.is_last
+        here = None if cut is None else [number for segment in cut.mine for number in segment]
         source = WeightSource()
-        self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding", cfg.pad_token_id)
-        self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes)
-        self.output_layer = (
-            None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
-        )
-        self.mtp = Predictions(cfg, source / "mtp", meshes) if cfg.parsed.depths else None
+        self.embedding: Any = None
+        if begins or (cut is not None and cut.has_copies):
+            self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding", cfg.pad_token_id)
+        self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes, here=here, ends=ends)
+        self.output_layer: Any = None
+        if ends and not cfg.tie_word_embeddings:
+            self.output_layer = Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
+        self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
+        if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
+            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, whoever has the depths
+                dispatcher_of(cfg, meshes)
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
-        """The logical layers, as `weft.overlap` runs them."""
+        """The logical layers of this rank, as `weft.overlap` runs them."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    @property
+    def shared_ends(self) -> Sequence[nn.Module]:
+        """What the first and the last stage both have, where they are on two ranks: the embedding, which a tied head
+        and prediction depths use."""
+        shares = self.cut is not None and self.cut.shares_ends
+        return [self.embedding] if shares and self.embedding is not None else []
 
     @property
     def depths(self) -> Sequence[PredictionDepth]:
@@ -52,7 +76,8 @@ class HybridModel(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
-        return self.embedding(tokens)
+        x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
+        return x_BSD if multiplier == 1 else x_BSD * multiplier
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
@@ -69,9 +94,11 @@ class HybridModel(nn.Module):
         return sum(losses, loss)
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
-        if self.output_layer is None:
-            return F.linear(hidden_BSD, self.embedding.weight)
-        return self.output_layer(hidden_BSD)
+        if self.cfg.tie_word_embeddings:
+            scores = F.linear(hidden_BSD, self.embedding.weight)
+        else:
+            scores = self.output_layer(hidden_BSD)
+        return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Scores, or with labels the loss.
@@ -84,16 +111,19 @@ class HybridModel(nn.Module):
         cache: a dict, empty at first. `tokens` are then those that follow what it has seen, one or several, and it
         remembers them: feeding a sequence in parts gives the scores that it gives at once.
         """
+        if self.cut is not None and self.cut.ranks > 1:
+            raise RuntimeError(
+                f"this rank has stages of a model that is cut over pp={self.cut.ranks} ranks, not the whole of it: "
+                "call weft.overlap.forward_backward"
+            )
         x_BSD, losses = self.decoder(self.embed(tokens), cache)
         return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses)
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     """Raise `ValueError` if `meshes` has an axis of which a model of `cfg` would make nothing."""
-    for axis in ("pp", "tp"):
-        mesh = getattr(meshes, axis)
-        if mesh is not None:
-            raise ValueError(f"{axis}={mesh.size()}: hybrid models cannot be split over {axis} yet; use {axis}=1")
+    if meshes.tp is not None:
+        raise ValueError(f"tp={meshes.tp.size()}: hybrid models cannot be split over tp yet; use tp=1")
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
             f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"

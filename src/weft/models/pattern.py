@@ -80,6 +80,12 @@ class Pattern:
         """The logical layers of the main part, all segments one after another."""
         return tuple(layer for segment in self.segments for layer in segment)
 
+    @property
+    def symbols(self) -> tuple[str, str, int]:
+        """The symbols without groups and segments: of the main part, of one prediction part, and how many there are."""
+        main, prediction = ("".join(layer.symbols for layer in part) for part in (self.layers, self.prediction))
+        return main, prediction, self.depths
+
     def stage(self, pp_rank: int, chunk: int = 0, *, pp_size: int) -> tuple[LogicalLayer, ...]:
         """The logical layers that pipeline rank `pp_rank` of `pp_size` holds in its `chunk`-th model chunk.
 

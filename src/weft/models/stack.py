@@ -31,7 +31,8 @@ from weft.overlap.layer import beside_forward
 class Layer(nn.Module):
     """One logical layer: a lone block or a group of blocks, each under its own checkpoint key.
 
-    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`.
+    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`. `attention`: how
+    many layers `*` stand before it.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class Layer(nn.Module):
         source: WeightSource,
         rotary: RotaryEmbedding | None,
         dispatcher: Dispatcher | None,
+        attention: int = 0,
     ) -> None:
         super().__init__()
         self.symbols = layer.symbols
         self.recompute = frozenset(cfg.recompute)
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
-            block = _block(symbol, cfg, source / str(number), rotary, dispatcher)
+            block = _block(symbol, cfg, source / str(number), rotary, dispatcher, attention)
             self.add_module(LAYER_KEYS[symbol], block)
 
     def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
@@ -118,18 +120,45 @@ class Layer(nn.Module):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
 
+class Layers(nn.ModuleList):
+    """Layers under the numbers that they have in the whole model; an index counts those that are here."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return self._modules[list(self._modules)[index]]
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        self._modules[list(self._modules)[index]] = layer
+
+
 class Stack(nn.Module):
-    """Logical layers one after another and a final norm."""
+    """Logical layers one after another and a final norm.
+
+    `here`: which of `layers` this rank has, in its order; None: all. `ends`: whether it has the final norm.
+    """
 
     def __init__(
-        self, cfg: HybridConfig, layers: Sequence[LogicalLayer], source: WeightSource, meshes: Meshes | None
+        self,
+        cfg: HybridConfig,
+        layers: Sequence[LogicalLayer],
+        source: WeightSource,
+        meshes: Meshes | None,
+        *,
+        here: Sequence[int] | None = None,
+        ends: bool = True,
     ) -> None:
         super().__init__()
         symbols = "".join(layer.symbols for layer in layers)
         rotary = rotary_of(cfg, symbols)
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
-        self.layers: Any = nn.ModuleList(Layer(cfg, layer, source, rotary, dispatcher) for layer in layers)
-        self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.layers: Any = Layers()
+        for number in range(len(layers)) if here is None else here:
+            attentions = symbols[: layers[number].physical - 1].count("*")
+            self.layers.add_module(str(number), Layer(cfg, layers[number], source, rotary, dispatcher, attentions))
+        self.final_layernorm: Any = None
+        if ends:
+            self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
 
     def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, list[Tensor]]:
         """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""
@@ -147,9 +176,12 @@ def _block(
     source: WeightSource,
     rotary: RotaryEmbedding | None,
     dispatcher: Dispatcher | None,
+    attention: int,
 ) -> nn.Module:
     if symbol == "E":
         return Experts(cfg, source, dispatcher)
-    if symbol in "*+":
-        return (Attention if symbol == "*" else LatentAttention)(cfg, source, rotary)
+    if symbol == "*":
+        return Attention(cfg, source, rotary, cfg.window_of(attention))
+    if symbol == "+":
+        return LatentAttention(cfg, source, rotary)
     return {"M": Mamba2, "G": GatedDeltaNet, "-": MLP}[symbol](cfg, source)

@@ -18,6 +18,9 @@ BACKENDS = ("grouped_mm", "loop")
 ALIGNMENT_BYTES = 16
 """What the strides of `torch.nn.functional.grouped_mm` must be multiples of."""
 
+BIAS = "_bias"
+"""What the name of a projection's bias ends in."""
+
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +31,7 @@ class GroupedExperts(nn.Module):
     reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
     the dtype at hand are computed by the loop, with a line in the log.
     `first_expert`: the number of the first expert here, so that expert n starts from the same weights
-    wherever it is.
+    wherever it is. `bias`: each projection has one for every expert.
     """
 
     fills_slices = True
@@ -41,6 +44,7 @@ class GroupedExperts(nn.Module):
         intermediate_size: int,
         *,
         act: str = "silu",
+        bias: bool = False,
         backend: str = "grouped_mm",
         first_expert: int = 0,
         source: WeightSource | None = None,
@@ -59,12 +63,18 @@ class GroupedExperts(nn.Module):
             self.gate_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
         self.up_proj = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
         self.down_proj = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
+        if bias:
+            for name, weight in list(self.named_parameters()):
+                self.register_parameter(name + BIAS, nn.Parameter(weight.new_empty(weight.shape[0], weight.shape[2])))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the initial weights."""
+        """Set the initial weights, and biases of zero."""
         for name, weight in self.named_parameters():
+            if name.endswith(BIAS):
+                nn.init.zeros_(local_part(weight))
+                continue
             for number, expert in enumerate(local_part(weight), start=self.first_expert):
                 (self.source / str(number) / name).normal_(expert, INITIAL_STD)
 
@@ -81,16 +91,21 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
-        weights = tuple(local_part(weight) for weight in self.parameters())
+        weights = {name: local_part(weight) for name, weight in self.named_parameters()}
         if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
-            rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)
-        *gate_proj, up_proj, down_proj = weights
+            rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
         multiply = _loop
         if self.backend == "grouped_mm" and self._fits(rows):
             multiply = _grouped if len(rows) else _nothing
-        gate = multiply(rows, gate_proj[0], offsets) if gate_proj else None
-        output = multiply(activated(gate, multiply(rows, up_proj, offsets)), down_proj, offsets)
+        owner = _owners(rows, offsets) if "up_proj" + BIAS in weights else None
+
+        def project(name: str, rows: Tensor) -> Tensor:
+            output = multiply(rows, weights[name], offsets)
+            return output if owner is None else output + weights[name + BIAS][owner]
+
+        gate = project("gate_proj", rows) if self.act in GATED else None
+        output = project("down_proj", activated(self.act, gate, project("up_proj", rows)))
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
         return output
@@ -112,6 +127,12 @@ class GroupedExperts(nn.Module):
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(rows.contiguous(), weight, offs=offsets)
+
+
+def _owners(rows: Tensor, offsets: Tensor) -> Tensor:
+    """The expert of each row, [rows] int64."""
+    numbers = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
+    return torch.searchsorted(offsets, numbers, right=True)
 
 
 def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class MoE(nn.Module):
 
     `dispatcher`: None keeps all experts here. Layers share one, as long as they have the same number of experts.
     `act`: the kind of all MLPs (see `weft.moe.mlp`). `bias`: of the shared expert's and the latent projections.
+    `experts_bias`: of the routed experts' projections; `router_bias`: of the router's logits.
     `latent_size`: width in which tokens travel to the routed experts and are computed there, with a projection before
     and one after (Nemotron-H); None: the hidden size.
     `shared_intermediate_size`: inner width of an expert that every token visits, 0 for none;
@@ -56,6 +57,8 @@ class MoE(nn.Module):
         dispatcher: Dispatcher | None = None,
         act: str = "silu",
         bias: bool = False,
+        experts_bias: bool = False,
+        router_bias: bool = False,
         latent_size: int | None = None,
         shared_intermediate_size: int = 0,
         shared_expert_gate: bool = False,
@@ -65,7 +68,9 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         source = source or WeightSource()
-        self.router = Router(hidden_size, num_experts, top_k, source=source / "router", **router_options)
+        self.router = Router(
+            hidden_size, num_experts, top_k, bias=router_bias, source=source / "router", **router_options
+        )
         self.dispatcher = dispatcher or LocalDispatcher(num_experts)
         held = self.dispatcher.num_experts
         require("num_experts", num_experts, num_experts == held, f"the dispatcher's, {held}")
@@ -78,6 +83,7 @@ class MoE(nn.Module):
             latent_size or hidden_size,
             intermediate_size,
             act=act,
+            bias=experts_bias,
             backend=backend,
             first_expert=self.dispatcher.experts.start,
             source=source / "experts",

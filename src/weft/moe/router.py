@@ -1,6 +1,6 @@
 """The router: which experts a token visits, and how much each of them counts.
 
-logits  = W x                                       in fp32, whatever the model computes in
+logits  = W x (+ b)                                 in fp32, whatever the model computes in
 scores  = softmax(logits) or sigmoid(logits)
 choice  = scores (+ bias), in the best groups only  which experts: no gradient
 weights = scores of the chosen (/ their sum) * scaling_factor
@@ -42,6 +42,7 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Top-k router (Shazeer et al. 2017, arXiv:1701.06538).
 
+    `bias`: the logits have one that is learned.
     `score`: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
     `norm_topk_prob`: divide the weights of a token's experts by their sum; with `top_k=1` they are then always
     1, and only auxiliary losses teach the router.
@@ -70,6 +71,7 @@ class Router(nn.Module):
         num_experts: int,
         top_k: int,
         *,
+        bias: bool = False,
         score: str = "softmax",
         norm_topk_prob: bool = True,
         scaling_factor: float = 1.0,
@@ -107,15 +109,18 @@ class Router(nn.Module):
         self.capacity_factor = capacity_factor
         self.source = source or WeightSource()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        bias = torch.empty(num_experts, dtype=torch.float32) if expert_bias else None
-        self.register_buffer("expert_bias", bias)
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        added = torch.empty(num_experts, dtype=torch.float32) if expert_bias else None
+        self.register_buffer("expert_bias", added)
         self.register_buffer("added_loss", torch.empty((), dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight, and a bias of zero."""
+        """Set the initial weight, and biases of zero."""
         self.source.normal_(self.weight, INITIAL_STD)
         nn.init.zeros_(self.added_loss)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
@@ -134,7 +139,8 @@ class Router(nn.Module):
         batch, seq, _ = hidden.shape
         precision = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden.flatten(0, 1).to(precision), self.weight.to(precision))
+            bias = None if self.bias is None else self.bias.to(precision)
+            logits = F.linear(hidden.flatten(0, 1).to(precision), self.weight.to(precision), bias)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
         chosen = scores.gather(-1, experts)

@@ -280,7 +280,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     Raises TypeError for what is no module, ValueError for a module without sharded ones and a `norm_type` that is not
     positive.
     """
-    return gradient_norm(_groups_of(model), norm_type, _unsharded_gradients(model))
+    return _norm_of(model, _groups_of(model), norm_type, _unsharded_gradients(model))
 
 
 def clip_grad_norm_(
@@ -294,7 +294,7 @@ def clip_grad_norm_(
     number; the host then waits for the norm.
     """
     groups, unsharded = _groups_of(model), _unsharded_gradients(model)
-    norm = gradient_norm(groups, norm_type, unsharded)
+    norm = _norm_of(model, groups, norm_type, unsharded)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients is {norm.item()}: there is nothing to clip; look for the "
@@ -311,6 +311,19 @@ def clip_grad_norm_(
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))
     return norm
+
+
+def _norm_of(
+    model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The norm over all stages of a model that is cut into some; what two of them share counts once."""
+    cut = getattr(model, "cut", None)
+    if cut is None or cut.group is None:
+        return gradient_norm(groups, norm_type, unsharded)
+    copies = model.shared_ends if cut.has_copies else ()
+    again = {group for module in copies for unit in units_under(module) for group in unit.groups}
+    counted = [group for group in groups if group not in again]
+    return gradient_norm(counted, norm_type, unsharded, cut.group, unit_of(model).device)
 
 
 def _groups_of(model: nn.Module) -> list[ParameterGroup]:

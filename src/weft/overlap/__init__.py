@@ -3,13 +3,14 @@
 from weft.overlap.hidden import hidden_fraction
 from weft.overlap.layer import Crossing, StagedLayer, StagedModel, run_stages
 from weft.overlap.node import UndeclaredTensor
-from weft.overlap.schedule import forward_backward
+from weft.overlap.schedule import evaluate, forward_backward
 
 __all__ = [
     "Crossing",
     "StagedLayer",
     "StagedModel",
     "UndeclaredTensor",
+    "evaluate",
     "forward_backward",
     "hidden_fraction",
     "run_stages",

@@ -76,7 +76,12 @@ class StagedLayer(Protocol):
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that a schedule can run, a `torch.nn.Module`: `embed`, its layers one after another, `loss`."""
+    """A model that a schedule can run, a `torch.nn.Module`: `embed`, its layers one after another, `loss`.
+
+    One that is cut into stages says how by an attribute `cut`, a `weft.pipeline.Cut`, and has the layers of its rank's
+    chunks only, one chunk after another; `embed` is called where the first stage is, `loss` where the last is. If
+    `cut.shares_ends`, both of these ranks have the modules `shared_ends`, with the same parameters.
+    """
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:

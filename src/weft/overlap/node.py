@@ -61,7 +61,7 @@ class ComputeNode:
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
     ) -> list[Value]:
         """The results of `function(*tensors)`. `owner`: check that nothing but its parameters and `inputs` is in it."""
-        with span(COMPUTE), torch.enable_grad(), self._around:
+        with span(COMPUTE), self._around:
             entered = _enter(inputs)
             if owner is not None:
                 border, first = {tensor.grad_fn for tensor in entered}, _sequence_number()

@@ -1,7 +1,7 @@
 """The order of a combined forward and backward, as tables.
 
-F is the forward of layer k in microbatch i, B the backward of layer n-1-k in microbatch i-1. What stands in the right
-column starts first and runs on the exchange lane under the computation beside it.
+F is the forward of layer k of a chunk in one microbatch, B the backward of layer n-1-k of a chunk in another. What
+stands in the right column starts first and runs on the exchange lane under the computation beside it.
 
     compute lane                     exchange lane
     -------------------------------  -------------
@@ -14,35 +14,35 @@ column starts first and runs on the exchange lane under the computation beside i
     B.attend.weights (if delayed)
     F.finish
 
-B.combine is the backward of combine: gradients travel to the experts. Microbatch 0 runs forward alone and the last one
-backward alone, so m microbatches make m-1 combined steps.
+B.combine is the backward of combine: gradients travel to the experts. Around the layers of a chunk stand its ends:
+
+    chunk       before its layers          behind them
+    ----------  -------------------------  ---------------------------------------------------------------
+    the first   embed                      send: activations leave for the next stage
+    others      receive: they come         send
+    the last    receive                    head: with the loss
+
+and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from weft.pipeline.actions import Entry
+
 FORWARD, BACKWARD = "forward", "backward"
-COMPUTE, EXCHANGE = "compute", "exchange"
+COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
 class Step(NamedTuple):
-    """One node in one direction. `layer`: None for the model's `embed` and `head`."""
+    """One node in one direction. `layer`: None for what is around the layers of a chunk."""
 
     direction: str
     microbatch: int
     layer: int | None
     slot: str
     lane: str
-
-    @property
-    def begins_microbatch(self) -> bool:
-        """Whether it is the first step of its microbatch."""
-        return (self.direction, self.layer, self.slot) == (FORWARD, None, "embed")
-
-    @property
-    def ends_microbatch(self) -> bool:
-        """Whether it is the last step of its microbatch."""
-        return (self.direction, self.layer, self.slot) == (BACKWARD, None, "embed")
+    chunk: int = 0
 
     def __str__(self) -> str:
         where = self.slot if self.layer is None else f"layer {self.layer}.{self.slot}"
@@ -54,6 +54,35 @@ class Layer(NamedTuple):
 
     number: int
     stages: tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """One microbatch through one chunk, whose layers these are. `first`, `last`: whether the model ends there."""
+
+    microbatch: int
+    layers: Sequence[Layer]
+    chunk: int = 0
+    first: bool = True
+    last: bool = True
+
+    def before(self, direction: str) -> Step:
+        """The step before its layers, in the order of forward."""
+        return self._end(direction, "embed" if self.first else "receive")
+
+    def behind(self, direction: str) -> Step:
+        """The step behind its layers, in the order of forward."""
+        return self._end(direction, "head" if self.last else "send")
+
+    def through(self, direction: str, layer: Layer, slot: str) -> Iterator[Step]:
+        """The step of `layer`, unless it has no such stage."""
+        stage = slot.partition(".")[0]
+        if stage in layer.stages:
+            lane = EXCHANGE if stage in ("dispatch", "combine") else COMPUTE
+            yield Step(direction, self.microbatch, layer.number, slot, lane, self.chunk)
+
+    def _end(self, direction: str, slot: str) -> Step:
+        lane = STAGE if slot in ("receive", "send") else COMPUTE
+        return Step(direction, self.microbatch, None, slot, lane, self.chunk)
 
 
 # Direction and slot in issue order; a slot of the exchange lane runs under the compute slots that follow it.
@@ -84,65 +113,71 @@ FORWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == FORWARD)
 BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == BACKWARD)
 
 
-def forward_backward_order(
-    layers: Sequence[Layer], microbatches: int, *, overlap: bool, delay_wgrad: bool, early_release: bool
-) -> Iterator[Step]:
-    """The steps of `microbatches` forwards and backwards over `layers`.
-
-    `overlap=False`: each microbatch's forward and backward one after another.
-    """
-    for microbatch in range(microbatches + 1):
-        ahead = microbatch if microbatch < microbatches else None
-        behind = microbatch - 1 if microbatch else None
-        if overlap:
-            yield from combined_order(
-                layers, ahead, layers, behind, delay_wgrad=delay_wgrad, early_release=early_release
-            )
-        elif ahead is not None:
-            for each in ((layers, ahead, (), None), ((), None, layers, ahead)):
-                yield from combined_order(*each, delay_wgrad=delay_wgrad, early_release=early_release)
+WEIGHTS = tuple(entry for entry in BACKWARD_ALONE if "." in entry[1])
 
 
-def combined_order(
-    forward: Sequence[Layer],
-    ahead: int | None,
-    backward: Sequence[Layer],
-    behind: int | None,
+def table_order(
+    entries: Iterable[Entry],
+    part: Callable[[int, int], Part],
     *,
+    overlap: bool,
     delay_wgrad: bool,
     early_release: bool,
 ) -> Iterator[Step]:
-    """The forward of microbatch `ahead` over the layers `forward` beside the backward of `behind` over `backward`.
+    """The steps of one rank's entries of a table. `part`: of a microbatch and a chunk.
 
-    None: there is no such microbatch. Pairs come first, then the layers that one side has more of, backward first.
+    `overlap=False`: the forward and the backward of a pair run one after the other.
+    """
+    switches = {"early_release": early_release}
+    for entry in entries:
+        for actions in (entry,) if overlap else ((action,) for action in entry):
+            parts = {action.kind: part(action.microbatch, action.chunk) for action in actions}
+            if "W" in parts:
+                yield from weights_order(parts["W"])
+                continue
+            delayed = delay_wgrad and "B" in parts
+            yield from combined_order(parts.get("F"), parts.get("B") or parts.get("I"), delay_wgrad=delayed, **switches)
+
+
+def combined_order(
+    ahead: Part | None, behind: Part | None, *, delay_wgrad: bool, early_release: bool
+) -> Iterator[Step]:
+    """The forward of `ahead` beside the backward of `behind`; None: there is no such.
+
+    Pairs come first, then the layers that one side has more of, backward first.
     """
     entries = [entry for entry in (EARLY_RELEASE if early_release else COMBINED) if delay_wgrad or "." not in entry[1]]
-    to_come = list(forward) if ahead is not None else []
-    to_go = list(reversed(backward)) if behind is not None else []
+    to_come = list(ahead.layers) if ahead is not None else []
+    to_go = list(reversed(behind.layers)) if behind is not None else []
     if behind is not None:
-        yield Step(BACKWARD, behind, None, "head", COMPUTE)
+        yield behind.behind(BACKWARD)
     if ahead is not None:
-        yield Step(FORWARD, ahead, None, "embed", COMPUTE)
+        yield ahead.before(FORWARD)
     pairs = min(len(to_come), len(to_go))
     for one, other in zip(to_come, to_go):
         for direction, slot in entries:
-            layer, microbatch = (one, ahead) if direction == FORWARD else (other, behind)
-            yield from _step(direction, microbatch, layer, slot)
-    for layer in to_go[pairs:]:
-        for direction, slot in BACKWARD_ALONE:
-            if delay_wgrad or "." not in slot:
-                yield from _step(direction, behind, layer, slot)
-    for layer in to_come[pairs:]:
-        for direction, slot in FORWARD_ALONE:
-            yield from _step(direction, ahead, layer, slot)
+            if direction == FORWARD and ahead is not None:
+                yield from ahead.through(direction, one, slot)
+            elif direction == BACKWARD and behind is not None:
+                yield from behind.through(direction, other, slot)
+    leaves = ahead is not None and not ahead.last and pairs == len(to_come)
+    if ahead is not None and leaves:
+        yield ahead.behind(FORWARD)
     if behind is not None:
-        yield Step(BACKWARD, behind, None, "embed", COMPUTE)
-    if ahead is not None:
-        yield Step(FORWARD, ahead, None, "head", COMPUTE)
+        for layer in to_go[pairs:]:
+            for direction, slot in BACKWARD_ALONE:
+                if delay_wgrad or "." not in slot:
+                    yield from behind.through(direction, layer, slot)
+        yield behind.before(BACKWARD)
+    if ahead is not None and not leaves:
+        for layer in to_come[pairs:]:
+            for direction, slot in FORWARD_ALONE:
+                yield from ahead.through(direction, layer, slot)
+        yield ahead.behind(FORWARD)
 
 
-def _step(direction: str, microbatch: int | None, layer: Layer, slot: str) -> Iterator[Step]:
-    """The step, unless the layer has no such stage."""
-    stage = slot.partition(".")[0]
-    if microbatch is not None and stage in layer.stages:
-        yield Step(direction, microbatch, layer.number, slot, EXCHANGE if stage in ("dispatch", "combine") else COMPUTE)
+def weights_order(behind: Part) -> Iterator[Step]:
+    """The weight gradients that a backward has left for later, in its order."""
+    for layer in reversed(behind.layers):
+        for direction, slot in WEIGHTS:
+            yield from behind.through(direction, layer, slot)

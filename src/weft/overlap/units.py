@@ -14,12 +14,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from weft.comm.watch.lookout import lookout
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Hold, Unit
 from weft.overlap.layer import StagedLayer
-from weft.overlap.order import BACKWARD, FORWARD, Step
+from weft.overlap.order import BACKWARD, Step
 
 AHEAD = 2
 """Units gathered ahead: those of both layers of a pair, whose first steps follow one another closely."""
@@ -88,21 +91,26 @@ class ModelUnits:
                 data[-1].release.extend(holds)
                 if direction == BACKWARD:
                     steps_held[-1].reduce.extend(held)
-        for each in around:
-            if each.step[2:4] == (None, "embed") and each.step.direction == BACKWARD:
-                each.reduce.extend(self.outside)
+        ends = {
+            each.step.microbatch: each
+            for each in around
+            if each.step.direction == BACKWARD and each.step.slot in ("embed", "head")
+        }
+        for each in ends.values():  # the last of a microbatch that reads what is outside of layers
+            each.reduce.extend(self.outside)
         if around:
             holds = [(unit, Hold("a schedule")) for unit in self.outside]
             around[0].acquire[:0] = holds
             around[-1].release.extend(holds)
         return around
 
-    def scheduled(self, program: Sequence[Around]) -> AbstractContextManager:
-        """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end."""
+    def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
+        """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end; not
+        `backward`: it has forward steps only."""
         if self.runtime is None:
             return nullcontext()
         visits = [unit for each in program for unit, _ in each.acquire]
-        return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program))
+        return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program), backward=backward)
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire what the step needs.
@@ -119,7 +127,7 @@ class ModelUnits:
             self.runtime.visit(unit, hold)
             if around.step.direction == BACKWARD:
                 self.runtime.reductions.offer_main_gradients(unit)
-            if around.step.direction == FORWARD:  # its weights stay where they are until the backward
+            elif torch.is_grad_enabled():  # its weights stay where they are until the backward
                 unit.calls.add(self if unit in self.outside else graph)
 
     def after(self, around: Around, graph: Any) -> None:
@@ -133,10 +141,12 @@ class ModelUnits:
         for unit in around.reduce:
             self.runtime.reduce(unit)
 
-    def failed(self, step: Step, error: BaseException) -> None:
-        """A step ended in `error`: tell ranks that wait for this one."""
+    def failed(self, what: str, error: BaseException) -> None:
+        """The step `what` ended in `error`: tell ranks that wait for this one."""
         if self.runtime is not None:
-            self.runtime.note_failure(str(step), error)
+            self.runtime.note_failure(what, error)
+        elif (watch := lookout()) is not None:
+            watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
         """The units that are gathered at once, at each acquisition, with what is gathered ahead."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.models import HybridConfig
+from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
 from weft.train.sections import (
     CheckpointConfig,
@@ -87,6 +88,8 @@ class TrainConfig:
     def _check_own_model(self) -> None:
         for name, value, default in (
             ("sharding.ep", self.sharding.ep, 1),
+            ("sharding.pp", self.sharding.pp, 1),
+            ("train.schedule", self.train.schedule, ""),
             ("train.overlap", self.train.overlap, False),
             ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
         ):
@@ -118,6 +121,7 @@ class TrainConfig:
             "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
             "train.overlap = false",
         )
+        self._check_stages()
         has_bias = model.expert_bias and "E" in model.pattern
         require(
             "train.expert_bias_rate",
@@ -126,13 +130,79 @@ class TrainConfig:
             "has no effect on a model without expert biases; set model.expert_bias = true, or leave it out",
         )
 
+    @property
+    def hybrid(self) -> HybridConfig:
+        """The model, where a pattern describes it."""
+        assert isinstance(self.model, HybridConfig)
+        return self.model
+
+    @property
+    def schedule_name(self) -> str:
+        """Of the microbatches over the stages."""
+        if self.train.schedule:
+            return self.train.schedule
+        several = (self.sharding.chunks or len(self.hybrid.parsed.segments) // self.sharding.pp) > 1
+        return "combined" if self.train.overlap else "interleaved" if several else "1f1b"
+
+    @property
+    def chunks(self) -> int:
+        """How many stages each rank of the pipeline has."""
+        if self.sharding.chunks is not None:
+            return self.sharding.chunks
+        segments = len(self.hybrid.parsed.segments)
+        if segments > 1:
+            return max(1, segments // self.sharding.pp)
+        return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
+
+    def table(self, world_size: int) -> Table:
+        """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""
+        pp = self.sharding.pp
+        count = self.microbatches_per_step(world_size // pp)
+        try:
+            return table(self.schedule_name, ranks=pp, microbatches=count, chunks=self.chunks)
+        except ValueError as error:
+            raise ConfigError(
+                f"train.schedule = {show(self.schedule_name)} with sharding.pp = {pp}, {self.chunks} chunks and "
+                f"{count} microbatches of each pipeline in a step: {error}"
+            ) from error
+
+    def _check_stages(self) -> None:
+        pp, segments, loop = self.sharding.pp, len(self.hybrid.parsed.segments), self.train
+        without = "has no effect with sharding.pp = 1; leave it out"
+        require("train.schedule", loop.schedule, pp > 1 or not loop.schedule, without)
+        require(
+            "sharding.pp",
+            pp,
+            segments == 1 or segments % pp == 0,
+            f"must divide the {segments} segments of model.pattern = {show(self.hybrid.pattern)}, or that has no '|'",
+        )
+        require(
+            "train.activation_checkpointing",
+            loop.activation_checkpointing,
+            pp == 1 or not loop.activation_checkpointing,
+            "recomputes layers as a whole, and with sharding.pp they run in stages; leave it out and recompute inside "
+            'of them: model.recompute = ["attend", "experts"]',
+        )
+        require(
+            "train.compile",
+            loop.compile,
+            pp == 1 or not loop.compile,
+            "compiles layers as a whole, and with sharding.pp they run in stages; leave it out",
+        )
+
     def validate(self, world_size: int) -> None:
         """Check what depends on the number of processes and on the tokenizer's file; every process is a
-        data-parallel rank.
+        data-parallel rank, or one stage of such.
 
         Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
         number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
         """
+        pp = self.sharding.pp
+        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        require("sharding.pp", pp, pp in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
+        if pp > 1:
+            self.table(world_size)
+        world_size //= pp
         self.sharding.check(world_size)
         microbatches = self.microbatches_per_step(world_size)
         least = 2 * world_size * self.train.microbatch_size

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint import CheckpointManager, ModelState
+from weft.models import HybridConfig
+from weft.models.renumber import renumbered
 from weft.train.config import load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -59,7 +61,9 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
     config = load_config(run / CONFIG, overrides)
-    loop = dataclasses.replace(config.train, overlap=False, delay_wgrad=False, early_release=False, compile="")
+    loop = dataclasses.replace(
+        config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
+    )
     config = dataclasses.replace(config, sharding=ShardingConfig(), train=loop)
     config.validate(1)
     if average and not config.train.ema_decay:
@@ -72,6 +76,8 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     averages = WeightAverage(task.model, config.train.ema_decay)
     if average:
         state["ema"] = averages
+    if isinstance(config.model, HybridConfig):
+        state = dict(renumbered(state, config.model))
     taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
     if average:
         with averages.in_place():

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.models.stages import Stages
 from weft.moe import expert_layers, load_statistics, router_losses
 
 
@@ -17,7 +18,9 @@ class ExpertBalance:
         self._model, self._mesh, self._bias_rate = model, mesh, bias_rate
         self._routers = {name: layer.router for name, layer in expert_layers(model).items()}
         self._has_bias = any(router.expert_bias is not None for router in self._routers.values())
-        self.has_losses = any(router.aux_loss_coef or router.z_loss_coef for router in self._routers.values())
+        has_losses = any(router.aux_loss_coef or router.z_loss_coef for router in self._routers.values())
+        self._stages = Stages(model)
+        self.has_losses = any(self._stages.all_of(has_losses))
 
     def take_losses(self, zero: torch.Tensor) -> torch.Tensor:
         """`zero` plus what the routers of this rank added to the losses since the last time, over all microbatches."""
@@ -35,4 +38,4 @@ class ExpertBalance:
         for name, router in self._routers.items():
             if router.expert_bias is not None:
                 router.update_bias(loads[name], self._bias_rate)
-        return {name: load.tolist() for name, load in loads.items()} if show else {}
+        return self._stages.merged({name: load.tolist() for name, load in loads.items()}) if show else {}

@@ -18,7 +18,10 @@ from torch import nn
 import weft
 from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
 from weft.comm.timeline import Timeline
+from weft.models import HybridModel
 from weft.models.prediction import prediction_losses
+from weft.models.renumber import renumbered
+from weft.models.stages import Stages
 from weft.overlap import forward_backward
 from weft.train.config import TrainConfig, to_dict, to_toml
 from weft.train.ema import WeightAverage
@@ -33,6 +36,7 @@ from weft.train.profile import Operations, ProfilerWindow
 from weft.train.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
+from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
 from weft.train.run.changes import CONFIG, changed
 from weft.train.run.failures import FAILURE
@@ -78,7 +82,8 @@ class Trainer:
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
-        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.stages = Stages(self.model)
+        self.parameter_count = self.stages.count_parameters()
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
@@ -145,7 +150,10 @@ class Trainer:
             {name: value for name, value in group.items() if held(name)} for group in self.optimizer.param_groups
         ]
         try:
-            self.saved_step = self.checkpoints.load(self.state())
+            state = self.state()
+            if isinstance(self.model, HybridModel):  # an earlier part of the run may have grouped its layers otherwise
+                state = renumbered(state, self.model.cfg)
+            self.saved_step = self.checkpoints.load(state)
         except (ConfigError, CheckpointMismatch):
             changed(self.run_place.directory, self.config, 0)  # knows which setting made it another
             raise
@@ -250,9 +258,9 @@ class Trainer:
         else:
             losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
-        depth_losses = prediction_losses(self.model)
+        depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
-            norms = weft.parameter_norms(self.model)
+            norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
         norm = float(clip_gradients(self.model, self.config.train.gradient_clip))
@@ -267,8 +275,9 @@ class Trainer:
 
         # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
         mean = losses.double().mean() / self.ranks
-        router_mean = router_losses.double() / (len(microbatches) * self.ranks)
-        depth_means = depth_losses.to(mean) / (len(microbatches) * self.ranks)
+        parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
+        router_mean = router_losses.double() / (len(microbatches) * parts)
+        depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.own_numbers.marks()
         known = torch.stack([mean, router_mean])
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
@@ -317,18 +326,23 @@ class Trainer:
     def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
         loop, scale = self.config.train, 1 / len(microbatches)
-        if loop.overlap:
+        stages = self.config.sharding.pp > 1
+        if loop.overlap or stages:
             timeline = Timeline() if self._is_recorded() else None
+            if timeline is not None:
+                self.stages.all_of(None)  # their clocks begin together
             with timeline or nullcontext():
                 losses = forward_backward(
                     self.model,
                     microbatches,
+                    schedule=self.config.table(self.ranks) if stages else None,
+                    overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
                     loss_scale=scale,
                 )
             if timeline is not None:
-                write_timeline(self.run_place.directory, timeline.intervals())
+                self._keep(timeline)
             return torch.stack(losses)
         found = []
         for number, microbatch in enumerate(microbatches, start=1):
@@ -340,13 +354,28 @@ class Trainer:
             found.append(loss.detach())
         return torch.stack(found)
 
+    def _depth_losses(self) -> torch.Tensor:
+        """What prediction depths have added here; only the last stage has them."""
+        losses = prediction_losses(self.model)
+        if self.config.sharding.pp > 1 and not losses.numel():
+            return torch.zeros(self.config.hybrid.parsed.depths)
+        return losses
+
     def _is_recorded(self) -> bool:
-        """Whether the step that begins is the one that the report draws: the last, on the first rank."""
-        return self.rank == 0 and self.position.step + 1 == self.config.train.steps
+        """Whether the step that begins is the one that the report draws: the last, in the first rank's pipeline."""
+        return self.stages.have_first_rank and self.position.step + 1 == self.config.train.steps
+
+    def _keep(self, timeline: Timeline) -> None:
+        """For the report; all ranks of the pipeline call this."""
+        recorded = self.stages.all_of(timeline.intervals())
+        if self.rank == 0:
+            write_timeline(self.run_place.directory, recorded[0])
+        if self.rank == 0 and len(recorded) > 1:
+            write_stages(self.run_place.directory, measured(self.config.table(self.ranks), recorded))
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
-        found = weft.find_nonfinite(self.model)
+        found = [each for stage in self.stages.all_of(weft.find_nonfinite(self.model)) for each in stage]
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
@@ -407,6 +436,7 @@ class Trainer:
             "command": command(),
             "commit": commit(),
             "resumed": [*resumed, step] if step else [],
+            **({"pattern": self.model.cfg.pattern} if isinstance(self.model, HybridModel) else {}),
         }
         keep_facts(folder, facts)
 

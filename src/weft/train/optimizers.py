@@ -37,7 +37,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         if decay is not None:
             options |= {"weight_decay": decay, "no_decay": lambda name, parameter: parameter.ndim < 2}
         return weft.optim.flat(cls, model, **options)
-    return _made(cls, _decay_groups(_trainable(model), decay), options)
+    in_stages = getattr(model, "cut", None) is not None
+    return _made(cls, _decay_groups(_trainable(model), decay, in_stages=in_stages), options)
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
@@ -114,7 +115,9 @@ def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _decay_groups(parameters: Iterable[nn.Parameter], decay: float | None) -> list[dict[str, Any]]:
+def _decay_groups(
+    parameters: Iterable[nn.Parameter], decay: float | None, *, in_stages: bool = False
+) -> list[dict[str, Any]]:
     every = list(parameters)
     if decay is None:
         return [{"params": every}]
@@ -122,7 +125,8 @@ def _decay_groups(parameters: Iterable[nn.Parameter], decay: float | None) -> li
         {"params": [p for p in every if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    # Stages of a pipeline have the same groups, whatever lies in them.
+    return [group for group in groups if group["params"] or in_stages]
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:

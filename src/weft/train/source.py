@@ -1,7 +1,7 @@
 """Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from weft.checkpoint.manifest import MANIFEST
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import generate
 from weft.models.hf.directory import OURS, THEIRS
-from weft.models.hf.family import spelled, tensor_names
+from weft.models.renumber import renumbered
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
 from weft.train.run.runs import CHECKPOINTS
@@ -22,20 +22,6 @@ from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
 """How the start of a character looks whose other bytes are still to come."""
-
-
-class _Renumbered(ModelState):
-    """A model's weights under the names that they have in a model of `cfg`, which groups the same symbols."""
-
-    def __init__(self, model: Any, cfg: HybridConfig) -> None:
-        super().__init__(model)
-        self.theirs = dict(zip(tensor_names(model.cfg), tensor_names(cfg), strict=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {self.theirs[name]: tensor for name, tensor in super().state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({name: state[theirs] for name, theirs in self.theirs.items()})
 
 
 class Source:
@@ -82,13 +68,13 @@ class Source:
         if self.run is None:
             hf.load(model, self.path)
             return
-        if spelled(model.cfg) != spelled(self.model_config):
+        if model.cfg.parsed.symbols != self.model_config.parsed.symbols:
             raise ConfigError(
                 f"model.pattern = {model.cfg.pattern!r}: {self.path} has the weights of {self.model_config.pattern!r}; "
                 "take that, in any grouping"
             )
         with CheckpointManager(self.run / CHECKPOINTS) as checkpoints:
-            checkpoints.load({"model": _Renumbered(model, self.model_config)}, self.step)
+            checkpoints.load(renumbered({"model": ModelState(model)}, model.cfg), self.step)
 
     def continued(
         self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0

@@ -17,7 +17,6 @@ from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_co
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
 from weft.train.task.own import Data, LossFunction, OwnTask
-from weft.train.toml_values import show
 
 OR_START = "or-start"
 MOMENTS = ("start", "step", "validation", "save", "end")
@@ -113,9 +112,11 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
             raise loop.ConfigError(
                 f"[{section}]: has no effect with a model and data of one's own; leave the section out"
             )
-    for name, value in (("train.overlap", config.train.overlap), ("sharding.ep", config.sharding.ep)):
-        if value not in (False, 1):
-            raise loop.ConfigError(f"{name} = {show(value)}: has no effect on a model of one's own; leave it out")
+    for name in ("pp", "ep"):
+        if (value := getattr(config.sharding, name)) != 1:
+            raise loop.ConfigError(f"sharding.{name} = {value}: has no effect on a model of one's own; leave it out")
+    if config.train.overlap:
+        raise loop.ConfigError("train.overlap = true: has no effect on a model of one's own; leave it out")
 
 
 def _join(config: TrainConfig, stop: StopRequest) -> torch.device:

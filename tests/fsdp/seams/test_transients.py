@@ -122,8 +122,6 @@ def test_a_new_plan_never_holds_the_old_slab_and_the_new_one(monkeypatch):
     """Steps that need more and less by turns; each begins from a plan that fits the one before."""
     kib = 1024
     transients = [Transient(size * kib, torch.uint8, torch.device("cpu")) for size in (64, 96, 160, 224, 48)]
-    for each in transients:
-        each.settle()
     small, large = [[transients[0]], [transients[1]]], [transients[:4], [transients[4], transients[3]]]
     pool = Pool(True)
     step(pool, small)
@@ -144,8 +142,6 @@ def test_a_new_plan_never_holds_the_old_slab_and_the_new_one(monkeypatch):
 
 def test_a_new_plan_at_the_end_of_a_step_resizes_in_place_or_lets_the_old_one_go_first(monkeypatch):
     first, second = (Transient(1 << 16, torch.uint8, torch.device("cpu")) for _ in range(2))
-    for each in (first, second):
-        each.settle()
     pool = Pool(True)
     step(pool, [[first], [second]])  # they share a place
     assert pool.slab_bytes == 1 << 16

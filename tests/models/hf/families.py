@@ -4,8 +4,11 @@ import dataclasses
 from typing import Any
 
 import torch
+from transformers.models.bamba import BambaConfig, BambaForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from transformers.models.granitemoehybrid import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.nemotron_h import NemotronHConfig, NemotronHForCausalLM
@@ -55,6 +58,13 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
     **rope(partial_rotary_factor=0.25),
+}
+MAMBA = {
+    "num_hidden_layers": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
 }
 KINDS = {
     "llama": Kind(
@@ -218,6 +228,55 @@ KINDS = {
             **rope(partial_rotary_factor=0.5),
         },
         {"plain": {}, "biases and norms": {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}},
+    ),
+    "bamba": Kind(
+        BambaConfig,
+        BambaForCausalLM,
+        {**COMMON, **MAMBA, "attn_layer_indices": [1], "intermediate_size": 40, **rope(partial_rotary_factor=0.5)},
+        {
+            "plain": {},
+            "biases": {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "pad_token_id": 3},
+            "limited steps": {"time_step_limit": (0.3, 0.9), "mamba_conv_bias": False, "mamba_n_groups": 1},
+        },
+    ),
+    "granitemoehybrid": Kind(
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **COMMON,
+            **MAMBA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "intermediate_size": 16,
+            "shared_intermediate_size": 24,
+            "attention_multiplier": 0.2,
+        },
+        {
+            "plain": {},
+            "multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+            "dense": {"num_local_experts": 0, "tie_word_embeddings": True, "mamba_n_groups": 1},
+            "rotated": {"position_embedding_type": "rope", "attention_bias": True, "mamba_conv_bias": False, **rope()},
+            "limited steps": {"time_step_limit": (0.3, 0.9), "mamba_proj_bias": True, "num_experts_per_tok": 1},
+        },
+    ),
+    "gpt_oss": Kind(
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            **COMMON,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            **rope(**YARN, truncate=False),
+        },
+        {
+            "plain": {},
+            "no bias, no window": {"attention_bias": False, "layer_types": ["full_attention"] * 2, **rope()},
+            "windows in the other": {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 1},
+        },
     ),
 }
 CASES = [(kind, variation) for kind, each in KINDS.items() for variation in each.variations]

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.hf.families import CASES, KINDS
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
+from weft.models.hf import places
 from weft.models.hf.directory import TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError
 
@@ -148,6 +152,7 @@ UNHELD = [
     ({"pattern": "[*E]", "capacity_factor": 1.0}, r"mixtral cannot hold capacity_factor=1.0 \(it has None\)"),
     ({"pattern": "[*-]", "zero_centered_norm": True}, r"llama cannot hold zero_centered_norm=True \(it has False\)"),
     ({"pattern": "*-M", "time_step_limit_min": 0.1}, "nemotron_h cannot hold .*rope_theta=10000.0"),
+    ({"pattern": "[ME][M-]", "rope_theta": 0.0}, "granitemoehybrid has experts in all layers or in none"),
     ({"pattern": "*-*"}, r"layers of llama are pairs such as \[\*-\]"),
 ]
 
@@ -178,6 +183,48 @@ def test_the_command_converts_and_names_what_is_wrong(there, capsys):
     assert hf.config_of(back) == hf.config_of(there)
     assert main(["convert", str(ours), str(there.parent / "other"), "--family", "llama"]) == 2
     assert "llama has no layer" in capsys.readouterr().err
+
+
+QUANTIZED = {"gpt_oss": "mxfp4", "granitemoehybrid": "fp8", "bamba": "compressed-tensors", "deepseek_v3": "fp8"}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_releases_are_refused_by_the_name_of_their_method(tmp_path, kind):
+    KINDS[kind].make().save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", quantization_config={"quant_method": QUANTIZED[kind]})
+    with pytest.raises(ConversionError, match=f"quantized by '{QUANTIZED[kind]}'"):
+        hf.convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+WRITTEN_BY_OTHERS = [
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"}),
+    ("granitemoehybrid", {"time_step_limit": None, "mamba_d_head": "auto"}),
+    ("bamba", {"attn_rotary_emb": 4}),
+    ("gpt_oss", {"layer_types": None}),
+]
+
+
+@pytest.mark.parametrize("kind, changes", WRITTEN_BY_OTHERS, ids=[str(changes) for _, changes in WRITTEN_BY_OTHERS])
+def test_what_releases_have_in_other_words_means_the_same(tmp_path, kind, changes):
+    KINDS[kind].make().save_pretrained(tmp_path)
+    expected = hf.config_of(tmp_path)
+    rewrite(tmp_path, **changes)
+    assert hf.config_of(tmp_path) == expected
+
+
+WRONG_WIDTHS = [
+    ("bamba", {"attn_rotary_emb": 8}, "attn_rotary_emb=8: weft's bamba rotates half of a head, 4"),
+    ("granitemoehybrid", {"mamba_d_head": 5}, "mamba_n_heads=4 of mamba_d_head=5 must be as wide .* 64"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: weft's gpt_oss has 7.0 only"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, message", WRONG_WIDTHS, ids=[str(case[1]) for case in WRONG_WIDTHS])
+def test_numbers_that_weft_would_not_follow_are_refused(tmp_path, kind, changes, message):
+    KINDS[kind].make().save_pretrained(tmp_path)
+    rewrite(tmp_path, **changes)
+    with pytest.raises(ConversionError, match=message):
+        hf.config_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -236,3 +283,102 @@ def test_folders_do_not_come_along(tmp_path):
     (tmp_path / "theirs" / "tokenizer_files").mkdir()
     hf.convert(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours" / "tokenizer_files").exists()
+
+
+LARGEST = 32 << 20
+WIDE = {"vocab_size": 64, "hidden_size": 512, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": LARGEST // 4 // 8 // 512}
+LARGE = {
+    "llama": {"pattern": "[*-]", "intermediate_size": LARGEST // 4 // 512},
+    "mixtral": {"pattern": "[*E]", **EXPERTS},
+    "qwen3_next": {
+        "pattern": "[G-]",
+        "attention_output_gate": True,
+        "qk_norm": "head",
+        "zero_centered_norm": True,
+        "linear_num_key_heads": 64,
+        "linear_num_value_heads": 64,
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 96,
+        "shared_expert_gate": False,
+        "intermediate_size": 64,
+    },
+    "granitemoehybrid": {"pattern": "[*E]", "rope_theta": 0.0, "attention_scale": 1.0, **EXPERTS, "head_dim": None}
+    | {"shared_expert_intermediate_size": 64},
+    "gpt_oss": {
+        "pattern": "[*E]",
+        **EXPERTS,
+        "attention_sinks": True,
+        "experts_bias": True,
+        "router_bias": True,
+        "attention_bias": "all",
+        "hidden_act": "clamped_swiglu",
+        "sliding_window": 4,
+    },
+}
+
+
+def memory():
+    """Bytes of this process that no file has."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10
+
+
+def most_memory(action):
+    """The largest `memory` while `action` runs, above that before it."""
+    before, most, done = memory(), 0, threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, memory() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    action()
+    done.set()
+    watcher.join()
+    return most
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_converting_needs_less_memory_than_the_largest_weight_and_a_half(tmp_path, kind):
+    """And a constant: what is read at once, twice."""
+    cfg = HybridConfig(**{**WIDE, **LARGE[kind]})
+    with torch.device("meta"):
+        model = HybridModel(cfg)
+    largest = max(weight.nbytes for weight in model.parameters())
+    assert largest >= LARGEST * 0.99
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf.save(HybridModel(cfg), tmp_path / "theirs", kind)
+    allowed = 1.5 * largest + 2 * places.BLOCK_BYTES
+    assert most_memory(lambda: hf.convert(tmp_path / "theirs", tmp_path / "ours")) < allowed
+    assert most_memory(lambda: hf.convert(tmp_path / "ours", tmp_path / "back")) < allowed
+    for name, tensor in tensors(tmp_path / "theirs").items():
+        assert torch.equal(TensorFiles(tmp_path / "back")[name][:], tensor), name
+
+
+def test_a_writer_that_fails_leaves_no_file_behind(tmp_path):
+    with pytest.raises(KeyError), TensorWriter(tmp_path) as writer:
+        writer.put("first", torch.ones(3))
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtypes_of_several_widths_shapes_of_all_kinds_and_views_are_written(tmp_path):
+    torch.manual_seed(0)
+    expected = {
+        "odd": torch.randn(3).bfloat16(),
+        "wide": torch.randn(4, 2),
+        "scalar": torch.tensor(7),
+        "turned": torch.randn(5, 3).T,
+        "empty": torch.randn(0, 4),
+        "yes": torch.tensor([True, False]),
+    }
+    with TensorWriter(tmp_path) as writer:
+        for name, tensor in expected.items():
+            writer.put(name, tensor)
+    files = TensorFiles(tmp_path)
+    for name, tensor in expected.items():
+        assert files.dtype(name) == tensor.dtype and torch.equal(files[name][...], tensor)

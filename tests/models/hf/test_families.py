@@ -8,6 +8,8 @@ from torch.testing import assert_close
 
 from tests.models.hf.families import CASES, KINDS
 from weft.models import HybridModel, hf
+from weft.models.hf.directory import TensorFiles, TensorWriter
+from weft.models.hf.places import write
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -22,14 +24,14 @@ def both(tmp_path, kind, variation):
 
 
 def written(model, directory):
-    """The gradients of ours, by the names on disk, and their sum of squares where they have none."""
+    """The gradients of ours, by the names on disk: written as weights are."""
+    (directory / "ours").mkdir()
     family, _ = hf.family_for(model.cfg, json.loads((directory / "config.json").read_text())["model_type"])
-    places = family.places(model.cfg)
-    return {
-        theirs: gradient
-        for name, weight in model.named_parameters()
-        for theirs, gradient in places[name].split(weight.grad)
-    }
+    gradients = ((name, weight.grad) for name, weight in model.named_parameters())
+    with TensorWriter(directory / "ours") as writer:
+        write(family.places(model.cfg), gradients, writer)
+    files = TensorFiles(directory / "ours")
+    return {name: files[name][:] for name in files}
 
 
 @pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
@@ -46,14 +48,14 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, kind, variatio
         for weight in theirs.parameters():
             weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
     theirs.save_pretrained(tmp_path / "gradients")
-    files = hf.directory.TensorFiles(tmp_path / "gradients")
+    files = TensorFiles(tmp_path / "gradients")
     gradients = written(ours, tmp_path)
     assert {name for name in files if not name.endswith("e_score_correction_bias")} == set(gradients)
     for name, gradient in gradients.items():
         assert_close(gradient, files[name][:], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
-HYBRIDS = ["nemotron_h", "qwen3_next"]
+HYBRIDS = ["nemotron_h", "qwen3_next", "bamba", "granitemoehybrid"]
 
 
 @pytest.mark.parametrize("length", [8, 64, 70])

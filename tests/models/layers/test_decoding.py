@@ -14,6 +14,15 @@ KINDS = {
     "*": {"sliding_window": 5, "qk_norm": "head", "attention_output_gate": True, "partial_rotary_factor": 0.5},
     "+": {"q_lora_rank": 12, "rope_interleave": True, "attention_bias": "all"},
     "[M*E][G-]": {},
+    "[*E][*E]": {
+        "sliding_window": 5,
+        "windowed": (1,),
+        "attention_sinks": True,
+        "experts_bias": True,
+        "router_bias": True,
+        "hidden_act": "clamped_swiglu",
+    },
+    "M-": {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 3.0},
     "[+E]": {"rope_theta": 0.0, "hidden_act": "relu2", "moe_latent_size": 16},
 }
 

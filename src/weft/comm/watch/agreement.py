@@ -7,14 +7,16 @@ in a single process.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
-from weft.comm.watch.mismatch import CollectiveMismatch, mismatch
+from weft.comm.watch.rules import CollectiveMismatch, mismatch
 
 _WORD = 62
 
@@ -38,7 +40,7 @@ class Agreement:
     `channel`: keeps the words of one model apart from those of another over the same groups.
     """
 
-    def __init__(self, check: bool, channel: int = 0) -> None:
+    def __init__(self, check: bool, channel: int) -> None:
         self._check = check
         self._channel = channel
         self._log: list[tuple[int, str, int]] = []
@@ -58,11 +60,9 @@ class Agreement:
         if high == -low:
             return
         for group in groups:
-            everyone = exchange_objects((dist.get_rank(), list(units)), group)
-            for position in range(max(len(theirs) for _, theirs in everyone)):
-                said = {rank: theirs[position] if position < len(theirs) else "nothing" for rank, theirs in everyone}
-                if len(set(said.values())) > 1:
-                    raise mismatch("have different units", said, "build the same model on every rank")
+            for _, here in _partings(dict(exchange_objects((dist.get_rank(), list(units)), group))):
+                said = {rank: theirs or "nothing" for rank, theirs in here.items()}
+                raise mismatch("have different units", said, "build the same model on every rank")
         raise mismatch("of another process group have different units", {}, "build the same model on every rank")
 
     def reach(
@@ -116,15 +116,20 @@ def _fingerprint(things: Sequence[object]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(things).encode(), digest_size=7).digest())
 
 
+def _partings(logs: Mapping[int, Sequence[Any]]) -> Iterator[tuple[int, dict[int, Any]]]:
+    """The positions where the ranks' logs differ, with what each has there, None behind its end."""
+    for position, here in enumerate(zip_longest(*logs.values())):
+        if len(set(here)) > 1:
+            yield position, dict(zip(logs, here))
+
+
 def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> CollectiveMismatch:
     """The first place where logs part."""
     rule = "every rank must run the same units in the same order"
     for logs in logs_by_group:
-        for position in range(max(map(len, logs.values()))):
-            entries = {rank: log[position] if position < len(log) else None for rank, log in logs.items()}
-            if len(set(entries.values())) > 1:
-                said = {rank: _spoken(entry, names) for rank, entry in entries.items()}
-                return mismatch(f"issued different collectives, first at position {position} of this step", said, rule)
+        for position, here in _partings(logs):
+            said = {rank: _spoken(entry, names) for rank, entry in here.items()}
+            return mismatch(f"issued different collectives, first at position {position} of this step", said, rule)
     return mismatch("of another process group issued different collectives", {}, rule)
 
 

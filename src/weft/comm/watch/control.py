@@ -23,13 +23,13 @@ def agree(
     groups: Sequence[dist.ProcessGroup],
     what: str,
     *,
-    channel: int = 0,
+    channel: int,
 ) -> tuple[list[int], list[int]]:
     """The highest of each of the `highest` words, and the bits that any rank has set in each of the `union` words.
 
     Over the ranks that `groups`, which are those of mesh axes, reach together. Words are below 2**63 in size. In
     rounds of doubling distance, so that log2(n) messages do for n ranks. `what`: at which moment; words of another
-    moment or `channel` never pair with these.
+    moment or `channel`, which is that of a model, never pair with these.
     """
     with streams.on_host():
         return _agree(highest, union, groups, what, channel)

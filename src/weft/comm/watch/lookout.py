@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.watch import rules
-from weft.comm.watch.mismatch import CollectiveMismatch, mismatch
-from weft.comm.watch.rules import Picture, State
+from weft.comm.watch.rules import CollectiveMismatch, Picture, State, mismatch
 
 DELAY_S = 0.1
 """How long a wait lasts before the rank speaks of it."""

@@ -27,6 +27,17 @@ ELSEWHERE_S = 5.0
 ABANDONED_S = 60.0
 """The same where one of them left a pass by an exception and has done nothing since."""
 
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks issued different collectives; the message names the units and the ranks."""
+
+
+def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
+    """`ranks <what> (rank 0: ...; rank 1: ...): <rule>`, the error to raise."""
+    listed = "; ".join(f"rank {rank}: {saying}" for rank, saying in said.items())
+    return CollectiveMismatch(f"ranks {what} ({listed}): {rule}" if listed else f"ranks {what}: {rule}")
+
+
 Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 

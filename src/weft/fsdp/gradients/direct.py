@@ -25,37 +25,29 @@ it returns to autograd for that weight is then ignored, unless `weight.zero_out_
 
 import weakref
 from collections.abc import MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-
-class Home(Protocol):
-    """What knows where the gradient of a parameter goes."""
-
-    def gradient_to_write(self, group: Any, number: int) -> tuple[torch.Tensor, bool]:
-        """The place of parameter `number` of `group`, and whether to add to it."""
+_homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
 
 
-_homes: MutableMapping[Any, tuple["weakref.ref[Home]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
-
-
-def settle(home: Home, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Say where the gradients of `group` go; `parameters`: its parameters in each of their forms, in one order."""
+def settle(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Say whose the parameters of `group` are; `parameters`: in each of their forms, in one order."""
     for form in parameters:
         for number, parameter in enumerate(form):
-            _homes[parameter] = (weakref.ref(home), weakref.ref(group), number)
+            _homes[parameter] = (weakref.ref(unit), weakref.ref(group), number)
 
 
 def home_of(parameter: Any) -> tuple[Any, Any, int] | None:
     """The unit of a parameter, full or sharded, its group and its number there; None for others."""
     if parameter not in _homes:
         return None
-    home, group, number = _homes[parameter]
-    return (home(), group(), number) if home() is not None and group() is not None else None
+    unit, group, number = _homes[parameter]
+    return (unit(), group(), number) if unit() is not None and group() is not None else None
 
 
 @torch.compiler.disable
@@ -73,10 +65,10 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
     if parameter in _homes:
-        home_ref, group, number = _homes[parameter]
-        home = home_ref()
+        home = home_of(parameter)
         assert home is not None, "the parameter outlived its model"
-        return home.gradient_to_write(group(), number)
+        assert home[0].gradient_to_write is not None, f"{home[0]} belongs to no model yet"
+        return home[0].gradient_to_write(*home)
     accumulate = parameter.grad is not None
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)

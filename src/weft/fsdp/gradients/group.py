@@ -73,7 +73,8 @@ TRANSITIONS = {
 
 
 class GroupGradients:
-    """Packs, reduces and publishes gradients. Parameters are numbered as in their group."""
+    """Packs, reduces and publishes gradients. Parameters are numbered as in their group; `describe()` says whose they
+    are."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class GroupGradients:
         full_parameters: Sequence[nn.Parameter],
         sharded_parameters: Sequence[nn.Parameter],
         tensor_parallel: Sequence[TensorParallel | None],
+        describe: Callable[[], str],
     ) -> None:
         self.where = Where.NOWHERE
         self.main: FlatBuffer | None = None
@@ -90,7 +92,7 @@ class GroupGradients:
         """Whether parameters that no rank used get a gradient of zeros, or none."""
         self.sums_only = False
         """Whether reductions are sums that are scaled here, never averages by the backend."""
-        self._describe: Callable[[], str] = lambda: "gradients"
+        self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
         self._plan = plan
@@ -108,7 +110,7 @@ class GroupGradients:
         self._withdrawn: list[int] = []
         """The parameters whose `.grad` the engine has taken back for that time."""
         self._download: GradientDownload | None = None
-        self._stages = _stages(plan)
+        self._stages = _stages(plan, describe)
         self._finishes = False
         """Whether the reductions under way are the last ones, of all stages."""
         self._filled = [False] * len(full_parameters)
@@ -116,12 +118,6 @@ class GroupGradients:
         self._declared = [number for number, full in enumerate(full_parameters) if declares_writing(full)]
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
-
-    def call(self, describe: Callable[[], str]) -> None:
-        """Errors call them `describe()`."""
-        self._describe = describe
-        for stage in self._stages:
-            stage.call(describe)
 
     def _to(self, event: str) -> None:
         following = TRANSITIONS.get((self.where, event))
@@ -327,7 +323,7 @@ class GroupGradients:
 
     def _open_main(self) -> FlatBuffer:
         self.main = self._plan.home_buffer(self._plan.recipe.main_grad)
-        self._handed = list(self.main.dtensors(self._tensor_parallel))
+        self._handed = [own.like(view) for own, view in zip(self._sharded, self.main.views())]  # type: ignore[attr-defined]
         self._windows = {}
         self._storage = self.main.local.untyped_storage()
         self._uses = torch._C._storage_Use_Count(self._storage._cdata)
@@ -404,12 +400,12 @@ _ALONE = sys.getrefcount(_ONE[0])
 """How many references are counted of a thing that only one place refers to; torch counts those of C++ too."""
 
 
-def _stages(plan: GroupPlan) -> list[GradientStage]:
+def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:
     """One for each mesh axis, the shard axis first."""
     stages = []
     placements: tuple[Any, ...] = (Partial(),) * plan.mesh.ndim
     for axis in reversed(range(plan.mesh.ndim)):
         goal = (*placements[:axis], plan.placements.optimizer[axis], *placements[axis + 1 :])
-        stages.append(GradientStage(plan, placements, axis, goal))
+        stages.append(GradientStage(plan, placements, axis, goal, describe))
         placements = goal
     return stages

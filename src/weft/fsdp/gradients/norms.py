@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from weft.comm.collectives import reduce_now
+from weft.comm.collectives import all_gather_uneven, reduce_now
 from weft.comm.groups import group_of
 from weft.fsdp.group import ParameterGroup
+from weft.mesh import ranks_over
 
 
 class ModelRanks:
@@ -40,7 +41,7 @@ class ModelRanks:
     def copies(self, group: ParameterGroup) -> int:
         """How many of the ranks that are summed over hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
-        return math.prod(group.mesh.size(axis) for axis in replicated)
+        return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """The group that holds slices, unless its ranks are summed over anyway, as those with other experts are."""
@@ -68,17 +69,35 @@ class ModelRanks:
 
 
 def gradient_norm(
-    groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[torch.Tensor] = ()
+    groups: Sequence[ParameterGroup],
+    norm_type: float,
+    others: Sequence[torch.Tensor] = (),
+    stages: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """The norm of all gradients of `groups`, 0-D, fp32, the same on every rank. Collective.
 
-    `others`: gradients of no group; plain ones are the same on every rank. Raises ValueError for a `norm_type` that is
-    not positive.
+    `others`: gradients of no group; plain ones are the same on every rank. `stages`: the ranks of a pipeline, each with
+    other parameters, on `device`; their shares are added in rank order, so that the norm is the same bit for bit.
+    Raises ValueError for a `norm_type` that is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: choose a positive number, or math.inf for the largest absolute value")
-    if not groups:
-        return torch.zeros(())
+    infinite = math.isinf(norm_type)
+    if groups:
+        total = _total(groups, norm_type, others)
+    else:
+        total = torch.zeros((), device=device)
+    if stages is not None:
+        parts = list(torch.zeros(stages.size(), device=total.device).split(1))
+        parts[stages.rank()] = total.reshape(1)
+        all_gather_uneven(parts, stages.rank(), stages, "a norm of the model over its stages")
+        total = torch.cat(parts).max() if infinite else torch.cat(parts).sum()
+    return total if infinite else total.pow(1 / norm_type)
+
+
+def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the powers of all gradients of one stage, or the largest of their absolute values."""
     ranks, infinite = ModelRanks(groups), math.isinf(norm_type)
     pieces: dict[dist.ProcessGroup | None, dict[int, list[torch.Tensor]]] = {}
     for group in groups:
@@ -96,7 +115,7 @@ def gradient_norm(
     if others:
         each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
         totals = torch.cat([totals, each if infinite else each.pow(norm_type)])
-    return totals.max() if infinite else totals.sum().pow(1 / norm_type)
+    return totals.max() if infinite else totals.sum()
 
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

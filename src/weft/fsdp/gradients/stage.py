@@ -8,56 +8,56 @@ Where that has less range (float16), gradients are scaled before they are cast t
 where the terms are not.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import Placement
 
-from weft.comm.collectives import all_reduce_inbox_numel, inbox_numel
+from weft.comm import collectives
 from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import has_less_range
-from weft.memory.buffer import FlatBuffer, sharded_axes
+from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over `axis`; `goal` are the placements after their reduction over it."""
+    """A buffer of gradients that are partial over `axis`; `goal` are the placements after their reduction over it.
+
+    `describe()` says whose gradients they are.
+    """
 
     def __init__(
-        self, plan: GroupPlan, placements: tuple[Placement, ...], axis: int, goal: tuple[Placement, ...]
+        self,
+        plan: GroupPlan,
+        placements: tuple[Placement, ...],
+        axis: int,
+        goal: tuple[Placement, ...],
+        describe: Callable[[], str],
     ) -> None:
         self.axis = axis
         self.goal = goal
         self._plan = plan
         self._placements = placements
-        pieces = math.prod(plan.mesh.size(sharded) for sharded in sharded_axes(placements))
-        self._numel = plan.layout.numel // pieces
+        self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
-        needed = inbox_numel if goal[axis].is_shard() else all_reduce_inbox_numel
-        inbox = needed(self._numel, group_of(plan.mesh, axis), plan.device)
-        self._inbox = Transient(inbox, plan.recipe.reduce, plan.device)
-        self._inbox.settle()
+        reduction = collectives.reduce_scatter if goal[axis].is_shard() else collectives.all_reduce
+        inbox = collectives.inbox_numel(reduction, self._numel, group_of(plan.mesh, axis), plan.device)
+        self._inbox = Transient(
+            inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
+        )
         self._hooked: torch.Tensor | None = None
         """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
-        self._describe: Callable[[], str] = lambda: "gradients"
+        self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
-
-    def call(self, describe: Callable[[], str]) -> None:
-        """`describe()` says whose gradients these are."""
-        self._describe = describe
-        self._inbox.describe = lambda: f"{describe()} that other ranks send"
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
-            self._memory[dtype] = Transient(self._numel, dtype, self._plan.device)
-            self._memory[dtype].describe = self._describe
-            self._memory[dtype].settle()
+            self._memory[dtype] = Transient(self._numel, dtype, self._plan.device, describe=self._describe)
         self.buffer = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, pool.take(self._memory[dtype]))
         return self.buffer
 

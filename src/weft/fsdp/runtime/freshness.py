@@ -21,9 +21,11 @@ from weft.fsdp.unit import Unit
 class Freshness:
     """What is still to be made anew in the pass under way, in one order on all ranks."""
 
-    def __init__(self, channels: Channels, *, checked: bool) -> None:
+    def __init__(self, channels: Channels, *, checked: bool, channel: int) -> None:
+        """`channel`: keeps what the ranks say of one model apart from what they say of another."""
         self._channels = channels
         self._checked = checked
+        self._channel = channel
         self._certain = True
         """Whether all ranks know without asking that the weights change."""
         self._ahead: dict[Unit, None] = {}
@@ -36,7 +38,7 @@ class Freshness:
             return
         changed = self._certain or any(group.is_stale for group in following)
         if self._checked and not self._certain:
-            (highest,), _ = agree([int(changed)], [], groups, "beginning of a pass")
+            (highest,), _ = agree([int(changed)], [], groups, "beginning of a pass", channel=self._channel)
             changed = bool(highest)
         self._certain = False
         if changed:

@@ -7,14 +7,14 @@
     backward      the backward before; the first by the forward, turned round
     schedule      its own program
 
-A schedule gathers further ahead than hooks do; a byte budget counts for all of them.
+A pass that leaves its record is served on demand to its end: prediction changes speed, never results. A schedule
+gathers further ahead than hooks do; a byte budget counts for all of them.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from weft.fsdp.runtime.itinerary import Itinerary
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool, Transient
@@ -22,11 +22,54 @@ from weft.memory.pool import Pool, Transient
 _RECORDED = (Pass.FORWARD, Pass.EVALUATION, Pass.BACKWARD, Pass.SCHEDULE)
 
 
+class Itinerary:
+    """The units, by number, of the pass under way, and those of the last one as its prediction.
+
+    `depth`: how many of them are gathered ahead where no byte budget says otherwise.
+    """
+
+    def __init__(self, expected: Sequence[int] = (), depth: int = 1) -> None:
+        self.depth = depth
+        self.expected = list(expected)
+        self.visited: list[int] = []
+        self.on_track = True
+
+    def begin(self) -> None:
+        """Start a pass; the one before becomes the prediction."""
+        if self.visited:
+            self.expected = self.visited
+        self.visited = []
+        self.on_track = True
+
+    def visit(self, unit: int) -> None:
+        """Note the next unit."""
+        position = len(self.visited)
+        self.visited.append(unit)
+        if position >= len(self.expected) or self.expected[position] != unit:
+            self.on_track = False
+
+    def ahead(self) -> Iterator[int]:
+        """The units predicted to follow; none once the pass has left the record."""
+        if self.on_track:
+            for position in range(len(self.visited), len(self.expected)):
+                yield self.expected[position]
+
+    @property
+    def latest(self) -> list[int]:
+        """The last pass of this kind, as far as it came."""
+        return self.visited or self.expected
+
+    def forget(self) -> None:
+        """Drop the record: the pass was not what a pass should be."""
+        self.expected = []
+        self.visited = []
+
+
 class Prefetch:
     """`units`: by number. `budget`: bytes to gather ahead, None for the next unit."""
 
-    def __init__(self, weights: Pool, budget: int | None) -> None:
-        self.units: Sequence[weakref.ref[Unit]] = ()
+    def __init__(self, units: Sequence["weakref.ref[Unit]"], weights: Pool, budget: int | None) -> None:
+        self._units = units
         self.budget = budget
         self._weights = weights
         self._kind = Pass.FORWARD
@@ -99,7 +142,7 @@ class Prefetch:
         upcoming = list(islice(record.ahead(), record.depth))
         if not upcoming and self._kind is Pass.FORWARD and record.on_track:
             backward = self._records[Pass.BACKWARD]
-            free = (number for number in backward.latest if (other := self.units[number]()) and not other.holders)
+            free = (number for number in backward.latest if (other := self._units[number]()) and not other.holders)
             upcoming = list(islice(free, 1))
         return unit.number in upcoming
 
@@ -132,7 +175,7 @@ class Prefetch:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
         spent = 0
         for number in upcoming if self.budget is not None else islice(upcoming, depth):
-            following = self.units[number]()
+            following = self._units[number]()
             assert following is not None
             spent += following.gathered_bytes
             if self.budget is not None and spent > self.budget:
@@ -142,6 +185,6 @@ class Prefetch:
     def _free_foretold(self) -> None:
         """The pass left the record: what it foretold may never be used."""
         for number in sorted(self._foretold):
-            if (unit := self.units[number]()) is not None:
+            if (unit := self._units[number]()) is not None:
                 unit.free()
         self._foretold.clear()

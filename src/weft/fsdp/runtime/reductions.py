@@ -41,20 +41,24 @@ class _Reduction:
 class Reductions:
     """Packs gradients, starts their reductions in turn, and keeps few of them alive.
 
-    `most_alive`: how many units' gradients may be. `checked`: whether to keep to the agreed order. `note`: told of each
-    reduction that did not wait for its turn.
+    `units`: by number. `most_alive`: how many units' gradients may be. `checked`: whether to keep to the agreed order.
+    `note`: told of each reduction that did not wait for its turn.
     """
 
     def __init__(
-        self, channels: Channels, *, most_alive: int, checked: bool, note: Callable[[int, str, int], None]
+        self,
+        units: Sequence["weakref.ref[Unit]"],
+        channels: Channels,
+        *,
+        most_alive: int,
+        checked: bool,
+        note: Callable[[int, str, int], None],
     ) -> None:
         self.most_alive = most_alive
         self.last_backward = True
         """Whether the backward under way is the last before the optimizer, as the user says."""
         self.more_to_come = False
         """Whether a schedule has further microbatches to reduce."""
-        self.units: Sequence[weakref.ref[Unit]] = ()
-        """By number."""
         self.waits_for_room = True
         """Whether few are kept alive. Where the host waits itself, it could wait for ever for a rank that waits for it
         in the backward of another model."""
@@ -62,6 +66,7 @@ class Reductions:
         """The units, by number, whose gradients were to be reduced in this backward, in their order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
+        self._units = units
         self._checked = checked
         self._channels = channels
         self._note = note
@@ -101,8 +106,8 @@ class Reductions:
         self.arrived.clear()
         self.waiting.clear()
         self._in_turn = taking_turns
-        order = self._order if self._order is not None else range(len(self.units) - 1, -1, -1)
-        units = (unit for number in order if (unit := self.units[number]()) is not None)
+        order = self._order if self._order is not None else range(len(self._units) - 1, -1, -1)
+        units = (unit for number in order if (unit := self._units[number]()) is not None)
         due = (unit.number for unit in units if unit.trainable_groups and self._takes_turns(unit))
         self._turns = deque(due if taking_turns else ())
 
@@ -182,13 +187,14 @@ class Reductions:
 
     def _keep_under_way(self, most: int, apart_from: Unit | None = None) -> None:
         """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
-        if not self.waits_for_room:
-            return
-        while len({each.unit for each in self._under_way} - {apart_from}) > max(most, 0):
+        most = max(most, 0)
+        while self.waits_for_room and len(self._under_way) > most:  # groups, of which a unit may have several
+            if len({each.unit for each in self._under_way} - {apart_from}) <= most:
+                return
             self._finish_oldest()
 
     def _take_turn(self, number: int) -> None:
-        unit = self.units[number]()
+        unit = self._units[number]()
         assert unit is not None, "a unit is gone in the middle of its backward"
         self._start(unit)
 
@@ -213,7 +219,7 @@ class Reductions:
                 group.gradients.pack(self._channels.gradients, defer=True)
 
     def _finish_own(self, group: ParameterGroup) -> None:
-        while any(each.group is group for each in self._under_way):
+        while self._under_way and any(each.group is group for each in self._under_way):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

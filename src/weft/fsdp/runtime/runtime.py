@@ -22,6 +22,7 @@ from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
 from weft.fsdp.channels import Channels, separate_gathers
 from weft.fsdp.gradients.group import Where
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -69,20 +70,21 @@ class Runtime:
         self.channels = Channels(
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
-        self.prefetch = Prefetch(self.channels.weights, options.prefetch_bytes)
-        channel = min((group.channel for unit in units for group in unit.groups), default=0)
+        self._units = [weakref.ref(unit) for unit in units]
+        self.prefetch = Prefetch(self._units, self.channels.weights, options.prefetch_bytes)
+        groups = self.groups
+        channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
+            self._units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
             checked=options.check_collectives,
             note=self._agreement.note,
         )
-        self._freshness = Freshness(self.channels, checked=options.check_collectives)
+        self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness)
-        self._units = [weakref.ref(unit) for unit in units]
         self._drivers = [weakref.ref(driver) for driver in drivers]
-        self.prefetch.units = self.reductions.units = self._units
         self._place = units[0].place
         _runtimes.add(self)
         self._settled = self._forward = next(_moments)
@@ -91,18 +93,20 @@ class Runtime:
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
         self._failure: tuple[BaseException, str] | None = None
+        self._filled = False
+        """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
         before = weakref.WeakMethod(self._before_gather)
         self.channels.on_gather = lambda unit: (before() or _ignore)(unit)
-        groups = [group for unit in units for group in unit.groups]
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
         for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
             for group in groups:
                 group.equalize_over(slices)
         for number, unit in enumerate(units):
-            unit.number, unit.channels, unit.writer = number, self.channels, self.reductions
+            unit.number, unit.channels = number, self.channels
+            unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,11 @@ class Runtime:
     def units(self) -> list[Unit]:
         """The units, root first."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """The parameter groups of all units."""
+        return [group for unit in self.units for group in unit.groups]
 
     def change(self, **options: Any) -> None:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
@@ -148,7 +157,7 @@ class Runtime:
         """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
         if USER not in unit.holders:
             unit.acquire(USER)
-        self._finish_uploads(self.units)
+        self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
         """The user lets go of `unit`, and of what it keeps for a backward."""
@@ -161,9 +170,26 @@ class Runtime:
     def _begin_entry(self) -> None:
         check_alive(self._process_groups)
         self.recover()
+        if not self._filled:
+            self._check_filled()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
+
+    def _check_filled(self) -> None:
+        """Raise ValueError for what was on the meta device and has no values yet."""
+        for group in (group for unit in self.units for group in unit.groups):
+            group.check_filled()
+        for unit in self.units:
+            for module in (each for ref in unit.modules if (each := ref()) is not None):
+                for name, buffer in module.named_buffers():
+                    if buffer.is_meta:
+                        raise ValueError(
+                            f"{unit} is used while its buffer {name!r} is on the meta device: call "
+                            "model.to_empty(device=...) and fill it, or load a state dict with assign=True, before the "
+                            "first pass"
+                        )
+        self._filled = True
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -189,9 +215,9 @@ class Runtime:
         for unit in units:
             unit.forget()
             unit.free()
-            for group in unit.groups:
-                group.await_refresh()
-                group.follow_user()
+        for group in self.groups:
+            group.await_refresh()
+            group.follow_user()
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(units, inside, groups)
@@ -212,11 +238,7 @@ class Runtime:
         if self._depth or in_backward():
             return
         if error is not None:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self._failure = None
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             return
         self._failure = None
         for ref in self._drivers:
@@ -229,13 +251,12 @@ class Runtime:
         try:
             _refuse_leaks(units)
         except RuntimeError:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
         for unit in units:
             if not self.prefetch.foretells(unit):
                 unit.free()
-        self._finish_uploads(units)
+        self._finish_uploads()
         evaluated = self.passes.current is Pass.EVALUATION
         self.passes.end()
         if evaluated:
@@ -246,10 +267,17 @@ class Runtime:
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
-    def _finish_uploads(self, units: Iterable[Unit]) -> None:
+    def _leave_by(self, error: BaseException) -> None:
+        """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
+        if self._failure is not None and self._failure[0] is error:
+            self._joins.failed(self._failure[1], error)
+        self._failure = None
+        self.reset()
+
+    def _finish_uploads(self) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
-        for unit in units:
-            unit.finish_uploads()
+        for group in self.groups:
+            group.finish_upload()
 
     # --- schedules --------------------------------------------------------------------------------------------------
 
@@ -260,34 +288,48 @@ class Runtime:
 
     @contextmanager
     def scheduled(
-        self, visits: Sequence[Unit], depth: int, gathered: Callable[[], Iterable[Iterable[Unit]]]
+        self,
+        visits: Sequence[Unit],
+        depth: int,
+        gathered: Callable[[], Iterable[Iterable[Unit]]],
+        *,
+        backward: bool = True,
     ) -> Iterator[None]:
         """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
         at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order."""
+        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
                 self.channels.weights.foresee(
-                    [group.transient for unit in units for group in unit.groups if group.transient is not None]
-                    for units in gathered()
+                    [each for unit in units for each in unit.gathered] for units in gathered()
                 )
-            self.reductions.begin(taking_turns=False)
+            if backward:
+                self.reductions.begin(taking_turns=False)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
-            self._end_backward()
+            (self._end_backward if backward else self._end_evaluation)()
         except BaseException as error:
-            if self._failure is not None and self._failure[0] is error:
-                self._joins.failed(self._failure[1], error)
-            self.fail()
-            self._recover()
+            self._leave_by(error)
             raise
         finally:
             self._failure = None
             self.reductions.more_to_come = False
+
+    def _end_evaluation(self) -> None:
+        """Go to rest; gradients are as they were."""
+        self._joins.collect()
+        units = self.units
+        self._finish_uploads()
+        self.prefetch.end_backward()
+        _refuse_leaks(units)
+        for unit in units:
+            unit.free()
+        self._plan(units)
+        self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -335,8 +377,7 @@ class Runtime:
                 call.end()
             self._end_backward()
         except BaseException:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
 
     def _end_backward(self) -> None:
@@ -351,7 +392,7 @@ class Runtime:
             self._settle(units)
         self.reductions.drain()
         self._joins.collect()
-        self._finish_uploads(units)
+        self._finish_uploads()
         self.prefetch.end_backward()
         for unit in units:
             unit.end_holds(UNTIL_BACKWARD)
@@ -365,15 +406,29 @@ class Runtime:
             self._freshness.expect_change()
         self.passes.end()
         self._settled = next(_moments)
-        for unit in units:
-            for group in unit.groups:
-                if group.gradients.where is Where.REDUCED:
-                    group.gradients.publish()
+        for group in self.groups:
+            if group.gradients.where is Where.REDUCED:
+                group.gradients.publish()
+
+    def finish_deferred(self) -> None:
+        """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
+        self._begin_entry()
+        self.passes.begin(Pass.BACKWARD)
+        self.reductions.begin(taking_turns=False)
+        try:
+            for unit in self.units:
+                if unit.reshard_after_backward:
+                    unit.end_holds(UNTIL_NEXT_PASS)
+            self._end_backward()
+        except BaseException:
+            self.fail()
+            self._recover()
+            raise
 
     def _settle(self, units: list[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete_order()
-        groups = [group for unit in units for group in unit.trainable_groups]
+        groups = [group for group in self.groups if group.trainable]
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
             for group in groups:
                 own = group.gradients.present
@@ -399,9 +454,8 @@ class Runtime:
         """An exception left the pass under way."""
         self.passes.fail()
         self.reductions.order()
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.give_back()
+        for group in self.groups:
+            group.gradients.give_back()
 
     def recover(self) -> None:
         """Whoever comes from outside begins here: what a failed pass has left goes."""
@@ -432,9 +486,8 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.discard()
+        for group in self.groups:
+            group.gradients.discard()
         for unit in self.units:
             unit.rest()
         self.passes.recover()

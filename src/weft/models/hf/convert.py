@@ -15,7 +15,7 @@ from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import family_for, family_of, raw_of, read_ours
 from weft.models.hf.family import KEPT, Raw
-from weft.models.hf.places import Same
+from weft.models.hf.places import Same, read_into, write
 from weft.models.hf.weights import check_complete
 
 COMING_ALONG = (
@@ -27,8 +27,8 @@ COMING_ALONG = (
 def convert(source: str | Path, target: str | Path, model_type: str | None = None) -> None:
     """Write the model in the directory `source` into the new directory `target`, in the other form.
 
-    Bit-exact in both directions; memory for one weight and one file. `model_type`: the family to write, by default the
-    one that it came from, or the first that can hold it. Raises `ConversionError`.
+    Bit-exact in both directions, from file to file: no weight is in memory as a whole. `model_type`: the family to
+    write, by default the one that it came from, or the first that can hold it. Raises `ConversionError`.
     """
     source, target = Path(source), Path(target)
     if target.exists() and any(target.iterdir()):
@@ -55,7 +55,8 @@ def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with TensorWriter(target) as writer:
         for name, place in places.items():
-            writer.put(name, place.rows(files, 0, place.shape(files)[0]))
+            room = writer.room(name, place.shape(files), files.dtype(place.names[0]))
+            read_into(room, place, files)
     kept = {name: value for name, value in raw.items() if name in KEPT | family.kept}
     _write_json(target / OURS, {"model": dataclasses.asdict(cfg), "family": family.model_type, "kept": kept})
 
@@ -68,9 +69,7 @@ def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str |
     check_complete({name: Same(name) for name in places}, files)
     target.mkdir(parents=True, exist_ok=True)
     with TensorWriter(target) as writer:
-        for name, place in places.items():
-            for theirs, tensor in place.split(files[name][:]):
-                writer.put(theirs, tensor)
+        write(places, ((name, files[name][:]) for name in places), writer)
     kept: Raw = saved.get("kept", {}) if family.model_type == saved.get("family") else {}
     _write_json(target / THEIRS, {**kept, **raw})
 

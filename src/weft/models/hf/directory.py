@@ -1,13 +1,16 @@
 """A directory of safetensors files, with an index where there are several."""
 
 import json
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy
+import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.models.hf.errors import ConversionError
@@ -15,8 +18,23 @@ from weft.models.hf.errors import ConversionError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 THEIRS, OURS = "config.json", "weft-model.json"
 """What describes the model, in a directory of theirs and of ours."""
-FILE_BYTES = 1 << 29
-"""What a file holds at most, unless one tensor is larger: what a writer keeps in memory."""
+FILE_BYTES = 1 << 32
+"""What a file holds at most, unless one tensor is larger."""
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""How the files spell dtypes."""
 
 
 class TensorFiles:
@@ -49,6 +67,10 @@ class TensorFiles:
             self._files[file] = safe_open(self.directory / file, "pt")
         return self._files[file].get_slice(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        return self[name][...].dtype
+
 
 def read_json(path: Path) -> Any:
     """Raises `ConversionError` for what is no JSON."""
@@ -70,21 +92,28 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class TensorWriter:
-    """Writes tensors into files of limited size; the directory is complete when the `with` block ends."""
+    """Writes tensors into files of limited size; the directory is complete when the `with` block ends.
+
+    Nothing waits in memory: a tensor gets room in a file, and is copied there.
+    """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
         self.directory = directory
         self.file_bytes = file_bytes
-        self._waiting: dict[str, Tensor] = {}
-        self._bytes = self._total = 0
-        self._written: list[list[str]] = []
+        self._files: list[_File] = []
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, and write a file if it would not hold one more."""
-        if self._waiting and self._bytes + tensor.nbytes > self.file_bytes:
-            self._flush()
-        self._waiting[name] = tensor.detach().cpu().contiguous()
-        self._bytes += tensor.nbytes
+        """Write a tensor."""
+        self.room(name, tensor.shape, tensor.dtype).copy_(tensor.detach())
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The place of a new tensor in a file, to be filled while the `with` block lasts."""
+        size = math.prod(shape) * dtype.itemsize
+        file = next((file for file in self._files if file.takes(size, dtype, self.file_bytes)), None)
+        if file is None:
+            file = _File(self.directory / f"part-{len(self._files) + 1:05}.safetensors")
+            self._files.append(file)
+        return file.room(name, shape, dtype)
 
     def __enter__(self) -> "TensorWriter":
         return self
@@ -93,26 +122,59 @@ class TensorWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            for file in self._files:
+                file.path.unlink(missing_ok=True)
             return
-        self._flush()
-        count = len(self._written)
+        count = len(self._files)
+        for file in self._files:
+            file.finish()
         if count == 1:
-            self._part(1).rename(self.directory / WEIGHTS)
+            self._files[0].path.rename(self.directory / WEIGHTS)
             return
         names = {}
-        for number, tensors in enumerate(self._written, start=1):
-            file = f"model-{number:05}-of-{count:05}.safetensors"
-            self._part(number).rename(self.directory / file)
-            names.update(dict.fromkeys(tensors, file))
-        index = {"metadata": {"total_size": self._total}, "weight_map": names}
+        for number, file in enumerate(self._files, start=1):
+            name = f"model-{number:05}-of-{count:05}.safetensors"
+            file.path.rename(self.directory / name)
+            names.update(dict.fromkeys(file.entries, name))
+        index = {"metadata": {"total_size": sum(file.end for file in self._files)}, "weight_map": names}
         (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    def _flush(self) -> None:
-        self._written.append(list(self._waiting))
-        save_file(self._waiting, self._part(len(self._written)), metadata={"format": "pt"})
-        self._waiting = {}
-        self._total += self._bytes
-        self._bytes = 0
 
-    def _part(self, number: int) -> Path:
-        return self.directory / f"part-{number:05}.safetensors"
+class _File:
+    """A safetensors file that grows: 8 bytes with the length of a header in JSON, the header, the tensors' bytes.
+
+    The header is written last, into room that is left for it and filled up with blanks.
+    """
+
+    HEADER_BYTES = 1 << 17
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end = 0
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._header_bytes = 100
+        path.write_bytes(b"")
+
+    def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
+        """Whether it has room left, at a place that tensors of `dtype` can be at: holes are not allowed."""
+        aligned = self.end % dtype.itemsize == 0
+        return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        start, self.end = self.end, self.end + math.prod(shape) * dtype.itemsize
+        kind = DTYPES[dtype]
+        self.entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, self.end]}
+        self._header_bytes += len(json.dumps({name: self.entries[name]}))
+        if start == self.end:
+            return torch.empty(tuple(shape), dtype=dtype)
+        with self.path.open("r+b") as file:  # a full disk is an error here, a signal once memory is mapped
+            os.posix_fallocate(file.fileno(), 0, self.HEADER_BYTES + self.end)
+        place = numpy.memmap(self.path, numpy.uint8, "r+", self.HEADER_BYTES + start, (self.end - start,))
+        return torch.from_numpy(place).view(dtype).view(tuple(shape))
+
+    def finish(self) -> None:
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}).encode()
+        room = self.HEADER_BYTES - 8
+        with self.path.open("r+b") as file:
+            file.write(room.to_bytes(8, "little") + header.ljust(room))
+            file.truncate(self.HEADER_BYTES + self.end)

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 from weft.models.config import HybridConfig
+from weft.models.hf.bamba import BAMBA
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
 from weft.models.hf.directory import OURS, THEIRS, read_json
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, tensor_names
 from weft.models.hf.glm4_moe import GLM4_MOE
+from weft.models.hf.gpt_oss import GPT_OSS
+from weft.models.hf.granite_hybrid import GRANITE_HYBRID
 from weft.models.hf.llama import LLAMA
 from weft.models.hf.mixtral import MIXTRAL
 from weft.models.hf.nemotron_h import NEMOTRON_H
@@ -16,7 +19,8 @@ from weft.models.hf.qwen3 import QWEN3, QWEN3_MOE
 from weft.models.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from weft.models.hf.qwen3_next import QWEN3_NEXT
 
-ALL = (LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H)
+QWEN = (QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+ALL = (LLAMA, MIXTRAL, *QWEN, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H, BAMBA, GRANITE_HYBRID, GPT_OSS)
 FAMILIES = {family.model_type: family for family in ALL}
 
 

@@ -33,12 +33,13 @@ KEPT = frozenset(
 TRAINING = frozenset(
     (
         *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
-        *("time_step_floor", "chunk_size"),
+        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel"),
     )
 )
 """Our fields that no result depends on."""
 OF_SYMBOLS = {
-    "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window partial_rotary_factor",
+    "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window windowed attention_sinks "
+    "partial_rotary_factor",
     "*+": "num_attention_heads attention_bias attention_scale rope_theta rope_interleave rope_scaling",
     "+": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
     "M": "mamba_num_heads mamba_head_dim ssm_state_size mamba_n_groups conv_kernel conv_bias mamba_bias "
@@ -47,8 +48,8 @@ OF_SYMBOLS = {
     "-": "intermediate_size",
     "-E": "hidden_act mlp_bias",
     "E": "num_experts num_experts_per_tok moe_intermediate_size moe_latent_size shared_expert_intermediate_size "
-    "shared_expert_gate router_score norm_topk_prob routed_scaling_factor n_group topk_group expert_bias "
-    "capacity_factor",
+    "shared_expert_gate experts_bias router_bias router_score norm_topk_prob routed_scaling_factor n_group topk_group "
+    "expert_bias capacity_factor",
 }
 """Our fields that matter to some symbols only."""
 
@@ -157,12 +158,6 @@ def flat(cfg: HybridConfig) -> str:
     return "".join(layer.symbols for layer in cfg.parsed.layers)
 
 
-def spelled(cfg: HybridConfig) -> tuple[str, str, int]:
-    """The symbols without groups and segments: of the main part, of one prediction depth, and how many there are."""
-    pattern = cfg.parsed
-    return flat(cfg), "".join(layer.symbols for layer in pattern.prediction), pattern.depths
-
-
 def relevant(cfg: HybridConfig) -> list[str]:
     """The fields that the result of a model of `cfg` depends on."""
     symbols = set(flat(cfg))
@@ -192,4 +187,6 @@ def plain(cfg: HybridConfig, name: str) -> Any:
     """A field so that alike models have it alike, however they are spelled."""
     if name == "pattern":
         return flat(cfg)
+    if name == "windowed":
+        return [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return cfg.attention_head_dim if name == "head_dim" else getattr(cfg, name)

@@ -3,16 +3,21 @@
     Same        one tensor, as it is
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
     Rows        rows of several matrices, in another order
+    Half        one of two that are one tensor there, one behind the other or by turns
+    Turned      [experts, in, out] from one tensor [experts, out, in]
 
 All are read by rows, so that a rank reads what it keeps, and nothing is computed: what is written is what was read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+BLOCK_BYTES = 1 << 22
+"""What is read at once where a tensor goes from file to file."""
 
 
 class Place(Protocol):
@@ -112,9 +117,117 @@ class Rows:
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
         """See `Place`."""
-        return torch.cat([files[name][:] for name in self.sizes])[self.order[start:end]]
+        wanted, result, before = self.order[start:end], None, 0
+        for name, size in self.sizes.items():
+            here = (wanted >= before) & (wanted < before + size)
+            part = files[name][:]
+            result = part.new_empty(end - start, *part.shape[1:]) if result is None else result
+            result[here] = part[wanted[here] - before]
+            before += size
+        assert result is not None
+        return result
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """See `Place`."""
-        theirs = tensor[self.order.argsort()]
-        yield from zip(self.sizes, theirs.split(list(self.sizes.values())))
+        for name, order in zip(self.sizes, self.order.argsort().split(list(self.sizes.values()))):
+            yield name, tensor[order]
+
+
+@dataclass(frozen=True)
+class Turned:
+    """One tensor [experts, out, in] of ours [experts, in, out]."""
+
+    name: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See `Place`."""
+        return [self.name]
+
+    def shape(self, files: Any) -> list[int]:
+        """See `Place`."""
+        experts, outputs, inputs = files[self.name].get_shape()
+        return [experts, inputs, outputs]
+
+    def rows(self, files: Any, start: int, end: int) -> Tensor:
+        """See `Place`."""
+        return files[self.name][start:end].mT
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """See `Place`."""
+        yield self.name, tensor.mT
+
+
+@dataclass(frozen=True)
+class Half:
+    """Half `part`, 0 or 1, of one tensor: of its dimension `dim`, or every other place of it where they are `by_turns`.
+
+    `turned`: the last two dimensions of the tensor are ours the other way round.
+    """
+
+    name: str
+    part: int
+    dim: int
+    by_turns: bool = False
+    turned: bool = False
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See `Place`."""
+        return [self.name]
+
+    def shape(self, files: Any) -> list[int]:
+        """See `Place`."""
+        shape = list(files[self.name].get_shape())
+        shape[self.dim] //= 2
+        return [*shape[:-2], shape[-1], shape[-2]] if self.turned else shape
+
+    def rows(self, files: Any, start: int, end: int) -> Tensor:
+        """See `Place`."""
+        if self.dim == 0:
+            before = self.part * self.shape(files)[0]
+            return files[self.name][before + start : before + end]
+        mine = self.of(files[self.name][start:end])
+        return mine.mT if self.turned else mine
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The half of the tensor there; `write` puts both together."""
+        yield self.name, tensor.mT if self.turned else tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This half of the tensor there, a view."""
+        if not self.by_turns:
+            return whole.chunk(2, self.dim)[self.part]
+        return whole.unflatten(self.dim, (-1, 2)).select(self.dim, self.part)
+
+
+class Rooms(Protocol):
+    """Where tensors are written: `weft.models.hf.directory.TensorWriter`."""
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to be filled."""
+        ...
+
+
+def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
+    """Copy our tensors to where they stand on disk; those that two of ours share take both as they come."""
+    waiting: dict[str, Tensor] = {}
+    for ours, tensor in tensors:
+        place = places[ours]
+        for name, part in place.split(tensor):
+            if not isinstance(place, Half):
+                rooms.room(name, part.shape, part.dtype).copy_(part)
+                continue
+            if first := name not in waiting:
+                shape = list(part.shape)
+                shape[place.dim] *= 2
+                waiting[name] = rooms.room(name, shape, part.dtype)
+            place.of(waiting[name] if first else waiting.pop(name)).copy_(part)
+
+
+def read_into(room: Tensor, place: Place, files: Any) -> None:
+    """Fill `room` with our tensor, by some rows at a time."""
+    rows = max(1, BLOCK_BYTES * room.shape[0] // max(1, room.nbytes)) if room.dim() else 1
+    for start in range(0, room.shape[0], rows):
+        end = min(start + rows, room.shape[0])
+        room[start:end].copy_(place.rows(files, start, end))

@@ -1,7 +1,7 @@
 """Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWri
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
 from weft.models.hf.family import flat, plain, relevant
-from weft.models.hf.places import Place
+from weft.models.hf.places import Place, write
 from weft.models.model import HybridModel
 
 
@@ -28,14 +28,14 @@ def load(model: HybridModel, directory: str | Path) -> None:
     """
     directory = Path(directory)
     cfg = config_of(directory)
+    if flat(cfg) != flat(model.cfg):
+        raise ConversionError(f"{directory} holds {cfg.pattern!r}, the model is {model.cfg.pattern!r}")
     if different := [
         f"{name}={plain(model.cfg, name)!r}, there {plain(cfg, name)!r}"
         for name in relevant(cfg)
         if name != "pattern" and plain(model.cfg, name) != plain(cfg, name)
     ]:
         raise ConversionError(f"{directory} holds another model: {'; '.join(different)}; build it with hf.config_of")
-    if flat(cfg) != flat(model.cfg):
-        raise ConversionError(f"{directory} holds {cfg.pattern!r}, the model is {model.cfg.pattern!r}")
     files = TensorFiles(directory)
     places = places_of(directory, model.cfg)
     check_complete(places, files)
@@ -55,6 +55,11 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it,
     and if the directory holds a model already: what one left would be read as the other's.
     """
+    if model.cut is not None and model.cut.ranks > 1:
+        raise ConversionError(
+            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, and a directory holds "
+            "all of it: save a checkpoint, load it with pp=1, and write that"
+        )
     directory = Path(directory)
     family, raw = family_for(model.cfg, model_type)
     places = family.places(model.cfg)
@@ -63,10 +68,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
     with TensorWriter(directory) if writes else _Nowhere() as writer:
-        for name, tensor in _tensors(model):
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for theirs, part in places[name].split(whole) if writes else ():
-                writer.put(theirs, part)
+        write(places, _whole(model), writer)
     if writes:
         raw["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
         (directory / THEIRS).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
@@ -97,8 +99,13 @@ def _refuse_another(directory: Path) -> None:
 
 
 class _Nowhere(TensorWriter):
+    """Of ranks that do not write."""
+
     def __init__(self) -> None:
         super().__init__(Path())
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def __exit__(self, *error: Any) -> None:
         pass
@@ -107,6 +114,11 @@ class _Nowhere(TensorWriter):
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that are saved, in the order of a state dict."""
     return iter(model.state_dict(keep_vars=True).items())
+
+
+def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _tensors(model):
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -1,7 +1,8 @@
 """Causal self-attention, groups of query heads sharing a key and value head (GQA; arXiv:2305.13245).
 
 q, k, v = W_q x, W_k x, W_v x      per head; norms over a head or over all of them, then rotation, of q and k
-o       = softmax(scale q k^T) v   over the positions up to one's own, in a window if there is one
+o       = softmax(scale q k^T) v   over the positions up to one's own, in a window if there is one; a sink takes part
+                                   in the softmax like a position whose value is 0 (arXiv:2309.17453)
 y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
 """
 
@@ -14,19 +15,21 @@ from weft.models.layers.block import Block, State
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
 from weft.moe.linear import Linear
-from weft.moe.source import WeightSource
+from weft.moe.source import INITIAL_STD, WeightSource
 
 
 class Attention(Block):
     """Grouped-query attention. Its state are the keys and values so far, [B, T, heads, C]."""
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None) -> None:
+    def __init__(
+        self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None, window: int | None
+    ) -> None:
         super().__init__(cfg)
         width, bias = cfg.attention_head_dim, cfg.attention_bias
         self.heads = cfg.num_attention_heads
         self.key_value_heads = cfg.num_key_value_heads
         self.scale = cfg.attention_scale
-        self.window = cfg.sliding_window
+        self.window = window
         self.gated = cfg.attention_output_gate
         queries, keys = self.heads * width, self.key_value_heads * width
         of_queries = queries * (2 if self.gated else 1)
@@ -37,6 +40,14 @@ class Attention(Block):
         self.norm_of = cfg.qk_norm
         self.q_norm, self.k_norm = (self._norm(cfg, size) for size in (queries, keys))
         self.rotary = rotary
+        self.source = source
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if cfg.attention_sinks else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial sinks; the parts reset their own parameters."""
+        if self.sinks is not None:
+            (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
     def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
         """See `Block.mix`."""
@@ -50,7 +61,7 @@ class Attention(Block):
         if self.rotary is not None:
             q_BSHC, k_BSHC = self.rotary(q_BSHC, start), self.rotary(k_BSHC, start)
         k_BTHC, v_BTHC = remembered(state, k=k_BSHC, v=v_BSHC)
-        o_BSHC = causal_attention(q_BSHC, k_BTHC, v_BTHC, scale=self.scale, window=self.window)
+        o_BSHC = causal_attention(q_BSHC, k_BTHC, v_BTHC, scale=self.scale, window=self.window, sinks=self.sinks)
         if gate_BSHC is not None:
             o_BSHC = o_BSHC * gate_BSHC.sigmoid()
         return self.o_proj(o_BSHC.flatten(-2))
@@ -76,21 +87,31 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 
 
 def causal_attention(
-    q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, *, scale: float | None, window: int | None = None
+    q_BSHC: Tensor,
+    k_BTHC: Tensor,
+    v_BTHC: Tensor,
+    *,
+    scale: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of the last S of T positions, each on itself and on what stands before.
 
-    `scale`: None, C^-0.5. `window`: how many positions one sees, itself included; None: all. -> [B, S, H, C of v].
+    `scale`: None, C^-0.5. `window`: how many positions one sees, itself included; None: all. `sinks` [H]: a score of
+    each head that takes part in the softmax and has no value. -> [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
     windowed = window is not None and window < seen
-    plain = queries == seen and not windowed
+    plain = queries == seen and not windowed and sinks is None
     mask = None
-    if not plain and (queries > 1 or windowed):
+    if not plain and (queries > 1 or windowed or sinks is not None):
         ones = torch.ones(queries, seen, dtype=torch.bool, device=q_BSHC.device)
         mask = ones.tril(seen - queries)
         if windowed:
             mask = mask.triu(seen - queries - window + 1)  # type: ignore[operator]
+    if sinks is not None:
+        assert mask is not None
+        mask, k_BTHC, v_BTHC = _with_sinks(sinks.to(q_BSHC.dtype), mask, k_BTHC, v_BTHC)
     o_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
         k_BTHC.transpose(1, 2),
@@ -101,3 +122,11 @@ def causal_attention(
         enable_gqa=q_BSHC.shape[2] != k_BTHC.shape[2],
     )
     return o_BHSC.transpose(1, 2)
+
+
+def _with_sinks(sinks: Tensor, mask: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more position before all others, whose key and value are 0 and whose score the mask adds."""
+    scores = torch.zeros(mask.shape, dtype=sinks.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    of_sinks = sinks.view(-1, 1, 1).expand(-1, mask.shape[0], 1)
+    bias_HST = torch.cat((of_sinks, scores.expand(len(sinks), -1, -1)), dim=-1)
+    return bias_HST, F.pad(k_BTHC, (0, 0, 0, 0, 1, 0)), F.pad(v_BTHC, (0, 0, 0, 0, 1, 0))

@@ -33,6 +33,7 @@ class Block(nn.Module):
     def __init__(self, cfg: HybridConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
         """What the layer adds to the residual stream, from its normalised input; [B, S, D] -> [B, S, D].
@@ -43,4 +44,9 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, state: State | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return x_BSD + self.mix(self.norm(x_BSD), state)
+        return added(x_BSD, self.mix(self.norm(x_BSD), state), self.multiplier)
+
+
+def added(residual: Tensor, part: Tensor, multiplier: float) -> Tensor:
+    """The residual stream and what a layer adds to it, `multiplier` times."""
+    return residual + (part if multiplier == 1 else part * multiplier)

@@ -20,6 +20,7 @@ from weft.models.config import HybridConfig
 from weft.models.layers.block import Block, State
 from weft.models.layers.chunks import between, chunks
 from weft.models.layers.convolution import CausalConvolution
+from weft.models.layers.kernels import fast_rule
 from weft.models.layers.norm import GatedNorm
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
@@ -42,6 +43,7 @@ class GatedDeltaNet(Block):
         keys, self.value_heads = cfg.linear_num_key_heads, cfg.linear_num_value_heads
         of_keys, of_values = keys * cfg.linear_key_head_dim, self.value_heads * cfg.linear_value_head_dim
         self.key_heads = keys
+        self.rule = fast_rule(cfg.delta_kernel, delta_chunked)
         self.source = source
         self.widths = 2 * of_keys + of_values, of_values, self.value_heads, self.value_heads
         self.inner_widths = of_keys, of_keys, of_values
@@ -71,7 +73,7 @@ class GatedDeltaNet(Block):
         g_BSH = -self.A_log.exp() * F.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
         known = state.get("delta") if state is not None else None
         one = state is not None and x_BSD.shape[1] == 1
-        rule = delta_stepwise if one else delta_chunked
+        rule = delta_stepwise if one else self.rule
         o_BSHC, last = rule(q_BSHC, k_BSHC, v_BSHC, g_BSH, b.sigmoid(), known)
         if state is not None:
             state["delta"] = last

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
+from weft.models.layers.block import added
 from weft.models.layers.norm import RMSNorm
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.source import WeightSource
@@ -22,6 +23,8 @@ class Experts(MoE):
             dispatcher=dispatcher,
             act=cfg.hidden_act,
             bias=cfg.mlp_bias,
+            experts_bias=cfg.experts_bias,
+            router_bias=cfg.router_bias,
             latent_size=cfg.moe_latent_size,
             shared_intermediate_size=cfg.shared_expert_intermediate_size,
             shared_expert_gate=cfg.shared_expert_gate,
@@ -37,6 +40,7 @@ class Experts(MoE):
             capacity_factor=cfg.capacity_factor,
         )
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.multiplier = cfg.residual_multiplier
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
@@ -52,7 +56,7 @@ class Experts(MoE):
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""
-        return kept["residual"] + self.receive(rows, kept["weights"], kept.get("shared"), handle)
+        return added(kept["residual"], self.receive(rows, kept["weights"], kept.get("shared"), handle), self.multiplier)
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:

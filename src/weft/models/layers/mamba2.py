@@ -20,6 +20,7 @@ from weft.models.config import HybridConfig
 from weft.models.layers.block import Block, State
 from weft.models.layers.chunks import between, chunks
 from weft.models.layers.convolution import CausalConvolution
+from weft.models.layers.kernels import fast_scan
 from weft.models.layers.norm import GatedNorm
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
@@ -37,6 +38,7 @@ class Mamba2(Block):
         inner, shared = heads * width, cfg.mamba_n_groups * cfg.ssm_state_size
         self.heads, self.groups = heads, cfg.mamba_n_groups
         self.chunk_size = cfg.chunk_size
+        self.scan = fast_scan(cfg.mamba_kernel, ssd_chunked)
         self.steps = cfg.time_step_min, cfg.time_step_max, cfg.time_step_floor
         self.limit = cfg.time_step_limit_min, cfg.time_step_limit_max
         self.source = source
@@ -72,7 +74,7 @@ class Mamba2(Block):
         dt_BSH = F.softplus(dt_BSH.to(self.dt_bias.dtype) + self.dt_bias).clamp(*self.limit)
         known = state.get("ssm") if state is not None else None
         one = state is not None and x_BSD.shape[1] == 1
-        scan = ssd_stepwise if one else ssd_chunked
+        scan = ssd_stepwise if one else self.scan
         y_BSHP, last = scan(x_BSHP, dt_BSH, -self.A_log.exp(), B_BSGN, C_BSGN, known, self.chunk_size)
         if state is not None:
             state["ssm"] = last

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
+from weft.models.layers.block import added
 from weft.models.layers.norm import RMSNorm
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
@@ -18,6 +19,7 @@ class MLP(FeedForward):
     def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
         super().__init__(cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, bias=cfg.mlp_bias)
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.multiplier = cfg.residual_multiplier
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts, which are the MLP itself."""
@@ -33,4 +35,4 @@ class MLP(FeedForward):
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return kept["residual"] + rows
+        return added(kept["residual"], rows, self.multiplier)

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from weft.train.report import expert_figures, figures
+from weft.train.report import expert_figures, figures, pattern_figure, pipeline_figure
+from weft.train.report.facts import read_facts
 from weft.train.report.numbers import counted, curve, loss_unit, losses
+from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline
 
 Drawing = tuple[str, str, figures.Draw]
@@ -16,7 +18,9 @@ def draw_all(
 ) -> list[tuple[str, bytes, bytes]]:
     """Write each picture as `NAME.png` and `NAME-dark.png` into `folder`; returns (what it shows, light, dark)."""
     pictures = []
-    for name, title, draw in _figures(records, memory, baselines) + _expert_figures(folder, records):
+    drawings = _figures(records, memory, baselines) + _pattern_figures(folder) + _stage_figures(folder)
+    drawings += _expert_figures(folder, records)
+    for name, title, draw in drawings:
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
         (folder / f"{name}.png").write_bytes(light)
         (folder / f"{name}-dark.png").write_bytes(dark)
@@ -42,6 +46,20 @@ def _figures(
     if memory:
         found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
     return found
+
+
+def _pattern_figures(folder: Path) -> list[Drawing]:
+    """As `_figures`, of a run of a hybrid model."""
+    text = read_facts(folder).get("pattern")
+    return [("pattern", f"The layers of the pattern {text}", pattern_figure.pattern(text))] if text else []
+
+
+def _stage_figures(folder: Path) -> list[Drawing]:
+    """As `_figures`, of a run in stages."""
+    if (stages := read_stages(folder)) is None:
+        return []
+    title = f"All stages in one training step of {stages.time:.0f} ms, {stages.idle_share:.0%} of it idle"
+    return [("stages", title, pipeline_figure.pipeline(stages))]
 
 
 def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing]:

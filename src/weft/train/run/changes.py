@@ -1,6 +1,7 @@
 """What a run that goes on does with settings that are no longer those it was trained with.
 
-    REFUSED   the weights were trained as something else, or the setting would have no effect any more
+    REFUSED   the weights were trained as something else, or the setting would have no effect any more; the same layers
+              in other groups are told with `run.renumber`
     TOLD      holds from here on, and is told before the first step
     QUIET     how it runs, not what it computes beyond rounding
 
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from weft.models import HybridConfig
 from weft.train.config import TrainConfig, load_config, to_dict
 from weft.train.errors import ConfigError
 from weft.train.toml_values import show
@@ -34,7 +36,7 @@ _SECTIONS: dict[str, Treatment] = {
 }
 _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
-    "model.recompute": QUIET,
+    **dict.fromkeys(("model.recompute", "model.mamba_kernel", "model.delta_kernel"), QUIET),
     "data.paths": TOLD,
     "data.cache_dir": QUIET,
     **dict.fromkeys(
@@ -71,18 +73,25 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
         return [f"{path} is gone: nobody knows whether the run was trained with these settings"]
     before = load_config(path)
     differences = dict(_differences(to_dict(before), to_dict(config)))
-    refused = [
-        f"{name} = {new} (it is {old})" for name, (old, new) in differences.items() if treatment(name) == REFUSED
-    ]
+    kinds = {name: treatment(name) for name in differences}
+    patterns = isinstance(before.model, HybridConfig) and isinstance(config.model, HybridConfig)
+    if patterns and "model.pattern" in differences and before.hybrid.parsed.symbols == config.hybrid.parsed.symbols:
+        if not config.run.renumber:
+            old, new = differences["model.pattern"]
+            raise ConfigError(
+                f"model.pattern = {new} (it is {old}): the same layers in other groups; go on with --set "
+                "run.renumber=true, which gives weights and optimizer state the new numbers, or leave the pattern as "
+                f"it is in {path}"
+            )
+        kinds["model.pattern"] = TOLD
+    refused = [f"{name} = {new} (it is {old})" for name, (old, new) in differences.items() if kinds[name] == REFUSED]
     if refused:
         raise ConfigError(
             f"{', '.join(refused)}: cannot change in a run that goes on; leave it as it is in {path}, or start a new "
             "run without --resume"
         )
     told = [
-        f"{name} = {new} from here on, it was {old}"
-        for name, (old, new) in differences.items()
-        if treatment(name) == TOLD
+        f"{name} = {new} from here on, it was {old}" for name, (old, new) in differences.items() if kinds[name] == TOLD
     ]
     rates = [each.optimizer.lr * each.schedule.factor(step, each.train.steps) for each in (before, config)]
     if told and rates[0] != rates[1]:

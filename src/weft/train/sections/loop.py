@@ -44,6 +44,8 @@ class LoopConfig:
     """What one device can do, in 10^12 operations per second: the part of it that is used is logged as mfu; 0: not."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
+    schedule: str = ""
+    """With `sharding.pp`: a name of `weft schedule`, or a file; empty: "1f1b", "interleaved" or "combined"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: of so many layers, one."""
     keep_products: bool = False

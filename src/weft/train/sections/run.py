@@ -38,6 +38,8 @@ class RunConfig:
     """Seconds that a rank waits for the others at the start."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Where numbers go beside metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
+    renumber: bool = False
+    """Go on with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 

@@ -20,6 +20,10 @@ class ShardingConfig:
     """With `dp_replicate`: "optim" cuts optimizer state over the copies, too (HFSDP)."""
     ep: int = 1
     """Ranks that share one copy of the experts and exchange tokens; divides the number of ranks."""
+    pp: int = 1
+    """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
+    chunks: int | None = None
+    """With `pp`: stages of each rank; unset: as many as the pattern's segments make, or as the schedule usually has."""
     reshard_after_forward: bool | int | None = None
     """Whether weights go after forward, or over how many neighbours they stay cut; unset: yes, but not the root's."""
     offload: bool = False
@@ -27,6 +31,10 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
+        require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
+        require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
+        without = "has no effect with sharding.pp = 1"
+        require("sharding.chunks", self.chunks, self.chunks is None or self.pp > 1, without)
         require(
             "sharding.dp_shard",
             self.dp_shard,

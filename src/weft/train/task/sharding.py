@@ -13,7 +13,9 @@ from weft.train.optimizers import whole_matrices
 def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
     """The ranks, laid out."""
     sizes = config.sharding
-    return weft.init_meshes(device.type, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, ep=sizes.ep)
+    return weft.init_meshes(
+        device.type, pp=sizes.pp, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, ep=sizes.ep
+    )
 
 
 def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:

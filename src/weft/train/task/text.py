@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import weft
 from weft.models import HybridConfig, HybridModel, shard
 from weft.models.loss import cross_entropy
+from weft.overlap import evaluate
 from weft.train.config import TrainConfig
 from weft.train.data import Batch, Batches, Validation, load_corpora
 from weft.train.data.bigram import Bigram
@@ -65,6 +67,8 @@ class TextTask:
             found = self._loss(self.model, microbatch)
             return found if isinstance(found, tuple) else (found, {})
         tokens, labels = microbatch
+        if self.model.cut is not None:  # trained by a schedule: this is validation
+            return evaluate(self.model, [(tokens, labels)])[0], {}
         return self.model(tokens, labels=labels), {}
 
     def validation_values(self, loss: float) -> dict[str, float]:
@@ -114,10 +118,17 @@ def _build(config: TrainConfig, sizes: HybridConfig, meshes: weft.Meshes, device
     torch.manual_seed(config.train.seed)
     try:
         with device:
-            return HybridModel(sizes, meshes=meshes)
+            return HybridModel(sizes, meshes, **_stages(config, meshes))
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"model.hidden_size = {sizes.hidden_size}, model.vocab_size = {sizes.vocab_size}, "
             f"model.pattern = {sizes.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make "
             "the model smaller"
         ) from error
+
+
+def _stages(config: TrainConfig, meshes: weft.Meshes) -> dict[str, Any]:
+    """How the layers are dealt to the ranks of a pipeline."""
+    if meshes.pp is None:
+        return {}
+    return {"chunks": config.chunks, "placement": config.table(dist.get_world_size()).placement}

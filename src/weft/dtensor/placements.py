@@ -1,0 +1,154 @@
+"""What a sharded tensor says of where it lies: `Shard(dim)` where all parts are alike, else one that knows its cuts.
+
+    parameter.placements                        torch takes it as     `DTensor.from_local` takes it as
+    ------------------------------------------  --------------------  --------------------------------------------------
+    Shard(dim), of even cuts                    even cuts             even cuts
+    UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts: the part that lies here is one of them
+
+So what is distributed like a parameter, by `distribute_tensor` or `redistribute`, is an even DTensor of the right
+values, which `copy_` and other operators take whatever its cuts; and what is made of the parameter's local part is cut
+as the parameter is. `from_local` has no hook for a placement: it multiplies the local shape with the number of ranks,
+differently on each. So `install` wraps it, and `redistribute`, for placements of these classes alone.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from weft.dtensor.uneven import UnevenDTensor
+from weft.layout.cuts import Cuts
+
+
+class UnevenShard(Shard):
+    """`Shard(dim)` over one of the axes of `cuts`; `shape`: of the whole tensor."""
+
+    def __init__(self, dim: int, cuts: Cuts, shape: torch.Size) -> None:
+        super().__init__(dim)
+        self.cuts, self.shape = cuts, shape
+
+    @property
+    def even(self) -> Placement:
+        """What torch takes it as."""
+        return Shard(self.dim)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.dim, self.cuts, self.shape)
+
+    def __repr__(self) -> str:
+        return f"UnevenShard(dim={self.dim}, borders={self.cuts.borders})"
+
+
+class UnevenStridedShard(_StridedShard):
+    """The same of a tensor that tensor parallelism slices along the dimension that is cut."""
+
+    def __init__(self, dim: int, split_factor: Any, cuts: Cuts, shape: torch.Size) -> None:
+        super().__init__(dim, split_factor=split_factor)
+        self.cuts, self.shape = cuts, shape
+
+    @property
+    def even(self) -> Placement:
+        """What torch takes it as."""
+        return _StridedShard(self.dim, split_factor=self.split_factor)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.dim, self.split_factor, self.cuts, self.shape)
+
+    def __repr__(self) -> str:
+        return f"UnevenStridedShard(dim={self.dim}, sf={self.split_factor}, borders={self.cuts.borders})"
+
+
+_UNEVEN = (UnevenShard, UnevenStridedShard)
+
+
+def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
+    """Where `tensor` lies, one placement per mesh axis."""
+    cuts, spec = tensor._cuts, tensor._spec
+    if cuts.is_even or not cuts.axes:
+        return spec.placements
+    found = list(spec.placements)
+    for axis in cuts.axes:
+        each: Any = found[axis]
+        if isinstance(each, _StridedShard):
+            found[axis] = UnevenStridedShard(each.dim, each.split_factor, cuts, spec.shape)
+        else:
+            found[axis] = UnevenShard(each.dim, cuts, spec.shape)
+    return tuple(found)
+
+
+def plain(placements: Sequence[Placement]) -> list[Placement]:
+    """What torch takes `placements` as."""
+    return [each.even if isinstance(each, _UNEVEN) else each for each in placements]
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts) -> UnevenDTensor:
+        made = UnevenDTensor._wrap(local.view_as(local), spec, cuts)
+        ctx.tensor = made.detach()
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        like = ctx.tensor
+        if isinstance(gradient, UnevenDTensor) and gradient._cuts == like._cuts:
+            return gradient._local_tensor, None, None
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        return like.slice_of(whole), None, None
+
+
+def _like_a_part(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
+) -> UnevenDTensor:
+    """The tensor of which `local` is the part that lies here. Raises ValueError where it is no part of these cuts."""
+    first: Any = next(each for each in placements if isinstance(each, _UNEVEN))
+    cuts, shape = first.cuts, first.shape
+    if [axis for axis, each in enumerate(placements) if isinstance(each, _UNEVEN)] != sorted(cuts.axes):
+        raise ValueError(
+            f"from_local(placements={list(placements)}): what a weft parameter is cut over goes together; pass "
+            "parameter.placements as they are, or Shard(dim) for parts of your own"
+        )
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(plain(placements)), tensor_meta=meta)
+    made = UnevenDTensor._wrap(local.detach(), spec, cuts)
+    expected = tuple(cuts.shaped(torch.empty(cuts.size_of(made.part), device="meta"), made.part).shape)
+    if tuple(local.shape) != expected or (given is not None and tuple(given) != tuple(shape)):
+        raise ValueError(
+            f"from_local() of a tensor of shape {tuple(local.shape)} with the placements of a weft parameter of shape "
+            f"{tuple(shape)}, whose part on this rank has the shape {expected}: pass what is made of "
+            "parameter.to_local(), or Shard(dim) for parts of your own"
+        )
+    return _FromLocal.apply(local, spec, cuts)
+
+
+def _taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @functools.wraps(from_local)
+    def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        if placements is None or not any(isinstance(each, _UNEVEN) for each in placements):
+            return from_local(local_tensor, device_mesh, placements, **options)
+        if device_mesh is None:
+            raise ValueError("from_local() with the placements of a weft parameter: pass parameter.device_mesh too")
+        return _like_a_part(local_tensor, device_mesh, placements, options.get("shape"))
+
+    return wrapped
+
+
+def _evenly(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @functools.wraps(redistribute)
+    def wrapped(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        return redistribute(self, device_mesh, placements and plain(placements), **options)
+
+    return wrapped
+
+
+def install() -> None:
+    """Let sharded tensors answer for their placements, and torch's functions take them; once."""
+    UnevenDTensor.placements = property(placements_of)  # type: ignore[assignment,method-assign]
+    if not hasattr(DTensor.from_local, "__wrapped__"):
+        DTensor.from_local = staticmethod(_taking_parts(DTensor.from_local))  # type: ignore[method-assign]
+        DTensor.redistribute = _evenly(DTensor.redistribute)  # type: ignore[method-assign]

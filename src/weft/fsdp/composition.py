@@ -1,0 +1,53 @@
+"""Sharded modules among torch's other ways to be data-parallel: what torch's code sees of them, and what is refused.
+
+around a sharded child             what happens
+---------------------------------  ---------------------------------------------------------------------------
+`replicate()`, both of torch's     leaves it alone: the composable registry says that it is sharded
+`DistributedDataParallel`,         TypeError when they are built: they would broadcast and reduce parts that
+`DataParallel`                     differ from rank to rank, and wait for each other
+torch's `fully_shard` inside or    ValueError or TypeError at the outer call: one model, one of the two
+outside of weft's
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.nn.modules.module import register_module_module_registration_hook
+
+SHARDED = "_weft_unit"
+
+
+def enter_registry(module: nn.Module) -> None:
+    """Say to torch's composable functions that `module` is sharded."""
+    registry = vars(module).setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
+
+def refuse_foreign(module: nn.Module, name: str) -> None:
+    """Raise ValueError for a module, `name` inside the one to be sharded, that another library's functions manage."""
+    registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
+    if isinstance(module, TorchFSDPModule) or registered:
+        what = registered[0] if registered else "fully_shard"
+        raise ValueError(
+            f"{name.removesuffix('.') or 'the module itself'} ({type(module).__name__}) is managed by torch's {what}: "
+            "call weft.fully_shard there too, with strategy='no_shard' for what is to be replicated; or weft.drop_in() "
+            "before anything is sharded"
+        )
+
+
+def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and child is not None:
+        for path, inner in child.named_modules():
+            if SHARDED in vars(inner):
+                raise TypeError(
+                    f"{type(module).__name__} around {path or 'a module'} ({type(inner).__name__}), which is sharded: "
+                    "its parts differ from rank to rank. Call weft.fully_shard on the module around it instead, with "
+                    "strategy='no_shard' for what is to be replicated, or torch's replicate(), which leaves it alone"
+                )
+
+
+def install() -> None:
+    """Refuse wrappers that take every parameter for a replica."""
+    register_module_module_registration_hook(_refuse_wrappers)

@@ -1,0 +1,65 @@
+"""Parameters that can be sharded.
+
+a parameter                                       at fully_shard
+------------------------------------------------  ---------------------------------------------------------------
+plain, or of a class that only has a name         taken
+a DTensor of a tensor-parallel plan               taken: its slice is sharded further
+without a shape yet                               ValueError
+whose class says what operators do                ValueError: a flat buffer would lose the class
+with hooks on its gradient                        ValueError: they would never run
+on another device                                 ValueError
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
+from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.group import HOOK_NEVER_RUNS
+
+
+def checked_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
+) -> TensorParallel | None:
+    """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it.
+
+    `replicas`: names of the data-parallel axes, for one that lies over a whole mesh."""
+    if isinstance(parameter, UnevenDTensor):
+        raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
+    if is_lazy(parameter):
+        raise ValueError(f"{where} has no shape yet: run one forward of the module before fully_shard")
+    _refuse_own_operators(parameter, where)
+    if parameter._backward_hooks:
+        raise ValueError(f"{where}: {HOOK_NEVER_RUNS}")
+    if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
+        raise ValueError(
+            f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "
+            "the CPU before fully_shard"
+        )
+    return tensor_parallel_of(parameter, mesh, where, replicas)
+
+
+def _refuse_own_operators(parameter: nn.Parameter, where: str) -> None:
+    """Raise for a tensor whose class says what operators do to it: a flat buffer keeps elements, and no class."""
+    tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    kind: Any = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or _function_of(kind) not in _PLAIN_FUNCTIONS:
+        protocol = " and its fsdp_pre_all_gather would never be called" if hasattr(kind, "fsdp_pre_all_gather") else ""
+        raise ValueError(
+            f"{where} is a {kind.__name__}, a tensor with operators of its own: flat buffers hold plain elements, in "
+            f"which its class would be lost{protocol}. Name it in ignored_params, or keep the weight plain, such as "
+            "torchao's float8 training does with enable_fsdp_float8_all_gather=False"
+        )
+
+
+def _function_of(kind: Any) -> Any:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+_PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]

@@ -1,0 +1,68 @@
+"""How a hybrid model is cut into stages: by the `|` of its pattern, else into segments of equal cost.
+
+A layer costs the weights that a token meets in it: of the experts, as many as it visits. The last stage has the head
+besides.
+"""
+
+from collections import Counter
+from itertools import pairwise
+
+import torch
+
+from weft.comm.groups import group_of
+from weft.mesh import Meshes
+from weft.models.config import HybridConfig
+from weft.models.layers import rotary_of
+from weft.models.pattern import LogicalLayer
+from weft.models.stack import Layer
+from weft.moe.source import WeightSource
+from weft.pipeline.actions import LOOP
+from weft.pipeline.placement import Cut, balanced
+
+
+def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
+    """The cut of a model of `cfg` over the pipeline of `meshes`, None for a model in one piece.
+
+    `chunks`: how many stages each rank has; None: what the pattern's segments make, one without any.
+    """
+    mesh = meshes.pp if meshes is not None else None
+    ranks = mesh.size() if mesh is not None else 1
+    segments = cfg.parsed.segments
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+        raise ValueError(f"chunks={chunks!r}: each rank has at least 1 stage; give a positive integer, or None")
+    if mesh is None and chunks in (None, 1):
+        if placement != LOOP:
+            raise ValueError(f"placement={placement!r} of a model in one piece: nothing is placed; leave it out")
+        return None
+    if len(segments) > 1:
+        cfg.parsed.stage(0, pp_size=ranks)  # the number of segments fits
+        if chunks is not None and len(segments) != ranks * chunks:
+            raise ValueError(
+                f"chunks={chunks} on pp={ranks} ranks are {ranks * chunks} stages, and pattern {cfg.pattern!r} has "
+                f"{len(segments)} segments: write as many, or none for equal ones, or leave chunks out"
+            )
+        bounds = [0]
+        for segment in segments:
+            bounds.append(bounds[-1] + len(segment))
+        cuts = tuple(range(start, stop) for start, stop in pairwise(bounds))
+    else:
+        head = cfg.hidden_size * cfg.vocab_size
+        cuts = balanced(layer_costs(cfg, cfg.parsed.layers), ranks * (chunks or 1), last=head)
+    rank = mesh.get_local_rank() if mesh is not None else 0
+    apart = ranks > 1 and placement == LOOP
+    shares = apart and (cfg.tie_word_embeddings or cfg.parsed.depths > 0)
+    return Cut(cuts, ranks, rank, placement, group_of(mesh, 0) if mesh is not None else None, shares)
+
+
+def layer_costs(cfg: HybridConfig, layers: tuple[LogicalLayer, ...]) -> list[float]:
+    """The weights that a token meets in each of `layers`."""
+    kinds = {symbols: _cost(cfg, symbols) for symbols in Counter(layer.symbols for layer in layers)}
+    return [kinds[layer.symbols] for layer in layers]
+
+
+def _cost(cfg: HybridConfig, symbols: str) -> float:
+    with torch.device("meta"):
+        layer = Layer(cfg, LogicalLayer(0, symbols, 1), WeightSource(), rotary_of(cfg, symbols), None)
+    routed = {weight for module in layer.expert_modules() for weight in module.parameters() if "E" in symbols}
+    visited = cfg.num_experts_per_tok / cfg.num_experts
+    return sum(weight.numel() * (visited if weight in routed else 1.0) for weight in layer.parameters())

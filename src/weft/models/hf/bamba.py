@@ -1,0 +1,115 @@
+"""Bamba: Mamba-2, or attention with half-rotated heads, and SwiGLU in every layer."""
+
+import math
+from typing import Any
+
+from weft.models.config import HybridConfig
+from weft.models.hf import rope
+from weft.models.hf.errors import ConversionError
+from weft.models.hf.family import Family, Raw, Table, flat
+from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+
+MAMBA: Table = {
+    "norm": "input_layernorm",
+    "gated_norm": "mamba.norm",
+    **{name: f"mamba.{name}" for name in ("in_proj", "conv1d", "out_proj", "A_log", "D", "dt_bias")},
+}
+MAMBA_FIELDS = {
+    "mamba_n_heads": ("mamba_num_heads", 128),
+    "mamba_n_groups": ("mamba_n_groups", 1),
+    "mamba_d_state": ("ssm_state_size", 256),
+    "mamba_d_conv": ("conv_kernel", 4),
+    "mamba_chunk_size": ("chunk_size", 256),
+    "mamba_conv_bias": ("conv_bias", True),
+    "mamba_proj_bias": ("mamba_bias", False),
+}
+UNBOUNDED = {"__float__": "Infinity"}
+"""How a config.json spells infinity."""
+
+
+def read_mamba(raw: Raw) -> Raw:
+    """The width of a head, which may follow from others, and the limits of the step."""
+    heads, width = raw.get("mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
+    inner = raw.get("mamba_expand", 2) * raw.get("hidden_size", 4096)
+    if inner != (inner // heads if width == "auto" else width) * heads:
+        raise ConversionError(
+            f"mamba_n_heads={heads} of mamba_d_head={width!r} must be as wide together as mamba_expand times "
+            f"hidden_size, {inner}"
+        )
+    limits: Any = raw.get("time_step_limit") or (0.0, math.inf)
+    low, high = limits
+    return {
+        "mamba_head_dim": inner // heads,
+        "time_step_limit_min": float(low),
+        "time_step_limit_max": None if high in (UNBOUNDED, math.inf) else float(high),
+    }
+
+
+def write_mamba(cfg: HybridConfig) -> Raw:
+    """And back; of a model without such layers, numbers that fit each other."""
+    if "M" not in cfg.pattern:
+        return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
+    high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
+    return {
+        "mamba_d_head": cfg.mamba_head_dim,
+        "mamba_expand": max(1, cfg.mamba_num_heads * cfg.mamba_head_dim // cfg.hidden_size),
+        "time_step_limit": [cfg.time_step_limit_min, high],
+    }
+
+
+def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
+    ours = rope.read(raw, partial=0.5)
+    rotated = raw.get("attn_rotary_emb")  # older files have it, and nobody reads it
+    width = raw.get("hidden_size", 4096) // raw.get("num_attention_heads", 32)
+    if rotated not in (None, int(width * ours["partial_rotary_factor"])):
+        raise ConversionError(f"attn_rotary_emb={rotated}: weft's bamba rotates half of a head, {width // 2}")
+    return {
+        "pattern": "".join("[*-]" if number in attention else "[M-]" for number in range(layers)),
+        "attention_bias": "all" if raw.get("attention_bias") else "none",
+        **read_mamba(raw),
+        **ours,
+    }
+
+
+def write(cfg: HybridConfig) -> Raw:
+    """And back."""
+    mixers = flat(cfg)[::2]
+    return {
+        "num_hidden_layers": len(mixers),
+        "attn_layer_indices": [number for number, symbol in enumerate(mixers) if symbol == "*"],
+        "attention_bias": cfg.attention_bias == "all",
+        **write_mamba(cfg),
+        **rope.write(cfg, partial=True),
+    }
+
+
+BAMBA = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    layer="model.layers.{}.",
+    outer={**OUTER, "decoder.final_layernorm": "model.final_layernorm"},
+    tensors={
+        "M": MAMBA,
+        "*": ATTENTION,
+        "-": {
+            "norm": "pre_ff_layernorm",
+            **{name: f"feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+        },
+    },
+    fields={
+        **COMMON,
+        **MAMBA_FIELDS,
+        "pad_token_id": ("pad_token_id", 0),
+        "vocab_size": ("vocab_size", 128000),
+        "num_key_value_heads": ("num_key_value_heads", 8),
+        "intermediate_size": ("intermediate_size", 14336),
+        "mlp_bias": ("mlp_bias", False),
+        "rms_norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    read=read,
+    write=write,
+    required={"attention_dropout": 0.0},
+    kept=frozenset({"attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient", "partial_rotary_factor"}),
+)

@@ -1,0 +1,93 @@
+"""GPT-OSS (arXiv:2508.10925): attention with sinks, a window in some layers, and experts with biases."""
+
+from collections.abc import Sequence
+
+from weft.models.config import HybridConfig
+from weft.models.hf import rope
+from weft.models.hf.family import Bound, Family, Raw, Table, check_layer_types, flat
+from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+from weft.models.hf.places import Half
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def by_turns(name: str, part: int) -> Bound:
+    """Of gate and up, which take turns in the last dimension."""
+    return lambda prefix, cfg: Half(prefix + name, part, dim=-1, by_turns=True)
+
+
+EXPERTS: Table = {
+    "norm": "post_attention_layernorm",
+    "router": "mlp.router",
+    "experts.gate_proj": by_turns("mlp.experts.gate_up_proj", 0),
+    "experts.up_proj": by_turns("mlp.experts.gate_up_proj", 1),
+    "experts.down_proj": "mlp.experts.down_proj",
+    "experts.gate_proj_bias": by_turns("mlp.experts.gate_up_proj_bias", 0),
+    "experts.up_proj_bias": by_turns("mlp.experts.gate_up_proj_bias", 1),
+    "experts.down_proj_bias": "mlp.experts.down_proj_bias",
+}
+
+
+def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    layers, window = raw.get("num_hidden_layers", 36), raw.get("sliding_window", 128)
+    check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
+    kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]
+    windowed = tuple(number for number, kind in enumerate(kinds) if kind == SLIDING)
+    given = raw if raw.get("rope_parameters") or raw.get("rope_scaling") else {**raw, "rope_parameters": YARN}
+    return {
+        "pattern": "[*E]" * layers,
+        "windowed": windowed if window else None,
+        "attention_bias": "all" if raw.get("attention_bias", True) else "none",
+        "attention_sinks": True,
+        "hidden_act": "clamped_swiglu",
+        "experts_bias": True,
+        "router_bias": True,
+        **rope.read(given, theta=150000.0),
+    }
+
+
+def write(cfg: HybridConfig) -> Raw:
+    """And back."""
+    layers = len(flat(cfg)) // 2
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": [FULL if cfg.window_of(number) is None else SLIDING for number in range(layers)],
+        "head_dim": cfg.attention_head_dim,
+        "attention_bias": cfg.attention_bias == "all",
+        **rope.write(cfg),
+    }
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    layer="model.layers.{}.",
+    outer=OUTER,
+    tensors={"*": {**ATTENTION, "sinks": "self_attn.sinks"}, "E": EXPERTS},
+    fields={
+        **{theirs: field for theirs, field in COMMON.items() if theirs != "hidden_act"},
+        "vocab_size": ("vocab_size", 201088),
+        "hidden_size": ("hidden_size", 2880),
+        "num_attention_heads": ("num_attention_heads", 64),
+        "num_key_value_heads": ("num_key_value_heads", 8),
+        "head_dim": ("head_dim", 64),
+        "sliding_window": ("sliding_window", 128),
+        "intermediate_size": ("moe_intermediate_size", 2880),
+        "num_local_experts": ("num_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_tok", 4),
+        "rms_norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    read=read,
+    write=write,
+    required={"attention_dropout": 0.0, "hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    kept=frozenset({"initial_context_length", "experts_per_token"}),
+)

@@ -1,0 +1,117 @@
+"""Granite 4: Mamba-2 or attention, mostly without positions, and experts beside a shared one, or that alone."""
+
+from weft.models.config import HybridConfig
+from weft.models.hf import rope
+from weft.models.hf.bamba import MAMBA, MAMBA_FIELDS, read_mamba, write_mamba
+from weft.models.hf.errors import ConversionError
+from weft.models.hf.family import Bound, Family, Raw, Table, check_layer_types, flat
+from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+from weft.models.hf.places import Half, Turned
+
+MIXERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
+NAMES = {"M": "linear_attention", "*": "full_attention"}
+
+
+def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
+    """The gate (0) or what it gates (1) of a matrix that has both, or of that of every expert."""
+    return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
+
+
+def dense(ours: str) -> Table:
+    """The shared MLP under our name `ours`."""
+    return {
+        f"{ours}gate_proj.weight": half("shared_mlp.input_linear.weight", 0),
+        f"{ours}up_proj.weight": half("shared_mlp.input_linear.weight", 1),
+        f"{ours}down_proj": "shared_mlp.output_linear",
+    }
+
+
+EXPERTS: Table = {
+    "norm": "post_attention_layernorm",
+    "router": "block_sparse_moe.router.layer",
+    "experts.gate_proj": half("block_sparse_moe.input_linear.weight", 0, of_experts=True),
+    "experts.up_proj": half("block_sparse_moe.input_linear.weight", 1, of_experts=True),
+    "experts.down_proj": lambda prefix, cfg: Turned(prefix + "block_sparse_moe.output_linear.weight"),
+    **dense("shared_expert."),
+}
+
+
+def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
+    check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
+    mixers = raw.get("layer_types") or ["linear_attention"] * layers
+    shared = raw.get("shared_intermediate_size", 1024)
+    ours = {
+        "pattern": "".join(f"[{MIXERS[mixer]}{'E' if experts else '-'}]" for mixer in mixers),
+        "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
+        "attention_bias": "all" if raw.get("attention_bias") else "none",
+        **read_mamba(raw),
+        **rope.read(raw),
+    }
+    if raw.get("position_embedding_type") != "rope":
+        ours |= {"rope_theta": 0.0, "rope_scaling": None}
+    if not experts:
+        return {**ours, "intermediate_size": shared}
+    return {
+        **ours,
+        "num_experts": experts,
+        "num_experts_per_tok": raw.get("num_experts_per_tok", 2),
+        "moe_intermediate_size": raw.get("intermediate_size", 11008),
+        "shared_expert_intermediate_size": shared,
+    }
+
+
+def write(cfg: HybridConfig) -> Raw:
+    """And back."""
+    mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
+    if len(ends) > 1:
+        raise ConversionError(f"granitemoehybrid has experts in all layers or in none, and {cfg.pattern!r} has both")
+    theirs = {
+        "num_hidden_layers": len(mixers),
+        "layer_types": [NAMES.get(symbol, "") for symbol in mixers],
+        "num_key_value_heads": cfg.num_key_value_heads,
+        "attention_bias": cfg.attention_bias == "all",
+        **write_mamba(cfg),
+    }
+    if cfg.rope_theta:
+        theirs |= {"position_embedding_type": "rope", **rope.write(cfg)}
+    if "E" not in ends:
+        return {**theirs, "num_local_experts": 0, "shared_intermediate_size": cfg.intermediate_size}
+    return {
+        **theirs,
+        "num_local_experts": cfg.num_experts,
+        "num_experts_per_tok": cfg.num_experts_per_tok,
+        "intermediate_size": cfg.moe_intermediate_size,
+        "shared_intermediate_size": cfg.shared_expert_intermediate_size,
+    }
+
+
+GRANITE_HYBRID = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    layer="model.layers.{}.",
+    outer=OUTER,
+    tensors={
+        "M": MAMBA,
+        "*": ATTENTION,
+        "-": {"norm": "post_attention_layernorm", **dense("")},
+        "E": EXPERTS,
+    },
+    fields={
+        **COMMON,
+        **MAMBA_FIELDS,
+        "vocab_size": ("vocab_size", 32000),
+        "attention_multiplier": ("attention_scale", 1.0),
+        "embedding_multiplier": ("embedding_multiplier", 1.0),
+        "residual_multiplier": ("residual_multiplier", 1.0),
+        "logits_scaling": ("logits_scaling", 1.0),
+        "rms_norm_eps": ("rms_norm_eps", 1e-6),
+    },
+    read=read,
+    write=write,
+    required={"attention_dropout": 0.0, "normalization_function": "rmsnorm"},
+    kept=frozenset(
+        ("init_method", "intermediate_size", "num_experts_per_tok", "position_embedding_type", "rope_parameters")
+    ),
+)

@@ -1,0 +1,89 @@
+"""Fast kernels of other packages, by name, where they are installed and usable.
+
+    layer   name        function                                              where
+    M       mamba_ssm   ops.triton.ssd_combined.mamba_chunk_scan_combined     CUDA
+    G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA
+
+"auto" takes them where they run, and otherwise torch's operations, with the reason in the log, once. A kernel that is
+asked for by its name and does not run is an error. They round in another order than the chunked forms in torch.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+RULE = ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+DEVICES = ("cuda",)
+"""Where they run."""
+
+log = logging.getLogger(__name__)
+
+
+class KernelError(RuntimeError):
+    """A kernel that was asked for by its name does not run here."""
+
+
+def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes Mamba-2's state space on tensors as `ssd_chunked` takes them: `chunked`, or mamba_ssm's."""
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, size: int) -> Any:
+        kernel = _chosen(asked, SCAN, x)
+        if kernel is None:
+            return chunked(x, dt, A, B, C, state, size)
+        given = {"chunk_size": size, "initial_states": state, "return_final_states": True}
+        y, last = kernel(x, dt, A, B, C, **given)
+        return y.to(dt.dtype), last
+
+    return scan
+
+
+def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes the gated delta rule on tensors as `delta_chunked` takes them: `chunked`, or fla's."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+        kernel = _chosen(asked, RULE, q)
+        if kernel is None:
+            return chunked(q, k, v, g, beta, state)
+        q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
+        given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        o, last = kernel(q, k, v, g=g, beta=beta, **given)
+        return o.to(g.dtype), last
+
+    return rule
+
+
+def _chosen(asked: str, place: tuple[str, str, str], x: Tensor) -> Callable[..., Any] | None:
+    if asked == "torch":
+        return None
+    kernel, reason = _found(place)
+    if kernel is not None and x.device.type not in DEVICES:
+        reason = f"it runs on CUDA, and the tensors are on {x.device.type}"
+    if not reason:
+        return kernel
+    if asked == place[0]:
+        raise KernelError(f"{place[0]} cannot be used: {reason}; choose 'auto' or 'torch'")
+    _tell(f"{place[0]} is not used: {reason}; torch's operations do its work")
+    return None
+
+
+@cache
+def _found(place: tuple[str, str, str]) -> tuple[Callable[..., Any] | None, str]:
+    """The function, or why there is none."""
+    name, module, function = place
+    try:
+        return getattr(importlib.import_module(module), function), ""
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        return None, "it is not installed" if missing == name else f"it needs {missing}, which is not installed"
+    except Exception as error:  # a package for another version of CUDA or torch fails in ways of its own
+        return None, f"it cannot be imported ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+
+
+@cache
+def _tell(line: str) -> None:
+    log.info(line)

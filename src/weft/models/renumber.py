@@ -1,0 +1,114 @@
+"""Checkpoints of the same layers in other groups: `[*-][*E]` loads what `*-*E` saved, and the reverse.
+
+Two spellings of the same symbols differ in the numbers of their logical layers, and in nothing else:
+
+    [*-][*E]   decoder.layers.0.self_attention   .0.mlp   .1.self_attention   .1.mlp
+    *-*E       decoder.layers.0.self_attention   .1.mlp   .2.self_attention   .3.mlp
+
+How a checkpoint is spelled is seen from the keys of its weights: how many blocks each number has. So weights, optimizer
+state and averages of any spelling find their places, bit for bit.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from weft.checkpoint.state import Stateful
+from weft.models.config import HybridConfig
+from weft.models.pattern import LAYER_KEYS, LogicalLayer
+
+BLOCK = re.compile(r"((?:decoder|mtp\.layers\.\d+)\.layers)\.(\d+)\.(mixer|self_attention|mlp)\b")
+"""The stack, the logical layer and the block of a key."""
+Numbers = Mapping[tuple[str, int, str], int]
+"""Another number for a stack's layer and block."""
+
+
+def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
+    """`state` of a model of `cfg`, for `CheckpointManager.load` from one that groups the same symbols in any way.
+
+    Its first entry is the model's. Where the symbols are others, keys stay as they are, and loading lists them.
+    """
+    spelling = _Spelling(cfg)
+    model = next(iter(state))
+    return {
+        name: _Renumbered(value, spelling, decides=name == model) if isinstance(value, Stateful) else value
+        for name, value in state.items()
+    }
+
+
+class _Spelling:
+    """The numbers that our keys have in a checkpoint, once its keys are seen."""
+
+    def __init__(self, cfg: HybridConfig) -> None:
+        pattern = cfg.parsed
+        self.stacks = {"decoder.layers": pattern.layers}
+        self.stacks |= {f"mtp.layers.{depth}.layers": pattern.prediction for depth in range(pattern.depths)}
+        self.theirs: Numbers = {}
+        self.ours: Numbers = {}
+
+    def look_at(self, keys: Iterable[str]) -> None:
+        """Learn from the keys of the weights in a checkpoint."""
+        blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for found in filter(None, map(BLOCK.match, keys)):
+            blocks[found[1]][int(found[2])].add(found[3])
+        theirs = [_numbers(stack, layers, blocks[stack]) for stack, layers in self.stacks.items()]
+        self.theirs = {place: number for numbers in theirs for place, number in numbers.items()}
+        self.ours = {(stack, number, key): ours for (stack, ours, key), number in self.theirs.items()}
+
+
+def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, set[str]]) -> Numbers:
+    """From our numbers to the stored ones; nothing where the stored blocks are not those of `layers`, in order."""
+    mine = [(layer.index, LAYER_KEYS[symbol]) for layer in layers for symbol in layer.symbols]
+    places, start = {}, 0
+    for number, keys in sorted(stored.items()):
+        here = mine[start : start + len(keys)]
+        if {key for _, key in here} != keys:
+            return {}
+        places.update({(stack, ours, key): number for ours, key in here})
+        start += len(keys)
+    return places if start == len(mine) else {}
+
+
+class _Renumbered:
+    """A part of a checkpoint under the stored names, seen from a model with others."""
+
+    def __init__(self, inner: Stateful, spelling: _Spelling, *, decides: bool) -> None:
+        self.inner, self.spelling, self.decides = inner, spelling, decides
+        self.per_rank = getattr(inner, "per_rank", False)
+        if hasattr(inner, "load_from_other_ranks"):
+            self.load_from_other_ranks = inner.load_from_other_ranks
+
+    def prepare_load(self, stored: Mapping[str, Any]) -> None:
+        if self.decides:
+            self.spelling.look_at(stored)
+        if hasattr(self.inner, "prepare_load"):
+            self.inner.prepare_load(_translated(stored, self.spelling.ours))
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return _translated(self.inner.state_dict(), self.spelling.theirs)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(_translated(state, self.spelling.ours))
+
+
+def _translated(tree: Any, numbers: Numbers) -> Any:
+    """`tree` with other numbers in its names."""
+
+    def name(text: str) -> str:
+        return BLOCK.sub(lambda found: _written(found, numbers), text)
+
+    return _walked(tree, name) if numbers else tree
+
+
+def _written(found: re.Match[str], numbers: Numbers) -> str:
+    stack, number, key = found[1], int(found[2]), found[3]
+    return f"{stack}.{numbers.get((stack, number, key), number)}.{key}"
+
+
+def _walked(tree: Any, name: Callable[[str], str]) -> Any:
+    if isinstance(tree, str):
+        return name(tree)
+    if isinstance(tree, Mapping):
+        return {_walked(key, name): _walked(value, name) for key, value in tree.items()}
+    return [_walked(each, name) for each in tree] if isinstance(tree, list) else tree

@@ -1,0 +1,43 @@
+"""What the stages of a model tell each other besides activations: small things for people, by name."""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.comm.groups import exchange_objects
+
+Found = TypeVar("Found")
+
+
+class Stages:
+    """The stages that a model is cut into, seen from one of them; one where it is not cut."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._cut: Any = getattr(model, "cut", None)
+        self._model: Any = model
+
+    @property
+    def have_first_rank(self) -> bool:
+        """Whether the first rank of the world is in this pipeline."""
+        if self._cut is None or self._cut.group is None:
+            return dist.get_rank() == 0
+        return dist.get_process_group_ranks(self._cut.group)[0] == 0
+
+    def all_of(self, value: Found) -> list[Found]:
+        """What each rank of the pipeline says, in order. Collective where there are several."""
+        if self._cut is None or self._cut.group is None:
+            return [value]
+        return exchange_objects(value, self._cut.group, "what stages report")
+
+    def merged(self, named: dict[str, Found]) -> dict[str, Found]:
+        """The entries of all stages. Collective."""
+        return {name: value for stage in self.all_of(named) for name, value in stage.items()}
+
+    def count_parameters(self) -> int:
+        """The numbers that the whole model trains. Collective."""
+        copies = self._model.shared_ends if self._cut is not None and self._cut.has_copies else ()
+        again = {id(parameter) for module in copies for parameter in module.parameters()}
+        return sum(
+            self.all_of(sum(each.numel() for each in self._model.parameters() if id(each) not in again)),
+        )

@@ -1,0 +1,172 @@
+"""What a schedule is given, and what it refuses."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm.groups import exchange_objects
+from weft.comm.watch.control import agree
+from weft.comm.watch.rules import mismatch
+from weft.overlap.layer import STAGES, StagedLayer, StagedModel, beside_forward
+from weft.pipeline import Table, check
+from weft.pipeline import table as named_table
+from weft.pipeline.placement import Cut
+
+_LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert_modules")
+
+
+def layers_of(model: Any) -> Sequence[StagedLayer]:
+    """The layers of `model`, if it and they follow the protocol."""
+    if not isinstance(model, StagedModel):
+        missing = [name for name in ("embed", "staged_layers", "loss") if not hasattr(model, name)]
+        raise TypeError(
+            f"{type(model).__name__} is no weft.overlap.StagedModel, it lacks {', '.join(missing)}: give it these "
+            "members, or use weft.models.HybridModel"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is a weft.overlap.StagedModel, but no torch.nn.Module, and its parameters cannot "
+            "be found: derive it from torch.nn.Module, with what it wraps as its submodules"
+        )
+    for number, layer in enumerate(model.staged_layers):
+        if hasattr(layer, "_checkpoint_wrapped_module"):
+            raise ValueError(
+                f"layer {number} is inside a full-layer activation checkpoint, which would run its exchange again and "
+                "cannot be split into stages: recompute inside the stages instead, such as HybridConfig(recompute=...)"
+            )
+        if not isinstance(layer, StagedLayer):
+            missing = [name for name in _LAYER_MEMBERS if not hasattr(layer, name)]
+            raise TypeError(
+                f"layer {number}, a {type(layer).__name__}, is no weft.overlap.StagedLayer, it lacks "
+                f"{', '.join(missing)}: give it these members"
+            )
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"layer {number}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but no torch.nn.Module, and "
+                "its parameters cannot be found: derive it from torch.nn.Module"
+            )
+        if layer.stages not in STAGES or (layer.dispatcher is None) == ("dispatch" in layer.stages):
+            raise ValueError(
+                f"layer {number} has the stages {layer.stages} and {'no' if layer.dispatcher is None else 'a'} "
+                f"dispatcher: choose from {', '.join(map(str, STAGES))}; a dispatcher belongs to the last"
+            )
+    _refuse_hooks(model, model.staged_layers)
+    return list(model.staged_layers)
+
+
+def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
+    """A schedule calls the stages of layers, not the forward of the modules around them: hooks there would not run."""
+    experts = {module for layer in layers for module in layer.expert_modules()}
+    inside = {*layers, *experts}
+    for name, module in model.named_modules():
+        what = beside_forward(module)
+        if what and module not in experts and not inside.isdisjoint(module.modules()):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) {what}, and a schedule runs its stages without its "
+                f"forward: {'compile' if 'compiled' in what else 'put hooks on'} the modules inside the stages instead"
+            )
+
+
+def checked_microbatches(microbatches: Any) -> list[tuple[Tensor, Tensor]]:
+    """The microbatches as a list of pairs."""
+    if isinstance(microbatches, Tensor):
+        raise TypeError(
+            "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
+        )
+    pairs = list(microbatches)
+    if not pairs:
+        raise ValueError("forward_backward got no microbatches: pass at least one pair of tokens and labels")
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
+            raise TypeError(
+                f"microbatch {number} is a {type(pair).__name__}, not a pair of tensors: pass (tokens, labels) for each"
+            )
+    return [(tokens, labels) for tokens, labels in pairs]
+
+
+def checked_scales(loss_scale: Any, count: int) -> list[float]:
+    """A finite factor for each of `count` microbatches."""
+    several = isinstance(loss_scale, Sequence)
+    factors = list(loss_scale) if several else [loss_scale] * count
+    if len(factors) != count:
+        raise ValueError(
+            f"loss_scale has {len(factors)} factors for {count} microbatches: pass one for each, or one number for all"
+        )
+    for number, factor in enumerate(factors):
+        name = f"loss_scale[{number}]" if several else "loss_scale"
+        if isinstance(factor, bool) or not isinstance(factor, Real):
+            raise TypeError(
+                f"{name} is a {type(factor).__name__}: pass a number, or a list with one for each microbatch (a "
+                "tensor's tolist())"
+            )
+        if not math.isfinite(factor):
+            raise ValueError(f"{name}={factor}: gradients would be lost; pass a finite number")
+    return [float(factor) for factor in factors]
+
+
+def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
+    """How `model` is cut: as it says, or not at all."""
+    cut = getattr(model, "cut", None)
+    if cut is None:
+        return Cut((range(len(layers)),))
+    here = sum(map(len, cut.mine))
+    if here != len(layers):
+        raise ValueError(
+            f"{type(model).__name__}: its cut has {here} layers on rank {cut.rank} of the pipeline, its staged_layers "
+            f"are {len(layers)}: they are those of this rank's chunks, one chunk after the other"
+        )
+    return cut
+
+
+def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
+    """The table of that name, or the one given, if it can run and fits the model and the microbatches."""
+    if not isinstance(schedule, (str, Table)):
+        raise TypeError(f"schedule={schedule!r}: pass a name or a Table")
+    if isinstance(schedule, str):
+        found = named_table(schedule, ranks=cut.ranks, microbatches=microbatches, chunks=cut.chunks)
+    else:
+        found = _checked(schedule)
+    for what, asked, given in (
+        ("ranks", len(found.ranks), cut.ranks),
+        ("chunks on a rank", found.chunks, cut.chunks),
+        ("microbatches", found.microbatches, microbatches),
+    ):
+        if asked != given:
+            raise ValueError(
+                f"schedule {found.name!r} is for {asked} {what}, and there are {given}: make the table for these"
+            )
+    if len(cut.segments) > 1 and found.chunks > 1 and found.placement != cut.placement:
+        raise ValueError(
+            f"schedule {found.name!r} deals stages by {found.placement!r}, the model by {cut.placement!r}: build the "
+            f"model with placement={found.placement!r}"
+        )
+    return found
+
+
+def require_same(cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tensor]], order: Any = ()) -> None:
+    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same: `what`, in which order."""
+    if cut.group is None:
+        return
+    said = f"{what} of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
+    word = zlib.crc32(f"{said} {order}".encode())
+    (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule", channel=cut.channel)
+    if highest != -lowest:
+        everyone = exchange_objects(said, cut.group, "arguments of a schedule")
+        ranks = dist.get_process_group_ranks(cut.group)
+        raise mismatch(
+            "of one pipeline run different things",
+            dict(zip(ranks, everyone)),
+            "each calls with the same schedule, and as many microbatches of the same shapes",
+        )
+
+
+@lru_cache(maxsize=16)
+def _checked(table: Table) -> Table:
+    check(table)
+    return table

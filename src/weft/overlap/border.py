@@ -1,0 +1,73 @@
+"""Borders between stages, as a schedule sees them: values go over, their gradients come back.
+
+both stages are     the next stage gets      gradients
+------------------  -----------------------  ------------------------------------------------
+on this rank        the very same values     are in them when its backward has run
+on two ranks        copies of their data     travel back, and are put into the values here
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from weft.overlap.node import Value
+from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
+
+
+class Border:
+    """The border between two stages of which one at least is here. Values: the activations, then scalar losses."""
+
+    def __init__(self, forward: Channel | None, backward: Channel | None) -> None:
+        """`forward`, `backward`: the channels to the other rank, None where both stages are on this one."""
+        self._forward = forward
+        self._backward = backward
+        self._here: dict[int, list[Value]] = {}
+
+    @classmethod
+    def of(cls, transport: Transport | None, border: int) -> "Border":
+        """The border behind stage number `border`."""
+        if transport is None:
+            return cls(None, None)
+        return cls(transport.channel(border, FORWARD), transport.channel(border, BACKWARD))
+
+    # --- the stage before ---------------------------------------------------------------------------------------------
+
+    def send(self, microbatch: int, key: Hashable, values: Sequence[Value]) -> None:
+        """The values leave. `key`: of microbatches whose values have the same shapes."""
+        if self._forward is None:
+            self._here[microbatch] = list(values)
+            return
+        hidden, *losses = (value.take() for value in values)
+        self._forward.send(key, [hidden, *([torch.stack(losses)] if losses else [])])
+        if self._backward is not None and torch.is_grad_enabled():
+            self._backward.learn(key, self._forward)
+
+    def gradients_come(self, values: Sequence[Value]) -> None:
+        """The gradients of what left are in `values`."""
+        if self._backward is None:
+            return
+        hidden, *losses = self._backward.take()
+        if self._forward is not None:
+            self._forward.answered()
+        gradients = [hidden, *(losses[0].unbind() if losses else ())]
+        for value, gradient in zip(values, gradients):
+            if value.needs_grad:
+                value.gradient = gradient
+
+    # --- the stage behind ---------------------------------------------------------------------------------------------
+
+    def receive(self, microbatch: int) -> list[Value]:
+        """The values that came."""
+        if self._forward is None:
+            return self._here.pop(microbatch)
+        hidden, *losses = self._forward.take()
+        tensors = [hidden, *(losses[0].unbind() if losses else ())]
+        return [Value(tensor, needs_grad=torch.is_grad_enabled()) for tensor in tensors]
+
+    def gradients_leave(self, key: Hashable, values: Sequence[Value]) -> None:
+        """The gradients in `values`, which came, go back."""
+        if self._forward is None or self._backward is None:
+            return
+        self._backward.learn(key, self._forward)
+        hidden, *losses = (value.take_gradient() for value in values)
+        self._backward.send(key, [hidden, *([torch.stack(losses)] if losses else [])])

@@ -1,0 +1,135 @@
+"""One microbatch on its way through one chunk of a model and back.
+
+embed, or what came from the stage before -> layer -> layer -> ... -> the loss, or what leaves for the next stage
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.overlap.border import Border
+from weft.overlap.layer import StagedLayer
+from weft.overlap.layer_pass import LayerPass
+from weft.overlap.node import ComputeNode, Value
+from weft.overlap.order import FORWARD, Step
+from weft.overlap.units import ModelUnits
+
+
+class ChunkPass:
+    """The steps of one microbatch in one chunk, each called once. What a layer holds goes with its last backward step.
+
+    `before`, `behind`: its borders, None where the model ends. `key`: the same for microbatches of one shape.
+    `check`: search for tensors that took a way of their own.
+    """
+
+    loss: Tensor
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[StagedLayer],
+        units: ModelUnits,
+        number: int,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        before: Border | None,
+        behind: Border | None,
+        key: Hashable,
+        delay_wgrad: bool,
+        loss_scale: float,
+        check: bool,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._units = units
+        self._number = number
+        self._name = f"microbatch {number}"
+        self._tokens = tokens
+        self._labels = labels
+        self._before = before
+        self._behind = behind
+        self._key = key
+        self._delay_wgrad = delay_wgrad
+        self._loss_scale = loss_scale
+        self._check = check
+        self._embed = ComputeNode(f"{self._name}, embed")
+        self._head = ComputeNode(f"{self._name}, head")
+        self._passes: dict[int, LayerPass] = {}
+        self._came: list[Value] = []
+        self._left: list[Value] = []
+        self._losses: list[Value] = []
+
+    def run(self, step: Step) -> None:
+        """Run one step."""
+        if step.layer is None:
+            getattr(self, f"_{step.slot}_{step.direction}")()
+            return
+        starts = step.direction == FORWARD and step.slot == "attend"
+        if starts:
+            self._passes[step.layer] = self._begin(step.layer)
+        current = self._passes[step.layer]
+        current.run(step.direction, step.slot)
+        if step.direction == FORWARD:
+            self._hidden = current.output
+            if starts and current.loss is not None:
+                self._losses.append(current.loss)
+        elif step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
+            del self._passes[step.layer]
+
+    def _begin(self, layer: int) -> LayerPass:
+        return LayerPass(
+            f"{self._name}, layer {layer}",
+            self._layers[layer],
+            self._hidden,
+            self._units.layers[layer].policy,
+            delay_wgrad=self._delay_wgrad,
+            owner=self._owner(self._layers[layer]),
+        )
+
+    def _owner(self, module: Any) -> nn.Module | None:
+        return module if self._check else None
+
+    # --- where the model ends -----------------------------------------------------------------------------------------
+
+    def _embed_forward(self) -> None:
+        (self._hidden,) = self._embed.forward(lambda: [self._model.embed(self._tokens)], [], self._owner(self._model))
+
+    def _head_forward(self) -> None:
+        def function(hidden: Tensor, *losses: Tensor) -> list[Tensor]:
+            return [self._units.policy.cast_output(self._model.loss(hidden, self._tokens, self._labels, losses))]
+
+        inputs = [self._hidden, *self._losses]
+        (self._scored,) = self._head.forward(function, inputs, self._owner(self._model))
+        self.loss = self._scored.take()
+
+    def _head_backward(self) -> None:
+        self._scored.gradient = torch.full_like(self.loss, self._loss_scale)
+        self._head.backward()
+
+    def _embed_backward(self) -> None:
+        self._embed.backward()
+
+    # --- where it goes on in another stage ----------------------------------------------------------------------------
+
+    def _receive_forward(self) -> None:
+        assert self._before is not None
+        self._came = self._before.receive(self._number)
+        self._hidden, *self._losses = self._came
+
+    def _send_forward(self) -> None:
+        assert self._behind is not None
+        self._left = [self._hidden, *self._losses]
+        self._behind.send(self._number, self._key, self._left)
+
+    def _send_backward(self) -> None:
+        assert self._behind is not None
+        self._behind.gradients_come(self._left)
+        self._left = []
+
+    def _receive_backward(self) -> None:
+        assert self._before is not None
+        self._before.gradients_leave(self._key, self._came)
+        self._came = []

@@ -1,0 +1,231 @@
+"""A table's entries for this rank, carried out: steps, the units around them, and what moves between stages."""
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm.collectives import reduce_now
+from weft.comm.ranges import profiled
+from weft.overlap.border import Border
+from weft.overlap.chunk_pass import ChunkPass
+from weft.overlap.layer import StagedLayer
+from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
+from weft.overlap.units import Around, ModelUnits
+from weft.pipeline.actions import Table
+from weft.pipeline.placement import Cut
+from weft.pipeline.transport import Transport
+
+CHECKED_MICROBATCHES = 4
+_checked: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+"""How many microbatches of each model have been searched for undeclared tensors."""
+_transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKeyDictionary()
+
+
+class ScheduledRun:
+    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales."""
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[StagedLayer],
+        cut: Cut,
+        microbatches: Sequence[tuple[Tensor, Tensor]],
+        scales: Sequence[float],
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._cut = cut
+        self._microbatches = microbatches
+        self._scales = scales
+        self._units = ModelUnits.of(model, layers)
+        self._transport = _transport_of(model, cut, microbatches[0][0].device)
+        self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
+        self._numbers = _numbers(cut)
+        self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
+        self._apart: set[tuple[int, int]] = set()
+        """The microbatches and chunks whose weight gradients are computed apart."""
+        self._losses: dict[int, Tensor] = {}
+
+    def forward_backward(
+        self, table: Table, *, overlap: bool, delay_wgrad: bool, early_release: bool, trace: list[Step] | None
+    ) -> None:
+        """Carry out what `table` has for this rank."""
+        entries = table.ranks[self._cut.rank]
+        steps = table_order(entries, self._part, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release)
+        self._apart = {action[1:] for entry in entries for action in entry if delay_wgrad or action.kind == "W"}
+        ends = SharedEnds(self._model, self._cut, self._transport)
+        with torch.enable_grad():
+            self._carry_out(list(steps), trace)
+        ends.add_up()
+        _checked[self._model] = CHECKED_MICROBATCHES - self._unchecked + len(self._microbatches)
+
+    def evaluate(self) -> None:
+        """All forwards, one chunk after the other, and nothing kept for a backward."""
+        steps = (
+            step
+            for chunk in range(self._cut.chunks)
+            for number in range(len(self._microbatches))
+            for step in combined_order(self._part(number, chunk), None, delay_wgrad=False, early_release=False)
+        )
+        with torch.no_grad():
+            self._carry_out(list(steps), None)
+
+    def losses(self) -> list[Tensor]:
+        """The loss of each microbatch, on every rank."""
+        if self._cut.group is None:
+            return [self._losses[number] for number in sorted(self._losses)]
+        return _shared(self._losses, len(self._microbatches), self._cut, self._microbatches[0][0].device)
+
+    def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
+        program = self._units.program(steps)
+        self._foresee(program)
+        try:
+            with self._units.scheduled(program, backward=torch.is_grad_enabled()):
+                self._go_through(program, trace)
+        except BaseException:
+            if self._transport is not None:
+                self._transport.forget()
+            raise
+        if self._transport is not None:
+            self._transport.finish()
+
+    def _go_through(self, program: Sequence[Around], trace: list[Step] | None) -> None:
+        passes: dict[tuple[int, int], ChunkPass] = {}  # those under way: what they hold goes with their backward
+        left = Counter((around.step.microbatch, around.step.chunk) for around in program)
+        last = {around.step.chunk: around.step.microbatch for around in program}
+        for around in program:
+            step = around.step
+            place = step.microbatch, step.chunk
+            if place not in passes:
+                passes[place] = self._pass(step, delay_wgrad=place in self._apart)
+            current = passes[place]
+            try:
+                self._units.before(around, current, last=step.microbatch == last[step.chunk])
+                if trace is not None:
+                    trace.append(step)
+                with profiled(f"microbatch {step.microbatch}/{self._where(step)}", f"{step.direction}.{step.slot}"):
+                    current.run(step)
+                self._units.after(around, current)
+            except BaseException as error:
+                self._units.failed(self._said(step), error)
+                raise
+            if (step.direction, step.slot) == (FORWARD, "head"):
+                self._losses[step.microbatch] = current.loss
+            left[place] -= 1
+            if not left[place]:
+                del passes[place]
+
+    def _pass(self, step: Step, *, delay_wgrad: bool) -> ChunkPass:
+        number, stage = step.microbatch, self._cut.stage(step.chunk)
+        last = len(self._borders)
+        return ChunkPass(
+            self._model,
+            self._layers,
+            self._units,
+            number,
+            *self._microbatches[number],
+            before=self._borders[stage - 1] if stage else None,
+            behind=self._borders[stage] if stage < last else None,
+            key=self._key(number),
+            delay_wgrad=delay_wgrad,
+            loss_scale=self._scales[number],
+            check=number < self._unchecked and torch.is_grad_enabled(),
+        )
+
+    def _part(self, microbatch: int, chunk: int) -> Part:
+        stage = self._cut.stage(chunk)
+        layers = [Layer(number, self._layers[number].stages) for number in self._numbers[chunk]]
+        return Part(microbatch, layers, chunk, first=stage == 0, last=stage == len(self._borders))
+
+    def _key(self, number: int) -> Any:
+        """The same for microbatches between which nothing that crosses a border changes its shape."""
+        return tuple(self._microbatches[number][0].shape), self._model.training
+
+    def _foresee(self, program: Sequence[Around]) -> None:
+        """Tell the channels what will come over them."""
+        if self._transport is None:
+            return
+        coming: dict[Any, list] = defaultdict(list)
+        for around in program:
+            step, stage = around.step, self._cut.stage(around.step.chunk)
+            if (step.direction, step.slot) == (FORWARD, "receive"):
+                coming[self._transport.channel(stage - 1, FORWARD)].append(self._key(step.microbatch))
+            elif (step.direction, step.slot) == (BACKWARD, "send"):
+                coming[self._transport.channel(stage, BACKWARD)].append(self._key(step.microbatch))
+        for channel, keys in coming.items():
+            if channel is not None:
+                channel.foresee(keys)
+
+    def _where(self, step: Step) -> str:
+        if len(self._cut.segments) == 1:
+            return f"layer {step.layer}"
+        return f"stage {self._cut.stage(step.chunk)}/layer {step.layer}"
+
+    def _said(self, step: Step) -> str:
+        if len(self._cut.segments) == 1:
+            return str(step)
+        return f"{step} (stage {self._cut.stage(step.chunk)})"
+
+
+class SharedEnds:
+    """What the first and the last stage both have: each adds the other's gradients to its own, in the same order.
+
+    On the last rank they begin at nothing, so that what an earlier call has added is not added again.
+    """
+
+    def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
+        shares = cut.shares_ends and (cut.is_first or cut.is_last)
+        modules = model.shared_ends if shares else ()
+        self._parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
+        self._cut = cut
+        self._transport = transport
+        for parameter in self._parameters if cut.has_copies else ():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Exchange the gradients, if there are any: reductions may be put off to another call."""
+        for parameter in self._parameters:
+            if parameter.grad is None or self._transport is None:
+                continue
+            gradient = parameter.grad
+            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            other = self._transport.swap(mine)
+            first, last = (mine, other) if self._cut.is_first else (other, mine)
+            mine.copy_(first + last)
+
+
+def _numbers(cut: Cut) -> list[range]:
+    """The layers of each chunk, numbered over those on this rank."""
+    found, first = [], 0
+    for segment in cut.mine:
+        found.append(range(first, first + len(segment)))
+        first += len(segment)
+    return found
+
+
+def _transport_of(model: Any, cut: Cut, device: torch.device) -> Transport | None:
+    if cut.group is None:
+        return None
+    if model not in _transports:
+        _transports[model] = Transport(cut, device)
+    return _transports[model]
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _shared(losses: dict[int, Tensor], count: int, cut: Cut, device: torch.device) -> list[Tensor]:
+    """The losses, which the last stage has, on all ranks of the pipeline: beside them others add zeros."""
+    words = torch.zeros(count + 1, dtype=torch.float64, device=device)
+    if losses:
+        words[:count] = torch.stack([losses[number] for number in range(count)])
+        words[count] = _DTYPES.index(losses[0].dtype)
+    reduce_now(words, dist.ReduceOp.SUM, cut.group, "losses of a schedule")
+    return list(words[:count].to(_DTYPES[int(words[count])]).unbind())

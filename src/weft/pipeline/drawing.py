@@ -1,0 +1,183 @@
+"""A simulated table for the terminal, wrapped to its width.
+
+            0     2     4     6     8     10
+    rank 0  F0 F1          B0--- F2 B1--- ...
+    rank 1     F0 B0--- F1 B1--- F2 ...
+
+An action is as wide as it takes long. Where numbers would need too many lines, letters alone say what runs:
+
+    rank 0  FF   B-FB- ...
+"""
+
+from collections.abc import Iterator
+from math import ceil
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as Grid
+from rich.text import Text
+
+from weft.pipeline.actions import Entry, Table, V
+from weft.pipeline.simulation import Simulation
+
+STYLES = {
+    "F": ("white on #2f6fde", "black on #8db4f5"),
+    "B": ("white on #c2521c", "black on #f5ab8a"),
+    "I": ("white on #c2521c", "black on #f5ab8a"),
+    "W": ("white on #177a52", "black on #8fd6b8"),
+    "P": ("white on #7040b0", "black on #c3a8e8"),
+}
+"""Of even and of odd chunks. P: a pair."""
+
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "P": "pair"}
+MOST_LINES = 60
+"""More, and the labels go."""
+
+
+class Drawing:
+    """What `rich` prints for `simulation`: all ranks one under another, and what they cost."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(title(self.simulation.table), style="bold")
+        yield Text(f"{cost(self.simulation)}\n")
+        yield from _Chart(self.simulation, options.max_width).lines()
+        yield self._figures()
+
+    def _figures(self) -> Grid:
+        grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        for name in ("rank", "stages", "idle", "share", "live activations"):
+            grid.add_column(name, justify="left" if name == "stages" else "right")
+        found, table = self.simulation, self.simulation.table
+        for rank, (idle, live) in enumerate(zip(found.idle, found.live)):
+            stages = ", ".join(str(table.stage(rank, chunk)) for chunk in range(table.chunks))
+            share = idle / found.time if found.time else 0.0
+            grid.add_row(str(rank), stages, f"{idle:g}", f"{share:.1%}", f"{live:g}")
+        return grid
+
+
+def title(table: Table) -> str:
+    """What `table` is, in one line."""
+    shape = _counted(len(table.ranks), "rank")
+    if table.chunks > 1:
+        shape += f", {table.chunks} chunks each" + " in a V" * (table.placement == V)
+    return f"{table.name} on {shape}, {_counted(table.microbatches, 'microbatch', 'es')}"
+
+
+def cost(simulation: Simulation) -> str:
+    """What the table costs, in one line."""
+    live = _counted(max(simulation.live), "microbatch", "es")
+    return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
+
+
+def _counted(number: float, what: str, plural: str = "s") -> str:
+    return f"{number:g} {what}{plural * (number != 1)}"
+
+
+class _Chart:
+    """Columns of text for times. `scale`: columns for each unit of time."""
+
+    def __init__(self, simulation: Simulation, width: int) -> None:
+        self.simulation, table = simulation, simulation.table
+        self._margin = len(f"rank {len(table.ranks) - 1}") + 2
+        self._width = max(width - self._margin, 20)
+        widest = max(len(self._label(entry)) for entries in table.ranks for entry in entries if len(entry) == 1)
+        for labelled, kinds in ((True, "FBIW"), (False, "FBIW"), (False, "F")):
+            self.labelled = labelled
+            self._set_scale(widest + 1 if labelled else 1, self._shortest(kinds))
+            if self._bands * (len(table.ranks) + 2) <= MOST_LINES:
+                break
+
+    def _set_scale(self, columns: int, unit: float) -> None:
+        self.scale = columns / unit
+        self._band = self._width // columns * columns  # whole units, so that few labels are cut
+        self._bands = ceil(round(self.simulation.time * self.scale) / self._band)
+
+    def _shortest(self, kinds: str) -> float:
+        """Of the entries of `kinds` that are no pair and take time."""
+        times = [
+            end - start
+            for entries, spans in zip(self.simulation.table.ranks, self.simulation.spans)
+            for entry, (start, end) in zip(entries, spans)
+            if len(entry) == 1 and entry[0].kind in kinds and end > start
+        ]
+        return min(times, default=self.simulation.time or 1.0)
+
+    def lines(self) -> Iterator[Text]:
+        table = self.simulation.table
+        rows = [self._row(rank) for rank in range(len(table.ranks))]
+        for band in range(self._bands):
+            cut = slice(band * self._band, (band + 1) * self._band)
+            yield Text(" " * self._margin + self._ruler(cut), style="dim")
+            for rank, row in enumerate(rows):
+                yield Text(f"rank {rank}".ljust(self._margin)) + row[cut]
+            yield Text("")
+        if self.labelled:
+            several = table.chunks > 1
+            yield Text("F2.1: microbatch 2 through chunk 1" if several else "F2: microbatch 2", style="dim")
+        yield self._legend()
+        yield Text("")
+
+    def _ruler(self, cut: slice) -> str:
+        """The time above the columns of one band, where there is room for it."""
+        steps = (digit * 10.0**power for power in range(-12, 13) for digit in (1, 2, 5))
+        step = next(step for step in steps if step * self.scale >= 6)
+        ruler = ""
+        for number in range(ceil(cut.start / self.scale / step), int(self.simulation.time / step) + 1):
+            label, column = f"{number * step:g}", round(number * step * self.scale) - cut.start
+            if column + len(label) > cut.stop - cut.start:
+                break
+            ruler = ruler.ljust(column) + label
+        return ruler
+
+    def _row(self, rank: int) -> Text:
+        row = Text()
+        for entry, (start, end) in zip(self.simulation.table.ranks[rank], self.simulation.spans[rank]):
+            first, last = round(start * self.scale), round(end * self.scale)
+            row.append(" " * (first - len(row)))
+            self._append(row, entry, last - first)
+        row.append(" " * (self._bands * self._band - len(row)))
+        return row
+
+    def _append(self, row: Text, entry: Entry, columns: int) -> None:
+        """A label, and dashes for as long as it lasts; the last column stays free of them where there is room."""
+        if not self.labelled:
+            row.append(_kind(entry).ljust(columns, "-")[:columns], style=_style(_kind(entry), entry[0].chunk))
+            return
+        filled, begin = max(columns - 1, 0), len(row)
+        label = self._label(entry)
+        left = self._band - begin % self._band
+        if left < len(label) <= filled - left:  # below, on the next line, it can be read in one piece
+            label = "-" * left + label
+        row.append(label[:filled].ljust(filled, "-"))
+        row.append(" " * (columns - filled))
+        backward = begin + label.find("+") + 1
+        row.stylize(_style(entry[0].kind, entry[0].chunk), begin, begin + filled)
+        if len(entry) == 2:
+            row.stylize(_style(entry[1].kind, entry[1].chunk), backward, begin + filled)
+
+    def _label(self, entry: Entry) -> str:
+        if self.simulation.table.chunks == 1:
+            return "+".join(f"{action.kind}{action.microbatch}" for action in entry)
+        return "+".join(map(str, entry))
+
+    def _legend(self) -> Text:
+        kinds = {_kind(entry) for entries in self.simulation.table.ranks for entry in entries}
+        legend = Text()
+        for kind in sorted(kinds, key=list(MEANINGS).index):
+            if kind == "P" and self.labelled:
+                legend.append("F", style=_style("F", 0))
+                legend.append("+B", style=_style("B", 0))
+            else:
+                legend.append(kind, style=_style(kind, 0))
+            legend.append(f" {MEANINGS[kind]}  ", style="dim")
+        return legend
+
+
+def _kind(entry: Entry) -> str:
+    return "P" if len(entry) == 2 else entry[0].kind
+
+
+def _style(kind: str, chunk: int) -> str:
+    return STYLES[kind][chunk % 2]

@@ -1,0 +1,113 @@
+"""Where the layers of a model are: cut into stages, which are dealt to ranks.
+
+layers   0 1 2 | 3 4 | 5 6 | 7 8 9       four segments on two ranks, two chunks on each
+
+"loop"   rank 0: 0 1 2, then 5 6         rank 1: 3 4, then 7 8 9
+"v"      rank 0: 0 1 2, then 7 8 9       rank 1: 3 4, then 5 6
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from weft.comm.groups import next_channel
+from weft.pipeline.actions import LOOP, Table, V
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A model in stages. `segments`: the layers of each stage, numbered over the whole model; `placement`: see above.
+
+    `group`: the process group of the pipeline's ranks, None where there is one. `rank`: this one among them.
+    `shares_ends`: whether the first and the last stage, on two ranks, both have parameters that are one in the whole.
+    """
+
+    segments: tuple[range, ...]
+    ranks: int = 1
+    rank: int = 0
+    placement: str = LOOP
+    group: Any = None
+    shares_ends: bool = False
+    channel: int = field(init=False)
+    """Keeps what its ranks tell each other apart from what those of another model do."""
+
+    def __post_init__(self) -> None:
+        if self.placement not in (LOOP, V):
+            raise ValueError(f"placement={self.placement!r}: choose {LOOP!r} or {V!r}")
+        if len(self.segments) % self.ranks:
+            raise ValueError(
+                f"{len(self.segments)} segments on pp={self.ranks} ranks: each rank has as many; write "
+                f"{self.ranks} segments, or a multiple of that"
+            )
+        if self.placement == V and self.chunks % 2:
+            raise ValueError(f"placement='v' with {self.chunks} chunks on a rank: it comes back; give it 2")
+        object.__setattr__(self, "channel", 0 if self.group is None else next_channel(self.group))
+
+    @property
+    def chunks(self) -> int:
+        """How many stages a rank has."""
+        return len(self.segments) // self.ranks
+
+    @cached_property
+    def _dealt(self) -> Table:
+        return Table("", ((),) * self.ranks, self.chunks, 0, self.placement)
+
+    def stage(self, chunk: int) -> int:
+        """Which stage is `chunk` of this rank."""
+        return self._dealt.stage(self.rank, chunk)
+
+    def holder(self, stage: int) -> int:
+        """The rank that has `stage`."""
+        return self._dealt.place(stage)[0]
+
+    @property
+    def mine(self) -> list[range]:
+        """The layers of this rank's chunks."""
+        return [self.segments[self.stage(chunk)] for chunk in range(self.chunks)]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage: the embedding."""
+        return self.holder(0) == self.rank
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether this rank has the second of what the first and the last stage share."""
+        return self.shares_ends and self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage: the head and the loss."""
+        return self.holder(len(self.segments) - 1) == self.rank
+
+
+def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[range, ...]:
+    """Layers with these costs in `stages` neighbouring segments, of which the dearest is as cheap as can be.
+
+    `last`: what the end of the last stage costs besides its layers. Segments are empty where layers are too few.
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    count = len(costs)
+    best = {(0, 0): (0.0, 0)}
+    """[segments, layers in them] -> the dearest, and the layers before the last of them."""
+    for stage in range(1, stages + 1):
+        beside = last if stage == stages else 0.0
+        for end in range(count + 1):
+            best[stage, end] = (
+                min(
+                    (max(best[stage - 1, start][0], total[end] - total[start] + beside), start)
+                    for start in range(end + 1)
+                    if (stage - 1, start) in best
+                )
+                if stage > 1
+                else (total[end] + beside, 0)
+            )
+    borders = [count]
+    for stage in range(stages, 0, -1):
+        borders.append(best[stage, borders[-1]][1])
+    borders.reverse()
+    return tuple(range(start, stop) for start, stop in pairwise(borders))

@@ -1,0 +1,116 @@
+"""What each rank of a table must keep to, whatever the others do.
+
+F0.1 F1.1        a chunk takes microbatches in order, each once: gradients add as they do in one process, and what
+                 crosses a border between stages arrives in the order in which it is asked for
+F2.0 ... B2.0    a backward comes after its forward
+I2.0 ... W2.0    or in two parts, the gradients of what came in before those of weights
+F3.0+B2.0        a pair is one forward and one backward
+"""
+
+from collections import Counter
+
+from weft.pipeline.actions import LOOP, Action, Entry, Table, V
+
+KINDS = {"F": "forward", "B": "backward", "I": "gradients of what came in", "W": "gradients of weights"}
+
+
+class TableError(ValueError):
+    """A table that cannot run. `rank`; `position` of the entry in it, from 0; `reason`."""
+
+    def __init__(self, table: Table, rank: int, position: int, reason: str) -> None:
+        entries = table.ranks[rank] if rank < len(table.ranks) else ()
+        what = format_entry(entries[position]) if position < len(entries) else "the end"
+        super().__init__(f"table {table.name!r}, rank {rank}, entry {position} ({what}): {reason}")
+        self.rank, self.position, self.reason = rank, position, reason
+
+
+def format_entry(entry: Entry) -> str:
+    """As the text form has it: `F2.0+B0.1`."""
+    return "+".join(map(str, entry)) or "nothing"
+
+
+def check_ranks(table: Table) -> None:
+    """Check every rank alone; raises TableError for the first entry that cannot be."""
+    _check_shape(table)
+    for rank, entries in enumerate(table.ranks):
+        ledger = _Ledger(table)
+        for position, entry in enumerate(entries):
+            if fault := _pair_fault(entry) or ledger.fault(entry):
+                raise TableError(table, rank, position, fault)
+        if missing := ledger.missing():
+            raise TableError(table, rank, len(entries), f"{missing} is missing")
+
+
+def _check_shape(table: Table) -> None:
+    for what, value in {"ranks": len(table.ranks), "chunks": table.chunks, "microbatches": table.microbatches}.items():
+        if value < 1:
+            raise ValueError(f"table {table.name!r}: {what} = {value}; must be at least 1")
+    if table.placement not in (LOOP, V):
+        raise ValueError(f"table {table.name!r}: placement {table.placement!r}; must be {LOOP!r} or {V!r}")
+
+
+def _pair_fault(entry: Entry) -> str | None:
+    kinds = [action.kind for action in entry]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        return f"{unknown[0]!r} is no kind of action; there are: {', '.join(KINDS)}"
+    if len(entry) != 1 and kinds != ["F", "B"]:
+        return "an entry is one action, or a pair of an F and a B, in this order"
+    if len(entry) == 2 and entry[0][1:] == entry[1][1:]:
+        return f"{entry[1]} needs {entry[0]}: the two of a pair are of different microbatches or chunks"
+    return None
+
+
+class _Ledger:
+    """How far each chunk of one rank has come: for F, I and W the microbatch that is next. A B counts as I and W."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._next: Counter[tuple[str, int]] = Counter()
+
+    def fault(self, entry: Entry) -> str | None:
+        """What is wrong with `entry` as the next one, if anything; else it is noted."""
+        for action in entry:
+            if fault := self._range_fault(action) or self._order_fault(action):
+                return fault
+        for action in entry:
+            for part in _parts(action):
+                self._next[part, action.chunk] += 1
+        return None
+
+    def missing(self) -> str | None:
+        """An action that has not come, if there is one."""
+        for part in "FIW":
+            for chunk in range(self._table.chunks):
+                if self._next[part, chunk] < self._table.microbatches:
+                    return str(self._due(part, chunk))
+        return None
+
+    def _due(self, part: str, chunk: int) -> Action:
+        """What is next; a B where neither of its parts has come."""
+        whole = part != "F" and self._next["I", chunk] == self._next["W", chunk]
+        return Action("B" if whole else part, self._next[part, chunk], chunk)
+
+    def _range_fault(self, action: Action) -> str | None:
+        if not 0 <= action.chunk < self._table.chunks:
+            return f"there is no chunk {action.chunk}: chunks go from 0 to {self._table.chunks - 1}"
+        if not 0 <= action.microbatch < self._table.microbatches:
+            return f"there is no microbatch {action.microbatch}: they go from 0 to {self._table.microbatches - 1}"
+        return None
+
+    def _order_fault(self, action: Action) -> str | None:
+        kind, microbatch, chunk = action
+        for part in _parts(action):
+            due = self._next[part, chunk]
+            if microbatch < due:
+                return f"{action} comes a second time: each chunk takes each microbatch once"
+            if microbatch > due:
+                return f"{self._due(part, chunk)} has not come: each chunk takes the microbatches in order"
+        if kind in "BI" and microbatch >= self._next["F", chunk]:
+            return f"its forward {Action('F', microbatch, chunk)} has not come"
+        if kind == "W" and microbatch >= self._next["I", chunk]:
+            return f"its first part {Action('I', microbatch, chunk)} has not come"
+        return None
+
+
+def _parts(action: Action) -> str:
+    return "IW" if action.kind == "B" else action.kind

@@ -1,0 +1,267 @@
+"""The published schedules, as pure functions of ranks, chunks and microbatches.
+
+    name          chunks   stages lie   microbatches       a rank of p, with r from 0
+    ------------  -------  -----------  -----------------  -------------------------------------------------------
+    gpipe         any (1)  in a loop    any                all forwards, all backwards
+    1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; what is left
+    interleaved   any (2)  in a loop    any                more forwards, of all chunks; F, B ...; what is left
+    combined      any (2)  in a loop    any                one forward more; pairs F+B; what is left
+    dualpipev     2        in a V       2p or more         forwards; pairs F+B; weights apart at both ends
+    zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
+
+A number in brackets is what a schedule takes when nobody says. In each table a chunk takes the microbatches in order,
+forward and backward, so gradients add as they do in one process.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.pipeline.actions import Action, Entry, Table, V
+from weft.pipeline.simulation import check
+from weft.pipeline.text import read_table
+
+Visit = tuple[int, int]
+"""A microbatch and a chunk."""
+
+
+def gpipe(ranks: int, chunks: int, microbatches: int) -> Table:
+    """All forwards before the first backward: simple, and every activation is alive at once."""
+    forwards = [(Action("F", m, c),) for c in range(chunks) for m in range(microbatches)]
+    backwards = [(Action("B", m, c),) for c in reversed(range(chunks)) for m in range(microbatches)]
+    return Table("gpipe", (tuple(forwards + backwards),) * ranks, chunks, microbatches)
+
+
+def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Table:
+    """1F1B: a backward as soon as one can run, so no more than `ranks` microbatches are alive."""
+    rows = [_alternating(ranks - 1 - rank, ranks, 1, microbatches) for rank in range(ranks)]
+    return Table("1f1b", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
+
+
+def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
+    """1F1B over several chunks for each rank: the pipeline fills in steps of a chunk, so it idles 1/chunks as long."""
+    rows = _interleaved(ranks, chunks, microbatches, extra=0)
+    return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
+
+
+def combined(ranks: int, chunks: int, microbatches: int) -> Table:
+    """Interleaved with one more forward at the start: an F and the B after it do not need each other, and are a pair.
+
+    Without it, the last rank would wait for the forward of the very microbatch whose backward stands beside it.
+    """
+    rows = _interleaved(ranks, chunks, microbatches, extra=1)
+    return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
+
+
+def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
+    """Microbatches go down one side of a V and up the other; forwards of one side pair with backwards of the other."""
+    rows = [tuple(_dualpipev(ranks, rank, microbatches)) for rank in range(ranks)]
+    return Table("dualpipev", tuple(rows), chunks, microbatches, V)
+
+
+def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
+    """A V without pairs: gradients of weights wait until a rank would idle. No gap where F, I and W take equal time."""
+    rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
+    kept = [tuple(entry for entry in row if entry[0].microbatch < microbatches) for row in rows]
+    return Table("zbv", tuple(kept), chunks, microbatches, V)
+
+
+class Schedule(NamedTuple):
+    """A generator and what it can take. `chunks`: the default; `any_chunks`: whether others are possible."""
+
+    generate: Callable[[int, int, int], Table]
+    chunks: int
+    any_chunks: bool = True
+    microbatches_per_rank: int = 0
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe, 1),
+    "1f1b": Schedule(one_forward_one_backward, 1, any_chunks=False),
+    "interleaved": Schedule(interleaved, 2),
+    "combined": Schedule(combined, 2),
+    "dualpipev": Schedule(dualpipev, 2, any_chunks=False, microbatches_per_rank=2),
+    "zbv": Schedule(zbv, 2, any_chunks=False),
+}
+
+
+def table(name: str, *, ranks: int | None = None, microbatches: int | None = None, chunks: int | None = None) -> Table:
+    """The checked table of a published schedule, or the one in the file `name`.
+
+    chunks: stages on each rank (default: what the schedule usually has). Of a file, numbers that are given must be the
+    file's. Raises ValueError for an unknown name and for numbers that the schedule cannot take.
+    """
+    sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    if name in SCHEDULES:
+        if ranks is None or microbatches is None:
+            raise ValueError(f"{name}: a schedule needs a number of ranks and of microbatches")
+        return _published(name, ranks, SCHEDULES[name].chunks if chunks is None else chunks, microbatches)
+    if not Path(name).exists():
+        raise ValueError(f"{name!r} is no schedule and no file; there are: {', '.join(SCHEDULES)}")
+    made = read_table(name)
+    has = {"ranks": len(made.ranks), "microbatches": made.microbatches, "chunks": made.chunks}
+    for what, value in sizes.items():
+        if value not in (None, has[what]):
+            raise ValueError(f"{name}: is a table for {what} = {has[what]}, not {value}; change one of the two")
+    return made
+
+
+@cache
+def _published(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
+    schedule = SCHEDULES[name]
+    for what, value in {"ranks": ranks, "chunks": chunks, "microbatches": microbatches}.items():
+        if value < 1:
+            raise ValueError(f"{name}: {what} = {value}; must be at least 1")
+    if chunks != schedule.chunks and not schedule.any_chunks:
+        raise ValueError(
+            f"{name}: chunks = {chunks}; it has {schedule.chunks} on each rank: leave chunks out, "
+            "or take interleaved or combined"
+        )
+    least = schedule.microbatches_per_rank * ranks
+    if microbatches < least:
+        raise ValueError(
+            f"{name}: microbatches = {microbatches}; on {ranks} ranks it needs {least} or more: "
+            "take more microbatches, fewer ranks, or combined"
+        )
+    made = schedule.generate(ranks, chunks, microbatches)
+    check(made)
+    return made
+
+
+def _interleaved(ranks: int, chunks: int, microbatches: int, extra: int) -> list[list[tuple[Action | None, ...]]]:
+    group = _groups(ranks, microbatches)[0]
+    return [
+        _alternating(2 * (ranks - 1 - rank) + (chunks - 1) * group + extra, ranks, chunks, microbatches)
+        for rank in range(ranks)
+    ]
+
+
+def _groups(ranks: int, microbatches: int) -> list[int]:
+    """Cut the microbatches into as many groups as there are `ranks` in them, as even as possible, larger ones first."""
+    count = max(1, microbatches // ranks)
+    return [microbatches // count + (number < microbatches % count) for number in range(count)]
+
+
+def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
+    """(F, B) in turn, after `warmup` forwards without a B and before as many backwards without an F.
+
+    A group of microbatches goes through all chunks before the next one starts.
+    """
+    groups, first = [], 0
+    for size in _groups(ranks, microbatches):
+        groups.append(range(first, first + size))
+        first += size
+    forwards = [Action("F", m, c) for group in groups for c in range(chunks) for m in group]
+    backwards = [Action("B", m, c) for group in groups for c in reversed(range(chunks)) for m in group]
+    waiting: list[Action | None] = [None] * min(warmup, len(forwards))
+    return list(zip_longest(forwards, [*waiting, *backwards]))
+
+
+def _apart(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
+    return ((action,) for action in chain.from_iterable(row) if action is not None)
+
+
+def _paired(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
+    return (tuple(action for action in pair if action is not None) for pair in row)
+
+
+class _Row:
+    """The entries of one rank as they are written: each kind and chunk counts its microbatches."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.waiting: deque[Visit] = deque()
+        """Weight gradients that are owed, first in first out."""
+        self._count: Counter[tuple[str, int]] = Counter()
+
+    def forward(self, chunk: int) -> None:
+        self.entries.append((self._next("F", chunk),))
+
+    def backward(self, chunk: int) -> None:
+        self.entries.append((self._next("B", chunk),))
+
+    def pair(self, forward: int, backward: int) -> None:
+        self.entries.append((self._next("F", forward), self._next("B", backward)))
+
+    def inputs(self, chunk: int) -> None:
+        """The first part of a backward; the second is owed."""
+        _, microbatch, _ = self._next("B", chunk)
+        self.entries.append((Action("I", microbatch, chunk),))
+        self.waiting.append((microbatch, chunk))
+
+    def weights(self, chunk: int | None = None) -> None:
+        """The weight gradients that are owed for longest, of `chunk` if it is named."""
+        owed = next(visit for visit in self.waiting if chunk is None or visit[1] == chunk)
+        self.waiting.remove(owed)
+        self.entries.append((Action("W", *owed),))
+
+    def _next(self, kind: str, chunk: int) -> Action:
+        microbatch = self._count[kind, chunk]
+        self._count[kind, chunk] += 1
+        return Action(kind, microbatch, chunk)
+
+
+def _dualpipev(ranks: int, rank: int, microbatches: int) -> list[Entry]:
+    behind, row = ranks - 1 - rank, _Row()
+    for _ in range(2 * behind):
+        row.forward(0)
+    for _ in range(rank + 1):
+        row.forward(0)
+        row.forward(1)
+    for _ in range(behind):
+        row.inputs(1)
+        row.weights()
+        row.forward(1)
+    for number in range(microbatches - 2 * ranks + rank + 1):
+        if number == 0 and behind == 0:  # a pair would make the first backward of all wait for a forward
+            row.forward(0)
+            row.backward(1)
+        else:
+            row.pair(0, 1)
+        row.pair(1, 0)
+    for _ in range(behind):
+        row.backward(1)
+        row.pair(1, 0)
+    for number in range(2 * (rank + 1)):
+        (row.backward if number <= rank else row.inputs)(1 - number % 2)
+    for _ in range(behind):
+        row.weights()
+        row.inputs(0)
+    while row.waiting:
+        row.weights()
+    return row.entries
+
+
+def _zbv(ranks: int, rank: int, microbatches: int) -> list[Entry]:
+    behind, row = ranks - 1 - rank, _Row()
+    for _ in range(2 * behind + 1):
+        row.forward(0)
+    for _ in range(rank):
+        row.forward(1)
+        row.forward(0)
+    first_backwards = behind + 1
+    for _ in range(first_backwards):
+        row.forward(1)
+        row.inputs(1)
+        row.weights(1)
+    for number in range(microbatches - rank - first_backwards):
+        if number < microbatches - ranks - behind:
+            row.forward(0)
+        row.inputs(0)
+        row.weights(0)
+        row.forward(1)
+        row.inputs(1)
+        row.weights(1)
+    for _ in range(rank):
+        row.inputs(0)
+        row.inputs(1)
+    for _ in range(first_backwards):
+        row.inputs(0)
+        row.weights(0)
+    for chunk in (1, 0):
+        while any(owed == chunk for _, owed in row.waiting):
+            row.weights(chunk)
+    return row.entries

@@ -1,0 +1,185 @@
+"""What a table costs: all ranks, run on paper.
+
+    F0 F1 F2 F3 .  .  B0 ...     an entry starts when its rank is free and what it needs has come:
+    .  F0 F1 F2 F3 B0 ...          F       the same microbatch's F of the stage before
+    .  .  F0 F1 B0 ...             B, I    its own F, and B or I of the stage behind
+    .  .  .  F0 B0 F1 B1 ...       W       its own I
+
+Where nobody can start any more, the ranks wait for each other, and the table is refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.pipeline.actions import Action, Entry, Table
+from weft.pipeline.rules import TableError, check_ranks, format_entry
+
+Cost = float | Sequence[float]
+"""One time for all stages, or one for each stage, from the first of the model."""
+
+Arrival = tuple[str, int, int]
+"""What an entry can wait for: "F" or "I" (a B is both), microbatch, stage."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, in any unit. A B takes `inputs` + `weights`; a pair takes `pair` x the sum of its two.
+
+    `transfer`: from the end of an action to its arrival on another rank.
+    """
+
+    forward: Cost = 1.0
+    inputs: Cost = 1.0
+    weights: Cost = 1.0
+    pair: float = 1.0
+    transfer: float = 0.0
+
+    def of(self, entry: Entry, stages: Sequence[int]) -> float:
+        """Of one entry, whose actions are on `stages`."""
+        time = sum(self._of(action.kind, stage) for action, stage in zip(entry, stages))
+        return time * self.pair if len(entry) == 2 else time
+
+    def _of(self, kind: str, stage: int) -> float:
+        if kind == "B":
+            return _at(self.inputs, stage) + _at(self.weights, stage)
+        return _at({"F": self.forward, "I": self.inputs, "W": self.weights}[kind], stage)
+
+    def check(self, stages: int) -> None:
+        """Raise ValueError for times that no run can have."""
+        for name, value in vars(self).items():
+            times = value if isinstance(value, Sequence) else [value]
+            if isinstance(value, Sequence) and len(value) != stages:
+                raise ValueError(f"costs: {name} has {len(value)} times; give one, or one for each of {stages} stages")
+            if not all(0 <= time < float("inf") for time in times):
+                raise ValueError(f"costs: {name} = {value}; times are finite and not negative")
+
+
+def _at(cost: Cost, stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A table with its times. `spans`: for each rank, start and end of every entry."""
+
+    table: Table
+    costs: Costs
+    spans: tuple[tuple[tuple[float, float], ...], ...]
+
+    @property
+    def time(self) -> float:
+        """From the first start to the last end."""
+        return max(end for spans in self.spans for _, end in spans)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """For each rank the time in which it does nothing."""
+        return tuple(self.time - sum(end - start for start, end in spans) for spans in self.spans)
+
+    @property
+    def idle_share(self) -> float:
+        """What part of all ranks' time is spent doing nothing."""
+        return sum(self.idle) / (len(self.spans) * self.time) if self.time else 0.0
+
+    @property
+    def live(self) -> tuple[float, ...]:
+        """For each rank the most activations alive at once, in microbatches through all of the rank's chunks.
+
+        A chunk's activations live from the start of its F to the end of its B or W.
+        """
+        return tuple(max(_alive(entries)) / self.table.chunks for entries in self.table.ranks)
+
+
+def _alive(entries: Sequence[Entry]) -> Iterator[int]:
+    alive = 0
+    for entry in entries:
+        alive += sum(action.kind == "F" for action in entry)
+        yield alive
+        alive -= sum(action.kind in "BW" for action in entry)
+
+
+def check(table: Table, costs: Costs | None = None) -> Simulation:
+    """Simulate all ranks of `table`: whether it can run, how long each rank idles, how much it keeps alive.
+
+    Raises TableError, with rank, position and reason, for a table that no run can follow to its end.
+    """
+    costs = Costs() if costs is None else costs
+    costs.check(table.stages)
+    check_ranks(table)
+    return _Run(table, costs).simulation()
+
+
+class _Run:
+    """Ranks go ahead in turn, each as far as it can."""
+
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self.table, self.costs = table, costs
+        self._spans: list[list[tuple[float, float]]] = [[] for _ in table.ranks]
+        self._ends: dict[Arrival, tuple[float, int]] = {}
+        """When each F and I has ended, and on which rank."""
+
+    def simulation(self) -> Simulation:
+        while sum(self._go(rank) for rank in range(len(self.table.ranks))):
+            pass
+        for rank, entries in enumerate(self.table.ranks):
+            if len(self._spans[rank]) < len(entries):
+                self._refuse(rank)
+        return Simulation(self.table, self.costs, tuple(map(tuple, self._spans)))
+
+    def _go(self, rank: int) -> int:
+        """How many entries `rank` could run."""
+        spans, entries = self._spans[rank], self.table.ranks[rank]
+        before = len(spans)
+        for entry in entries[before:]:
+            needs = list(self._needs(rank, entry))
+            if any(need not in self._ends for need in needs):
+                break
+            start = max([spans[-1][1] if spans else 0.0, *(self._arrival(need, rank) for need in needs)])
+            stages = [self.table.stage(rank, action.chunk) for action in entry]
+            end = start + self.costs.of(entry, stages)
+            spans.append((start, end))
+            for action, stage in zip(entry, stages):
+                if action.kind != "W":
+                    self._ends["F" if action.kind == "F" else "I", action.microbatch, stage] = end, rank
+        return len(spans) - before
+
+    def _needs(self, rank: int, entry: Entry) -> Iterator[Arrival]:
+        """What comes from other stages; what comes from the same one is there, as the rank's own order says."""
+        for kind, microbatch, chunk in entry:
+            stage = self.table.stage(rank, chunk)
+            if kind == "F" and stage > 0:
+                yield "F", microbatch, stage - 1
+            if kind in "BI" and stage < self.table.stages - 1:
+                yield "I", microbatch, stage + 1
+
+    def _arrival(self, need: Arrival, rank: int) -> float:
+        end, origin = self._ends[need]
+        return end + self.costs.transfer * (origin != rank)
+
+    def _refuse(self, rank: int) -> None:
+        """Follow who waits for whom until a rank comes a second time."""
+        circle: list[int] = []
+        while rank not in circle:
+            circle.append(rank)
+            _, rank = self._blocked(rank)
+        circle = circle[circle.index(rank) :]
+        waits = [
+            f"rank {each} stands at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle
+        ]
+        raise TableError(self.table, rank, len(self._spans[rank]), "no rank can go on: " + "; ".join(waits))
+
+    def _standing(self, rank: int) -> str:
+        position = len(self._spans[rank])
+        return f"entry {position} ({format_entry(self.table.ranks[rank][position])})"
+
+    def _blocked(self, rank: int) -> tuple[str, int]:
+        """What `rank` waits for, in words, and the rank that owes it."""
+        entry = self.table.ranks[rank][len(self._spans[rank])]
+        kind, microbatch, stage = next(need for need in self._needs(rank, entry) if need not in self._ends)
+        owner, chunk = self.table.place(stage)
+        return f"{_owed(self.table.ranks[owner], kind, microbatch, chunk)} of rank {owner}", owner
+
+
+def _owed(entries: Sequence[Entry], kind: str, microbatch: int, chunk: int) -> Action:
+    kinds = "F" if kind == "F" else "BI"
+    return next(each for entry in entries for each in entry if each[1:] == (microbatch, chunk) and each.kind in kinds)

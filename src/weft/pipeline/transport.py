@@ -1,0 +1,240 @@
+"""What moves between stages: activations to the next, their gradients back.
+
+    stage 0                        border 0                        stage 1
+    ------------------------------ ------------------------------- ------------------------------
+    send(key, tensors)             ~~~~~~~~~~ forward ~~~~~~~~~~>  take() -> tensors
+    take() -> gradients            <~~~~~~~~~ backward ~~~~~~~~~~  send(key, gradients)
+
+Each border has a channel of its own in each direction, which nothing else can overtake or hold up. The next message of
+a channel is expected while the one before is worked on: its memory is there, and it arrives beside the computation.
+That needs its shape, which the sender tells once for each `key`, such as the shape of a microbatch; gradients have the
+shape of what they belong to.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import streams
+from weft.comm.collectives import receive, send
+from weft.comm.groups import host_group, next_channel, pair_groups, tag_of
+from weft.comm.lanes import Lane, Ticket
+from weft.comm.watch.control import TAGS
+from weft.comm.watch.lookout import watching
+from weft.pipeline.placement import Cut
+
+FORWARD, BACKWARD = "forward", "backward"
+ENDS = -1
+"""The border between the last stage and the first, over which the gradients of what both have are exchanged."""
+FAREWELL = timedelta(seconds=1)
+"""How long messages may take to end once a schedule was left by an exception."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_TENSORS, _MOST_DIMS = 2, 6
+_WORDS = _MOST_TENSORS * (2 + _MOST_DIMS)
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Of the tensors of one message."""
+
+
+class Channel:
+    """One direction over one border, at one of its ends. Messages arrive in the order in which they are sent."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
+        """`group`: of this rank and the one at the other end, its rank `peer`; `number` tells channels apart in it."""
+        self._group = group
+        self._peer = peer
+        self._number = number
+        self._title = title
+        self._device = device
+        self._lane = Lane("stage", device, title)
+        self._known: dict[Hashable, Shapes] = {}
+        self._coming: deque[Hashable] = deque()
+        self._expected: deque[tuple[list[Tensor], Ticket]] = deque()
+        self._sent: deque[tuple[int, Ticket]] = deque()
+        """What may still be under way, numbered."""
+        self._sends = self._answers = 0
+        self._told: list[Any] = []
+
+    def open(self, *, sends: bool) -> None:
+        """Send one number, or receive it: communicators are made when first used, and only by both ends at once."""
+        number = [torch.zeros(1, device=self._device)]
+        self._run(send if sends else receive, number).wait()
+
+    # --- sender -----------------------------------------------------------------------------------------------------
+
+    def send(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
+        """Start to send; `tensors` must not change until it has arrived. Raises RuntimeError for other shapes than this
+        `key` had."""
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        if key not in self._known:
+            self._tell(shapes)
+            self._known[key] = shapes
+        elif self._known[key] != shapes:
+            raise RuntimeError(
+                f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, and are now "
+                f"{_shown(shapes)}: the other stage expects the former; build the model anew"
+            )
+        while self._sent and self._sent[0][1].ended:
+            self._sent.popleft()
+        self._sends += 1
+        self._sent.append((self._sends, self._run(send, tensors)))
+
+    def answered(self) -> None:
+        """The oldest message that was not answered is: it has arrived, and its memory can go."""
+        self._answers += 1
+        while self._sent and self._sent[0][0] <= self._answers:
+            self._sent.popleft()[1].wait()
+
+    def finish(self) -> None:
+        """Everything has arrived that was sent here."""
+        while self._told:
+            self._told.pop().wait()
+        while self._sent:
+            self._sent.popleft()[1].wait()
+        self._sends = self._answers = 0
+
+    # --- receiver ---------------------------------------------------------------------------------------------------
+
+    def foresee(self, keys: Iterable[Hashable]) -> None:
+        """These messages will come, in this order."""
+        self._coming.extend(keys)
+        self._expect()
+
+    def take(self) -> list[Tensor]:
+        """The next message, for what is computed from here on; the one after it is expected."""
+        if not self._expected:
+            key = self._coming[0]
+            if key not in self._known:
+                self._known[key] = self._hear()
+            self._expect()
+        tensors, ticket = self._expected.popleft()
+        self._expect()
+        ticket.wait()
+        return tensors
+
+    def learn(self, key: Hashable, like: "Channel") -> None:
+        """What belongs to `key` has the shape that it has in the channel `like`."""
+        self.knows(key, like._known[key])
+
+    def knows(self, key: Hashable, shapes: Shapes) -> None:
+        """What belongs to `key` has these shapes: nobody need tell."""
+        self._known[key] = shapes
+        self._expect()
+
+    def forget(self) -> None:
+        """What was to come does not come any more. Who waits at the other end is told so by its connection."""
+        self._coming.clear()
+        for _, ticket in (*self._expected, *self._sent):
+            ticket.abandon(FAREWELL)
+        self._expected.clear()
+        self._sent.clear()
+        self._sends = self._answers = 0
+        self._told.clear()
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _expect(self) -> None:
+        """Make room for the next message, if its shape is known and none is expected."""
+        if self._expected or not self._coming or self._coming[0] not in self._known:
+            return
+        shapes = self._known[self._coming.popleft()]
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        self._expected.append((tensors, self._run(receive, tensors)))
+
+    def _run(self, collective: Any, tensors: Sequence[Tensor]) -> Ticket:
+        return self._lane.run(collective, tensors, self._group, self._peer, channel=self._number)
+
+    def _tell(self, shapes: Shapes) -> None:
+        """The shapes of a message, over the hosts' network."""
+        words = []
+        for shape, dtype in shapes:
+            if dtype not in _DTYPES or len(shape) > _MOST_DIMS:
+                raise TypeError(
+                    f"{self._title} are {_shown(shapes)}: what crosses stages is of {', '.join(map(str, _DTYPES))} and "
+                    f"has at most {_MOST_DIMS} dimensions"
+                )
+            words += [_DTYPES.index(dtype) + 1, len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
+        said = torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64)
+        host = host_group(self._group)
+        self._told.append(host.send([said], self._peer, self._tag))
+
+    def _hear(self) -> Shapes:
+        words = torch.empty(_WORDS, dtype=torch.int64)
+        host = host_group(self._group)
+        with watching(f"shapes/{self._number}", f"the shapes of {self._title}", host):
+            host.recv([words], self._peer, self._tag).wait()
+        parts = words.view(_MOST_TENSORS, -1).tolist()
+        return tuple((tuple(dims[:count]), _DTYPES[dtype - 1]) for dtype, count, *dims in parts if dtype)
+
+    @property
+    def _tag(self) -> int:
+        return tag_of(TAGS, "shapes between stages", self._number)
+
+
+class Transport:
+    """The channels of this rank's stages to those on other ranks: by border, the number of the stage before it."""
+
+    def __init__(self, cut: Cut, device: torch.device) -> None:
+        """Collective: every rank of the world makes it. Raises RuntimeError where streams are pretended."""
+        if device.type == "cpu" and streams.has_streams(device):
+            raise RuntimeError(
+                "weft.debug.check_streams() has a message waited for where it is asked for, and stages that expect "
+                "messages of each other would wait for ever: run a model in stages outside of it"
+            )
+        self._channels: dict[tuple[int, str], Channel] = {}
+        self._is_first = cut.is_first
+        last = len(cut.segments) - 1
+        ends = {border: (cut.holder(border), cut.holder(border + 1)) for border in range(last)}
+        if cut.shares_ends:
+            ends[ENDS] = (cut.holder(0), cut.holder(last))
+        wanted = [(border, way) for border in ends for way in (FORWARD, BACKWARD) if len(set(ends[border])) == 2]
+        groups = pair_groups(cut.group, [ends[border] for border, _ in wanted])
+        for (border, way), group in zip(wanted, groups):
+            if group is None:
+                continue
+            title = f"activations from stage {border} to stage {border + 1}"
+            if border == ENDS:
+                title = "gradients of what the first and the last stage share"
+            elif way == BACKWARD:
+                title = f"gradients from stage {border + 1} to stage {border}"
+            channel = Channel(group, 1 - group.rank(), next_channel(group), title, device)
+            channel.open(sends=ends[border][way == BACKWARD] == cut.rank)
+            self._channels[border, way] = channel
+
+    def channel(self, border: int, direction: str) -> Channel | None:
+        """The channel over `border`; None where both of its stages are on this rank."""
+        return self._channels.get((border, direction))
+
+    def finish(self) -> None:
+        """Everything has arrived that was sent from here."""
+        for channel in self._channels.values():
+            channel.finish()
+
+    def swap(self, tensor: Tensor) -> Tensor:
+        """What the rank with the other end of the model has in place of `tensor`."""
+        ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
+        out, into = (self._channels[ENDS, way] for way in ways)
+        key = shapes = ((tuple(tensor.shape), tensor.dtype),)
+        for channel in (out, into):
+            channel.knows(key, shapes)
+        into.foresee([key])
+        out.send(key, [tensor])
+        (other,) = into.take()
+        out.finish()
+        return other
+
+    def forget(self) -> None:
+        """A schedule was left by an exception: nothing comes any more."""
+        for channel in self._channels.values():
+            channel.forget()
+
+
+def _shown(shapes: Shapes) -> str:
+    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes)

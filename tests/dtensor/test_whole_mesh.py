@@ -1,0 +1,89 @@
+"""Parameters that are DTensors over the whole mesh, of which `dp_mesh_dims` names the data-parallel axes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+
+
+class Mlp(nn.Module):
+    """Computes with plain tensors, or with DTensors over whole meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x))) * self.scale
+
+
+PLAN = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "scale": Replicate()}
+
+
+def on_whole_mesh(mesh: DeviceMesh) -> Mlp:
+    model = Mlp()
+    for name, placement in PLAN.items():
+        owner, _, own = name.rpartition(".")
+        placements = [Replicate()] * (mesh.ndim - 1) + [placement]
+        value = distribute_tensor(model.get_parameter(name).detach(), mesh, placements)
+        setattr(model.get_submodule(owner), own, nn.Parameter(value))
+    return model
+
+
+def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None) -> list[torch.Tensor]:
+    """Two AdamW steps; with `mesh`, on the rows of this data-parallel rank."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in rows:
+        if mesh is None:
+            model(batch).square().mean().backward()
+        else:
+            split = [Shard(0)] * (mesh.ndim - 1) + [Replicate()]
+            output = model(distribute_tensor(batch, mesh, split)).redistribute(mesh, split)
+            output.to_local().square().mean().backward()
+        gradients = [nets.full(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*gradients, *(nets.full(parameter) for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
+@distributed(4)
+def test_training_is_that_of_one_process_and_of_torch(shape):
+    names = ("outer", "dp", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    rows = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    expected = trained(Mlp(), rows)
+    for fsdp in (torch_fsdp, weft):
+        model = on_whole_mesh(mesh)
+        dims = fsdp.DataParallelMeshDims(shard="dp", replicate="outer" if len(shape) == 3 else None)
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        torch.testing.assert_close(trained(model, rows, mesh), expected)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(module.up.weight))
+    model(distribute_tensor(rows[0], mesh, [Shard(0)] * (mesh.ndim - 1) + [Replicate()]))
+    assert seen[0].device_mesh == mesh and seen[0].placements == (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+    assert isinstance(model.up.weight, DTensor)
+
+
+@distributed(4)
+def test_what_does_not_go_together_is_named():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()]))
+    with pytest.raises(ValueError, match=r"'weight' of Linear .*Shard\(dim=0\) over the data-parallel axis 'dp'"):
+        weft.fully_shard(model, mesh=mesh, dp_mesh_dims=weft.DataParallelMeshDims(shard="dp"))
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), three, [Replicate()] * 3))
+    with pytest.raises(ValueError, match=r"of which \('cp', 'tp'\) are not data-parallel.*one tensor-parallel axis"):
+        weft.fully_shard(model, mesh=three, dp_mesh_dims=weft.DataParallelMeshDims(shard="dp"))
+    dist.barrier()

@@ -1,0 +1,288 @@
+"""A model in stages computes what it computes in one piece, bit for bit."""
+
+import dataclasses
+import time
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.pool import RankFailed, distributed
+from weft.comm.watch.rules import CollectiveMismatch
+from weft.models import HybridConfig, HybridModel
+from weft.models.stack import Layer
+from weft.overlap import Crossing, evaluate, forward_backward
+from weft.pipeline import Action, Cut, Table, balanced
+
+CFG = HybridConfig(
+    pattern="[*-]*[*-]-",
+    vocab_size=37,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    num_experts=4,
+    moe_intermediate_size=16,
+)
+
+
+def data(count, cfg=CFG, rank=0):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(cfg.vocab_size, (2, 2, 6), generator=generator).unbind() for _ in range(count)]
+
+
+def build(cfg, meshes=None, **how):
+    torch.manual_seed(0)
+    return HybridModel(cfg, meshes, **how)
+
+
+def plain(model, microbatches):
+    losses = []
+    for tokens, labels in microbatches:
+        loss = model(tokens, labels)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def gradients(model):
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    model.zero_grad()
+    return found
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def in_stages(cfg, meshes, schedule, count, expected, rounds=1, **how):
+    """A model in stages under `schedule`: losses and gradients are the `expected` ones."""
+    model = build(cfg, meshes, **how)
+    losses, whole = expected
+    for _ in range(rounds):
+        trace = []
+        same(forward_backward(model, data(count, cfg), schedule=schedule, trace=trace), losses)
+        same(gradients(model), {name: whole[name] for name, _ in model.named_parameters()})
+    return model, trace
+
+
+def one_piece(cfg, count):
+    whole = build(cfg)
+    return plain(whole, data(count, cfg)), gradients(whole)
+
+
+@distributed(2, 4)
+def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
+    ranks = dist.get_world_size()
+    meshes = weft.init_meshes("cpu", pp=ranks)
+    expected = one_piece(CFG, 5)
+    for schedule in ("gpipe", "1f1b", "combined"):
+        # What crosses is told in the first round and known in the second.
+        model, trace = in_stages(CFG, meshes, schedule, 5, expected, rounds=2)
+        assert sum(step.slot == "send" for step in trace) == (10 if dist.get_rank() < ranks - 1 else 0)
+    names = [None] * ranks
+    dist.all_gather_object(names, [name for name, _ in model.named_parameters()])
+    assert sorted(name for part in names for name in part) == sorted(expected[1])
+    layers = model.decoder.layers  # an index counts those that are here, names are those of the whole
+    assert [layers[at] for at in range(len(layers))] == list(layers) == layers[:]
+
+
+@distributed(2, 4)
+def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
+    """On 4 ranks there are more stages than layers."""
+    ranks = dist.get_world_size()
+    meshes = weft.init_meshes("cpu", pp=ranks)
+    expected = one_piece(CFG, 2 * ranks + 1)
+    for schedule, placement in (("interleaved", "loop"), ("combined", "loop"), ("dualpipev", "v"), ("zbv", "v")):
+        how = {"chunks": 2, "placement": placement}
+        _, trace = in_stages(CFG, meshes, schedule, 2 * ranks + 1, expected, **how)
+        apart = [step for step in trace if step.slot.endswith(".weights")]
+        assert not apart or placement == "v"
+        if placement == "v" and dist.get_rank() == ranks - 1:  # the turn: both stages are here
+            assert not any(step.slot in ("embed", "head") for step in trace)
+
+
+def test_chunks_of_one_rank_need_no_process_group():
+    cfg = dataclasses.replace(CFG, pattern="[*-]|*|[*-]|-")
+    expected = one_piece(cfg, 3)
+    in_stages(cfg, None, "interleaved", 3, expected, chunks=4)
+
+
+@distributed(2)
+def test_empty_segments_pass_on_what_they_get():
+    meshes = weft.init_meshes("cpu", pp=2)
+    for pattern in ("|[*-]*", "[*-]|", "[*-]||*-|"):
+        cfg = dataclasses.replace(CFG, pattern=pattern)
+        in_stages(cfg, meshes, "interleaved", 3, one_piece(cfg, 3))
+
+
+@distributed(2)
+def test_tied_weights_on_two_ranks_and_prediction_depths():
+    """The last rank has a copy of the embedding; both have the whole gradient, in whatever call it was made."""
+    meshes = weft.init_meshes("cpu", pp=2)
+    tied = dataclasses.replace(CFG, pattern="[*-]*[*-]/*-", tie_word_embeddings=True)
+    for cfg, how in ((tied, {}), (tied, {"chunks": 2, "placement": "v"})):
+        losses, whole = one_piece(cfg, 4)
+        model = build(cfg, meshes, **how)
+        schedule = "dualpipev" if how else "1f1b"
+        found = [
+            loss
+            for half in (data(4, cfg), data(4, cfg))
+            for loss in forward_backward(model, half, schedule=schedule, loss_scale=0.5)
+        ]
+        same(found, losses * 2)
+        copies = dist.get_rank() == 1 and not how
+        assert (model.embedding is not None) == (dist.get_rank() == 0 or copies)
+        assert (model.mtp is not None) == (model.decoder.final_layernorm is not None)
+        mine = gradients(model)
+        torch.testing.assert_close(mine, {name: whole[name] for name in mine})
+        both = [None, None]
+        dist.all_gather_object(both, mine.get("embedding.weight"))
+        if copies:
+            same(*both)
+
+
+@distributed(2)
+def test_an_evaluation_over_stages_gives_the_losses_and_leaves_gradients_alone():
+    meshes = weft.init_meshes("cpu", pp=2)
+    whole = build(CFG).eval()
+    with torch.no_grad():
+        expected = [whole(*pair) for pair in data(5)]
+    for how in ({}, {"chunks": 2}, {"chunks": 2, "placement": "v"}):
+        model = build(CFG, meshes, **how).eval()
+        same(evaluate(model, data(5)), expected)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.train()
+        forward_backward(model, data(4), schedule="combined" if how.get("placement") != "v" else "zbv")
+        before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        same(evaluate(model.eval(), data(5)), expected)
+        same({name: parameter.grad for name, parameter in model.named_parameters()}, before)
+
+
+@distributed(2)
+def test_ranks_that_were_called_with_different_things_say_so():
+    model = build(CFG, weft.init_meshes("cpu", pp=2))
+    rank = dist.get_rank()
+    pairs = data(4)
+    if rank:
+        pairs = [(tokens[:, :-1], labels[:, :-1]) for tokens, labels in pairs]
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: schedule '1f1b'.*\[2, 6\].*rank 1: .*\[2, 5\]"):
+        forward_backward(model, pairs, schedule="1f1b")
+    with pytest.raises(CollectiveMismatch, match=r"'gpipe'.*'1f1b'"):
+        forward_backward(model, data(4), schedule=("gpipe", "1f1b")[rank])
+    # And after that as if nothing had been; another shape is told anew.
+    forward_backward(model, data(4), schedule="1f1b")
+    longer = [(tokens.repeat(1, 2), labels.repeat(1, 2)) for tokens, labels in data(3)]
+    model.zero_grad()
+    whole = build(CFG)
+    same(forward_backward(model, [*data(1), *longer], schedule="1f1b"), plain(whole, [*data(1), *longer]))
+
+
+def fails_in_the_second_stage():
+    model = build(CFG, weft.init_meshes("cpu", pp=2))
+    fault = ArithmeticError("no such number") if dist.get_rank() else None
+    with mock.patch.object(Layer, "attend", side_effect=fault) if fault else nullcontext():
+        forward_backward(model, data(4), schedule="1f1b")
+
+
+def test_a_stage_that_fails_is_named_on_the_others(pool):
+    started = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        pool.run(2, fails_in_the_second_stage)
+    first, second = str(caught.value).split("--- rank 1")
+    assert "left the forward of microbatch 0, layer 0.attend (stage 1) by ArithmeticError: no such number" in first
+    assert "ArithmeticError: no such number" in second
+    assert time.monotonic() - started < 30
+
+
+def test_what_does_not_fit_is_refused():
+    model = build(CFG, chunks=2)
+    for schedule, message in (
+        ("1f1b", "chunks = 2; it has 1"),
+        ("dualpipev", "deals stages by 'v', the model by 'loop'"),
+        (weft.pipeline.table("gpipe", ranks=1, chunks=2, microbatches=3), "for 3 microbatches, and there are 4"),
+        (weft.pipeline.table("gpipe", ranks=2, chunks=2, microbatches=4), "for 2 ranks, and there are 1"),
+        (Table("mine", (((Action("F", 0, 0),),),), 2, 4), "is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forward_backward(model, data(4), schedule=schedule)
+    with pytest.raises(ValueError, match="microbatches = 1; on 1 ranks it needs 2 or more"):
+        forward_backward(build(CFG, chunks=2, placement="v"), data(1), schedule="dualpipev")
+    with pytest.raises(TypeError, match="pass a name or a Table"):
+        forward_backward(model, data(4), schedule=3)
+    with pytest.raises(ValueError, match="5 segments"):
+        build(dataclasses.replace(CFG, pattern="*|*|*|*|*"), chunks=2)
+    with pytest.raises(ValueError, match="chunks=0: each rank has at least 1 stage"):
+        build(CFG, chunks=0)
+    with pytest.raises(ValueError, match=r"placement='w': choose"):
+        build(CFG, chunks=2, placement="w")
+
+
+@pytest.mark.parametrize(
+    "costs, last, expected", [([1, 1, 1, 1], 0, [2, 2]), ([1, 1, 1, 1], 2, [3, 1]), ([1], 0, [0, 1])]
+)
+def test_layers_are_cut_where_the_dearest_segment_is_cheapest(costs, last, expected):
+    assert sorted(map(len, balanced(costs, 2, last=last))) == sorted(expected)
+    assert [number for segment in balanced(costs, 2, last=last) for number in segment] == list(range(len(costs)))
+
+
+class OwnLayer(nn.Linear):
+    stages, dispatcher = ("attend",), None
+
+    def attend(self, hidden):
+        return Crossing(hidden + super().forward(hidden).tanh())
+
+    def experts(self, rows, handle):
+        raise NotImplementedError
+
+    finish = experts
+
+    def expert_modules(self):
+        return []
+
+
+class OwnModel(nn.Module):
+    """Five layers, or those of some stages; all are made, so that each has the numbers of the whole."""
+
+    def __init__(self, cut=None):
+        super().__init__()
+        torch.manual_seed(0)
+        embedding, layers, head = nn.Embedding(11, 8), [OwnLayer(8, 8) for _ in range(5)], nn.Linear(8, 11)
+        here = range(5) if cut is None else [number for segment in cut.mine for number in segment]
+        self.layers = nn.ModuleDict({str(number): layers[number] for number in here})
+        self.embedding = embedding if cut is None or cut.is_first else None
+        self.head = head if cut is None or cut.is_last else None
+        self.cut = cut
+
+    @property
+    def staged_layers(self):
+        return list(self.layers.values())
+
+    def embed(self, tokens):
+        return self.embedding(tokens)
+
+    def loss(self, hidden, tokens, labels, losses):
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@distributed(2)
+def test_a_model_of_ones_own_says_how_it_is_cut():
+    cfg = dataclasses.replace(CFG, vocab_size=11)
+    whole = OwnModel()
+    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole)
+    mesh = weft.init_meshes("cpu", pp=2).pp
+    segments = range(2), range(2, 5)
+    model = OwnModel(Cut(segments, 2, mesh.get_local_rank(), group=mesh.get_group()))
+    same(forward_backward(model, data(3, cfg), schedule="1f1b"), losses)
+    same(gradients(model), {name: expected[name] for name, _ in model.named_parameters()})
+    model.layers.pop(next(iter(model.layers)))
+    with pytest.raises(ValueError, match=r"OwnModel: its cut has \d layers on rank \d of the pipeline"):
+        forward_backward(model, data(3, cfg), schedule="1f1b")

@@ -1,0 +1,172 @@
+"""Stages that are sharded, with experts on several ranks: the same step as in one process."""
+
+import dataclasses
+from collections import Counter
+from itertools import groupby
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import weft
+from tests.overlap.test_stages import CFG, build, data, gradients
+from tests.pool import distributed
+from weft.fsdp.gradients.group import GroupGradients
+from weft.fsdp.module import units_under
+from weft.models import hf, shard
+from weft.models.hf.errors import ConversionError
+from weft.overlap import evaluate, forward_backward
+
+MIXED = dataclasses.replace(CFG, pattern="[*E]*[*-][*E]", aux_loss_coef=0.1)
+
+
+def of_the_whole(cfg, parts, count):
+    """Mean losses and gradients of a plain model over what `parts` data-parallel ranks have."""
+    whole = build(cfg)
+    losses = []
+    for part in range(parts):
+        losses.append([])
+        for tokens, labels in data(count, cfg, part):
+            loss = whole(tokens, labels)
+            (loss / parts).backward()
+            losses[-1].append(loss.detach())
+    return losses, gradients(whole)
+
+
+def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, **how):
+    model = shard(build(cfg, meshes, **how), meshes, strategy=strategy)
+    trace = []
+    mine = data(count, cfg, meshes.dp_rank)
+    losses = forward_backward(model, mine, schedule=schedule, trace=trace, **(switches or {}))
+    torch.testing.assert_close(losses, expected[0][meshes.dp_rank])
+    found = gradients(model)
+    torch.testing.assert_close(found, {name: expected[1][name] for name in found})
+    return model, trace
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_zero_1_to_3_and_hsdp_in_stages():
+    meshes = weft.init_meshes("cpu", pp=2)
+    expected = of_the_whole(CFG, 2, 4)
+    for strategy, schedule, how in (
+        ("optim", "1f1b", {}),
+        ("optim_grads", "interleaved", {"chunks": 2}),
+        ("optim_grads_params", "combined", {"chunks": 2}),
+        ("optim_grads_params", "dualpipev", {"chunks": 2, "placement": "v"}),
+        ("optim_grads", "zbv", {"chunks": 2, "placement": "v"}),
+        ("optim", "zbv", {"chunks": 2, "placement": "v"}),
+    ):
+        reduced = Counter()
+
+        def counted(gradients, *args, reduced=reduced, reduce=GroupGradients.reduce, **kwargs):
+            reduced[gradients] += 1
+            return reduce(gradients, *args, **kwargs)
+
+        with mock.patch.object(GroupGradients, "reduce", counted):
+            model, _ = in_stages(CFG, meshes, strategy, schedule, 4, expected, **how)
+        mine = [group.gradients for unit in units_under(model) for group in unit.trainable_groups]
+        assert reduced == dict.fromkeys(mine, 1 if strategy == "optim" else 4)
+        gathered = [unit for unit in units_under(model) if any(group.transient for group in unit.groups)]
+        assert not any(unit.resident for unit in gathered)
+    replicated = weft.init_meshes("cpu", pp=2, dp_replicate=2)
+    in_stages(CFG, replicated, "optim_grads_params", "1f1b", 4, expected)
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_experts_on_two_ranks_in_two_stages():
+    """pp 2 x ep 2: the exchange of a pair's one side runs under the other's computation."""
+    meshes = weft.init_meshes("cpu", pp=2, ep=2)
+    cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0)
+    expected = of_the_whole(cfg, 2, 4)
+    for schedule, how in (("combined", {"chunks": 2}), ("dualpipev", {"chunks": 2, "placement": "v"})):
+        for switches in ({}, {"delay_wgrad": True, "early_release": True}):
+            cfg = dataclasses.replace(cfg, recompute=("attend", "experts") if switches else ())
+            _, trace = in_stages(cfg, meshes, "optim_grads_params", schedule, 4, expected, switches, **how)
+            runs = [key for key, _ in groupby(trace, key=lambda step: (step.direction, step.microbatch, step.chunk))]
+            inside = [one for one, other in zip(runs, runs[2:]) if one == other and one[0] == "backward"]
+            assert inside, "no forward ran inside of a backward"
+
+
+@distributed(2)
+def test_the_losses_of_routers_reach_the_last_stage():
+    meshes = weft.init_meshes("cpu", pp=2)
+    expected = of_the_whole(MIXED, 1, 4)
+    assert expected[0][0] != of_the_whole(dataclasses.replace(MIXED, aux_loss_coef=0.0), 1, 4)[0][0]
+    in_stages(MIXED, meshes, "optim_grads", "1f1b", 4, expected)
+    in_stages(MIXED, meshes, "optim_grads", "zbv", 4, expected, chunks=2, placement="v")
+
+
+@distributed(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_clipped_steps_equal_those_of_one_process(tied):
+    """A copy counts once in the norm, and stays equal to what it is a copy of."""
+    meshes, steps = weft.init_meshes("cpu", pp=2), 3
+    cfg = dataclasses.replace(CFG, tie_word_embeddings=tied)
+    whole = build(cfg)
+    one = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    model = shard(build(cfg, meshes), meshes)
+    other = weft.optim.flat(torch.optim.AdamW, model, lr=0.01)
+    for step in range(steps):
+        pairs = data(3, cfg, step)
+        for tokens, labels in pairs:
+            whole(tokens, labels).backward()
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        forward_backward(model, pairs, schedule="1f1b")
+        norm = weft.optim.clip_grad_norm_(model, 0.5)
+        torch.testing.assert_close(norm, expected)
+        norms = [None, None]
+        dist.all_gather_object(norms, norm)
+        assert norms[0] == norms[1] > 0.5
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), whole.get_parameter(name).detach())
+
+
+@distributed(2)
+def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path):
+    pieces = weft.init_meshes("cpu", pp=2)
+    model = shard(build(CFG, pieces), pieces)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    forward_backward(model, data(3), schedule="1f1b")
+    optimizer.step()
+    optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    expected = evaluate(model.eval(), data(3))
+    for meshes, how in (
+        (weft.init_meshes("cpu"), {}),
+        (pieces, {"chunks": 2, "placement": "v"}),
+    ):
+        torch.manual_seed(7)  # other weights to begin with
+        other = shard(weft.models.HybridModel(CFG, meshes, **how), meshes)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
+        weights, state = get_state_dict(other, theirs)
+        loaded = {"model": weights, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        set_state_dict(other, theirs, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        torch.testing.assert_close(evaluate(other.eval(), data(3)), expected)
+        moments = [state["exp_avg"].full_tensor().abs().sum() for state in theirs.state.values()]
+        assert len(moments) == len(list(other.parameters())) and all(moments)
+
+
+@distributed(2)
+def test_a_hugging_face_directory_is_read_by_stages_and_written_in_one_piece_only(tmp_path):
+    cfg = dataclasses.replace(CFG, pattern="[*-]" * 3)
+    whole = build(cfg)
+    hf.save(whole, tmp_path / "whole")
+    dist.barrier()
+    meshes = weft.init_meshes("cpu", pp=2)
+    torch.manual_seed(1)
+    model = shard(weft.models.HybridModel(cfg, meshes), meshes)
+    hf.load(model, tmp_path / "whole")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight.full_tensor(), whole.get_parameter(name).detach(), rtol=0, atol=0)
+    with pytest.raises(ConversionError, match=r"cut over pp=2 ranks.*load it with pp=1"):
+        hf.save(model, tmp_path / "stages")

@@ -1,0 +1,82 @@
+"""What is sent over a border arrives in order, beside the computation, and its shape is told once."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+import weft.debug
+from tests.pool import distributed
+from weft.comm.groups import group_of
+from weft.pipeline import Cut
+from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
+
+
+def transport(segments=2):
+    mesh = weft.init_meshes("cpu", pp=2).pp
+    cut = Cut(tuple(range(n, n + 1) for n in range(segments)), 2, mesh.get_local_rank(), group=group_of(mesh, 0))
+    return Transport(cut, torch.device("cpu"))
+
+
+@distributed(2)
+def test_the_next_message_is_expected_while_one_is_worked_on():
+    channel = transport().channel(0, FORWARD)
+    told = mock.patch.object(Channel, "_tell", autospec=True, side_effect=Channel._tell)
+    for step in range(2):
+        sent = [[torch.full((2, 3), 4.0 * step + n), torch.ones(n % 2 + 1)] for n in range(4)]
+        keys = ["even", "odd", "even", "odd"]
+        if dist.get_rank():
+            channel.foresee(keys)
+            for number, message in enumerate(sent):
+                assert len(channel._expected) == (number > 1 or step)  # known: its memory is there
+                torch.testing.assert_close(channel.take(), message)
+        else:
+            with told as tell:
+                for key, message in zip(keys, sent):
+                    channel.send(key, message)
+                assert tell.call_count == (0 if step else 2)
+            channel.finish()
+
+
+@distributed(2)
+def test_borders_and_directions_do_not_hold_each_other_up():
+    """Rank 0 has the stages 0 and 2: what it waits for first was sent last."""
+    both = transport(4)
+    first, second, back = both.channel(0, FORWARD), both.channel(2, FORWARD), both.channel(0, BACKWARD)
+    if dist.get_rank():
+        for channel in (second, first):
+            channel.foresee([1])
+        assert [each.item() for channel in (second, first) for each in channel.take()] == [2.0, 1.0]
+        back.learn(1, first)
+        back.send(1, [torch.tensor([3.0])])
+        back.finish()
+    else:
+        first.send(1, [torch.tensor([1.0])])
+        second.send(1, [torch.tensor([2.0])])
+        back.learn(1, first)
+        back.foresee([1])
+        assert back.take()[0].item() == 3.0
+        both.finish()
+
+
+@distributed(2)
+def test_another_shape_for_what_is_known_is_refused():
+    channel = transport().channel(0, FORWARD)
+    if dist.get_rank():
+        channel.foresee([1])
+        channel.take()
+    else:
+        channel.send(1, [torch.zeros(2, 3)])
+        with pytest.raises(RuntimeError, match=r"stage 0 to stage 1 were \[2, 3\] float32 .* now \[2, 4\] bfloat16"):
+            channel.send(1, [torch.zeros(2, 4, dtype=torch.bfloat16)])
+        with pytest.raises(TypeError, match=r"\[2\] int64: what crosses stages is of torch.float32"):
+            channel.send(2, [torch.zeros(2, dtype=torch.int64)])
+        channel.finish()
+
+
+@distributed(2)
+def test_pretended_streams_are_refused():
+    with weft.debug.check_streams(), pytest.raises(RuntimeError, match="run a model in stages outside of it"):
+        transport()

@@ -1,0 +1,91 @@
+"""Training in stages is training in one process, and a run may go on with other stages."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.train.command import metrics, write_config
+from tests.train.test_loop import reference, train_on
+from weft.train.report.stages import read_stages
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "model__pattern": "[*E][*-][*E]",
+    "model__num_experts": 4,
+    "model__moe_intermediate_size": 16,
+    "model__expert_bias": True,
+}
+
+
+@pytest.mark.parametrize(
+    "ranks, changes",
+    [
+        (2, ["train.schedule=dualpipev", "model.tie_word_embeddings=true"]),
+        (2, ["sharding.chunks=1", "model.tie_word_embeddings=true"]),
+        (4, ["train.overlap=true", "sharding.ep=2", "train.microbatch_size=1"]),
+    ],
+)
+def test_training_in_stages_is_training_in_one_process(pool, tmp_path, ranks, changes):
+    path = write_config(tmp_path, **MODEL, train__gradient_clip=0.5, train__validate_every=4, checkpoint__every=0)
+    tied = [change for change in changes if "tie" in change]
+    if tied:
+        path = write_config(
+            tmp_path,
+            **MODEL,
+            model__tie_word_embeddings=True,
+            train__gradient_clip=0.5,
+            train__validate_every=4,
+            checkpoint__every=0,
+        )
+    records, validation_loss, weights = reference(path, 4)
+    answers = pool.run(ranks, train_on, path, tmp_path / "run", ["sharding.pp=2", *changes], stop_at=4)
+    lines, validations, *_ = answers[0]
+    assert len(lines) == 4
+    for line, expected in zip(lines, records):
+        for name, value in expected.items():
+            torch.testing.assert_close(line[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert validations[-1]["loss"] == pytest.approx(validation_loss, rel=1e-5)
+    held = [model.keys() for _, _, model, _, _ in answers]
+    assert set().union(*held) == weights.keys() != held[0]
+    for _, _, model, _, _ in answers:
+        for name, value in model.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5, msg=name)
+    loads = metrics(tmp_path / "run", "experts")
+    assert all(line["load"].keys() == {"decoder.layers.0.mlp", "decoder.layers.2.mlp"} for line in loads)
+    assert f"{sum(value.numel() for value in weights.values()) / 1e6:.2f} M parameters" in " ".join(answers[0][-1])
+
+
+def test_a_run_goes_on_with_other_stages(pool, tmp_path):
+    path = write_config(tmp_path, **MODEL, train__validate_every=0, checkpoint__every=2)
+    pool.run(2, train_on, path, tmp_path / "whole", stop_at=6)
+    pool.run(2, train_on, path, tmp_path / "parts", ["sharding.pp=2"], stop_at=2)
+    pool.run(2, train_on, path, tmp_path / "parts", [], stop_at=4, resume_from=2)
+    v = ["sharding.pp=2", "train.schedule=zbv"]
+    pool.run(2, train_on, path, tmp_path / "parts", v, stop_at=6, resume_from=4)
+    for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
+
+
+def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
+    """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
+    path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
+    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=2)
+    stages = read_stages(tmp_path / "run")
+    assert stages.table.name == "dualpipev" and stages.table.microbatches == 4
+    for entries, spans in zip(stages.table.ranks, stages.spans, strict=True):
+        assert len(entries) == len(spans)
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert 0 < stages.idle_share < 1
+    ends = {
+        (action.microbatch, stages.table.stage(rank, action.chunk)): span
+        for rank, (entries, spans) in enumerate(zip(stages.table.ranks, stages.spans))
+        for entry, span in zip(entries, spans)
+        for action in entry
+        if action.kind == "F"
+    }
+    assert all(ends[m, stage][1] > ends[m, stage - 1][0] for m, stage in ends if stage)
+    assert (tmp_path / "run" / "stages.png").exists()
