@@ -330,7 +330,7 @@ MUTATIONS = [
     Mutation(
         "the host goes on while a backward's uploads read frozen weights",
         "fsdp/runtime/runtime.py",
-        "        self._joins.collect()\n        self._finish_uploads(units)",
+        "        self._joins.collect()\n        self._finish_uploads()",
         "        self._joins.collect()",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),

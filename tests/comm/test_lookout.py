@@ -133,7 +133,7 @@ def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
     watch.fail("left the forward of blocks.1 by Oops: no such token")
     watch.begin_pass()
     with pytest.raises(CollectiveMismatch, match="wait for different things") as told:
-        agree([], [], [group], f"moment {dist.get_rank()}")
+        agree([], [], [group], f"moment {dist.get_rank()}", channel=0)
     assert "Oops" not in str(told.value)
 
 

@@ -51,7 +51,7 @@ def test_every_rank_learns_which_unit_differed_first(difference):
 
 @distributed(2)
 def test_what_ranks_issued_in_a_pass_that_failed_is_not_compared():
-    agreement = Agreement(True)
+    agreement = Agreement(True, channel=0)
     for unit in range(dist.get_rank()):  # how far each came
         agreement.note(unit, "all-gather", 64)
     agreement.forget()

@@ -201,6 +201,21 @@ def test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other():
         step(optimizers)
 
 
+@distributed(2, timeout=60)
+def test_a_backward_that_reaches_two_roots_in_another_order_on_each_rank():
+    """Who waited for room in the one would wait for a rank that does so in the other."""
+    plain, sharded = [make(0), make(1)], [shard(make(seed), strategy="no_shard") for seed in (0, 1)]
+    for number, batch in enumerate(inputs(3)):
+        first = dist.get_rank() if number else 0  # that all have the same units is said in one order
+        for models, rows in ((plain, batch), (sharded, rows_of(batch))):
+            losses = [models[each](rows).square().mean() for each in (first, 1 - first)]
+            (losses[0] + losses[1]).backward()
+        for one, other in zip(sharded, plain):
+            assert_gradients(one, other)
+            for net in (one, other):
+                net.zero_grad()
+
+
 @pytest.mark.slow
 @distributed(2, timeout=60)
 def test_many_roots_of_which_each_rank_runs_others():
