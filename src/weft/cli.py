@@ -323,6 +323,8 @@ def _pattern(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.config import load_config
 
     sizes = load_config(options.config).model if options.config else HybridConfig()
+    if not isinstance(sizes, HybridConfig):
+        raise ValueError(f"{options.config}: has a model of one's own, {sizes.factory}, which has no pattern")
     try:
         rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
     except PatternError as error:

@@ -129,7 +129,7 @@ def wait_until(condition: Callable[[], Any], timeout: float = 60, what: str = ""
     return value
 
 
-_SPEEDS = ("tokens_per_second", "samples_per_second", "memory_bytes")
+_SPEEDS = ("tokens_per_second", "samples_per_second", "memory_bytes", "mfu")
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

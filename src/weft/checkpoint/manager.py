@@ -70,6 +70,8 @@ class CheckpointManager:
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
         """Steps of checkpoints that `load` found damaged on its way to the newest intact one, and what it found."""
+        self.protected: set[int] = set()
+        """Steps of checkpoints that stay beside the newest."""
         self._spared: set[int] = set()
         """Steps of the checkpoints that were there then: a run that met damage deletes none of them."""
 
@@ -287,7 +289,7 @@ class CheckpointManager:
                 folder.discard([temporary])
             raise
         if self.rank == 0:
-            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared]
+            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared | self.protected]
             folder.discard(folder.path_of(self.directory, each) for each in own[: -self.keep])
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 

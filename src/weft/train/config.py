@@ -24,6 +24,7 @@ from weft.train.sections import (
     DataConfig,
     LoopConfig,
     OptimizerConfig,
+    OwnModelConfig,
     RunConfig,
     ScheduleConfig,
     ShardingConfig,
@@ -53,8 +54,8 @@ __all__ = [
 class TrainConfig:
     """A whole run. Its sections are the tables of the TOML file."""
 
-    model: HybridConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
-    """The model: the fields of `weft.models.HybridConfig`."""
+    model: HybridConfig | OwnModelConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
+    """The model: the fields of `weft.models.HybridConfig`, or with `model.factory` those of `OwnModelConfig`."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text."""
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -71,7 +72,37 @@ class TrainConfig:
     """Where the run lives."""
 
     def __post_init__(self) -> None:
-        model, ep = self.model, self.sharding.ep
+        warmup = self.schedule.warmup_steps
+        require(
+            "schedule.warmup_steps",
+            warmup,
+            warmup is None or warmup <= self.train.steps,
+            f"must be at most train.steps = {self.train.steps}, or the learning rate never reaches its peak; lower it, "
+            "or leave it out for a tenth of the steps",
+        )
+        if isinstance(self.model, HybridConfig):
+            self._check_pattern(self.model)
+        else:
+            self._check_own_model()
+
+    def _check_own_model(self) -> None:
+        for name, value, default in (
+            ("sharding.ep", self.sharding.ep, 1),
+            ("sharding.pp", self.sharding.pp, 1),
+            ("train.schedule", self.train.schedule, ""),
+            ("train.overlap", self.train.overlap, False),
+            ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
+        ):
+            require(name, value, value == default, "has no effect on a model of one's own; leave it out")
+
+    def _check_pattern(self, model: HybridConfig) -> None:
+        ep = self.sharding.ep
+        require(
+            "data.factory",
+            self.data.factory,
+            not self.data.factory,
+            "has no effect on a model of tokens; name a model.factory, too, or leave it out",
+        )
         require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
         require(
             "sharding.ep",
@@ -82,14 +113,6 @@ class TrainConfig:
         fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
         require(
             "sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}"
-        )
-        warmup = self.schedule.warmup_steps
-        require(
-            "schedule.warmup_steps",
-            warmup,
-            warmup is None or warmup <= self.train.steps,
-            f"must be at most train.steps = {self.train.steps}, or the learning rate never reaches its peak; lower it, "
-            "or leave it out for a tenth of the steps",
         )
         require(
             "train.overlap",
@@ -108,11 +131,17 @@ class TrainConfig:
         )
 
     @property
+    def hybrid(self) -> HybridConfig:
+        """The model, where a pattern describes it."""
+        assert isinstance(self.model, HybridConfig)
+        return self.model
+
+    @property
     def schedule_name(self) -> str:
         """Of the microbatches over the stages."""
         if self.train.schedule:
             return self.train.schedule
-        several = (self.sharding.chunks or len(self.model.parsed.segments) // self.sharding.pp) > 1
+        several = (self.sharding.chunks or len(self.hybrid.parsed.segments) // self.sharding.pp) > 1
         return "combined" if self.train.overlap else "interleaved" if several else "1f1b"
 
     @property
@@ -120,7 +149,7 @@ class TrainConfig:
         """How many stages each rank of the pipeline has."""
         if self.sharding.chunks is not None:
             return self.sharding.chunks
-        segments = len(self.model.parsed.segments)
+        segments = len(self.hybrid.parsed.segments)
         if segments > 1:
             return max(1, segments // self.sharding.pp)
         return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
@@ -138,14 +167,14 @@ class TrainConfig:
             ) from error
 
     def _check_stages(self) -> None:
-        pp, segments, loop = self.sharding.pp, len(self.model.parsed.segments), self.train
+        pp, segments, loop = self.sharding.pp, len(self.hybrid.parsed.segments), self.train
         without = "has no effect with sharding.pp = 1; leave it out"
         require("train.schedule", loop.schedule, pp > 1 or not loop.schedule, without)
         require(
             "sharding.pp",
             pp,
             segments == 1 or segments % pp == 0,
-            f"must divide the {segments} segments of model.pattern = {show(self.model.pattern)}, or that has no '|'",
+            f"must divide the {segments} segments of model.pattern = {show(self.hybrid.pattern)}, or that has no '|'",
         )
         require(
             "train.activation_checkpointing",
@@ -184,7 +213,7 @@ class TrainConfig:
             "runs two microbatches beside each other, and a step of each rank has one: it would hide nothing; set "
             f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
         )
-        if self.data.kind == "tokens":
+        if self.data.kind == "tokens" or isinstance(self.model, OwnModelConfig):
             return
         tokenizer = load_tokenizer(self.data.tokenizer)
         require(
@@ -236,6 +265,9 @@ def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
             raise ConfigError(_unknown(section, None))
         if not isinstance(values, dict):
             raise ConfigError(_no_table(section, values))
+        if section == "model" and "factory" in values:
+            sections[section] = _build(OwnModelConfig, values, section)
+            continue
         defaults = _DEFAULT_MODEL if section == "model" else {}
         sections[section] = _build(SECTIONS[section], {**defaults, **values}, section)
     return TrainConfig(**sections)
@@ -246,7 +278,7 @@ def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
     return {
         section: {
             f.name: plain(getattr(getattr(config, section), f.name))
-            for f in dataclasses.fields(SECTIONS[section])
+            for f in dataclasses.fields(getattr(config, section))
             if getattr(getattr(config, section), f.name) is not None
         }
         for section in SECTIONS
@@ -284,7 +316,8 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
     checked = {}
     for name, value in values.items():
         if name not in known:
-            raise ConfigError(_unknown(section, name))
+            own = section_class is OwnModelConfig
+            raise ConfigError(_unknown_beside_factory(name) if own else _unknown(section, name))
         checked[name] = typed(f"{section}.{name}", value, hints[name])
     try:
         return section_class(**checked)
@@ -317,6 +350,11 @@ def _unknown(section: str, name: str | None) -> str:
     else:
         hint = f"[{section}] knows " + ", ".join(every[section])
     return f"{section}.{name}: unknown setting; {hint}"
+
+
+def _unknown_beside_factory(name: str) -> str:
+    known = ", ".join(f.name for f in dataclasses.fields(OwnModelConfig))
+    return f"model.{name}: unknown beside model.factory, which knows {known}; give it to the factory in model.options"
 
 
 def _no_table(section: str, value: Any) -> str:

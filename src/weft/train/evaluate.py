@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint import CheckpointManager, ModelState
+from weft.models import HybridConfig
 from weft.models.renumber import renumbered
 from weft.train.config import load_config
 from weft.train.ema import WeightAverage
@@ -18,8 +19,8 @@ from weft.train.own_numbers import OwnNumbers
 from weft.train.run.changes import CONFIG
 from weft.train.run.runs import CHECKPOINTS
 from weft.train.sections import ShardingConfig
+from weft.train.task.choice import task_of
 from weft.train.task.task import Task
-from weft.train.task.text import TextTask
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
@@ -70,12 +71,14 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    task = TextTask(config, device)
+    task = task_of(config, device)
     state: dict[str, Any] = {"model": ModelState(task.model)}
     averages = WeightAverage(task.model, config.train.ema_decay)
     if average:
         state["ema"] = averages
-    taken = CheckpointManager(run / CHECKPOINTS).load(renumbered(state, config.model), step)
+    if isinstance(config.model, HybridConfig):
+        state = dict(renumbered(state, config.model))
+    taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
     if average:
         with averages.in_place():
             values = validate(task, device, lambda: None)

@@ -23,14 +23,16 @@ from weft.models.prediction import prediction_losses
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.overlap import forward_backward
-from weft.train.config import TrainConfig, to_toml
+from weft.train.config import TrainConfig, to_dict, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
+from weft.train.loggers import check as check_loggers
 from weft.train.metrics import Metrics
 from weft.train.optimizers import make_optimizer, optimizer_bytes
 from weft.train.own_numbers import OwnNumbers
+from weft.train.profile import Operations, ProfilerWindow
 from weft.train.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
@@ -43,9 +45,10 @@ from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
 from weft.train.source import Source
+from weft.train.spikes import Spikes
 from weft.train.state import Position
+from weft.train.task.choice import task_of
 from weft.train.task.task import Task
-from weft.train.task.text import TextTask
 
 
 class Trainer:
@@ -76,7 +79,7 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
-        self.task: Task = TextTask(config, self.device, self.say) if task is None else task
+        self.task: Task = task_of(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
         self.stages = Stages(self.model)
@@ -84,6 +87,11 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
+        self.spikes = Spikes(config.train.skip_spikes)
+        self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
+        self.operations: Operations | None = None
+        """What this rank computes in a step, once that is counted."""
+        check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Whatever is random from here on differs between ranks; the initial weights must not.
@@ -122,6 +130,7 @@ class Trainer:
             "data": self.batches,
             "position": self.position,
             "random": RandomState(),
+            **({"spikes": self.spikes} if self.spikes.times else {}),
             **({"ema": self.average} if self.average else {}),
         }
 
@@ -150,6 +159,8 @@ class Trainer:
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
+        if self.config.checkpoint.keep_best:
+            self.checkpoints.protected = {self.position.best_step}
         told = changed(self.run_place.directory, self.config, self.saved_step)
         for error in self.checkpoints.passed_over.values():
             self.say(f"{error}; it is passed over, and no checkpoint that is there now is deleted")
@@ -178,36 +189,59 @@ class Trainer:
                 "raise train.steps to train longer"
             )
             return True
+        if self._is_settled():
+            self.say(f"nothing to do: {self._settled()}")
+            return True
         stopping = False
+        recording = Metrics(
+            self.run_place.directory,
+            self.rank == 0,
+            resumed_step=position.step,
+            loggers=config.run.loggers,
+            settings=to_dict(config),
+        )
         with (
             self.checkpoints,
-            Metrics(self.run_place.directory, self.rank == 0, resumed_step=position.step) as metrics,
+            recording as metrics,
             self.progress,
             self.watchdog,
         ):
             self.stop.notify = self.progress.note
             if metrics.note:
                 self.progress.note(metrics.note)
-            while position.step < config.train.steps and not stopping:
+            while position.step < config.train.steps and not stopping and not self._is_settled():
+                self.window.before(position.step + 1)
                 values, stopping = self._step(metrics)
+                self.window.after(position.step, self.progress.note)
                 metrics.log(position.step, "train", **values)
                 if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
                     metrics.log_experts(position.step, loads)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
                 last = position.step == config.train.steps
-                if last or _due(config.train.validate_every, position.step):
-                    self._validate(metrics)
-                if last or stopping or _due(config.checkpoint.every, position.step):
+                best = (last or _due(config.train.validate_every, position.step)) and self._validate(metrics)
+                last |= self._is_settled()
+                if last or stopping or best or _due(config.checkpoint.every, position.step):
                     self.watchdog.rest()
                     self._save()
             self.watchdog.rest()
+            self.window.close(self.progress.note)
             self.checkpoints.wait()
-        complete = position.step == config.train.steps
+        complete = position.step == config.train.steps or self._is_settled()
+        if self._is_settled():
+            self.say(f"ended early: {self._settled()}")
         if complete and self.rank == 0:
             self._report()
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
+
+    def _is_settled(self) -> bool:
+        """Whether validations have not become better for long enough."""
+        return 0 < self.config.train.stop_after <= self.position.worse
+
+    def _settled(self) -> str:
+        best = f"{self.position.best_loss:.4f} of step {self.position.best_step}"
+        return f"{self.position.worse} validations in a row had no lower loss than {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         """Called on all ranks: at "start", after each "step" and "validation", when a "save" begins, at the "end"."""
@@ -219,19 +253,24 @@ class Trainer:
         learning_rate = self.schedule.advance()
         self.own_numbers = OwnNumbers(self.device)
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
-        losses = self._forward_backward(microbatches)
+        if self.config.train.peak_tflops and self.operations is None:
+            losses = self._counted(microbatches)
+        else:
+            losses = self._forward_backward(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
             norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
-        norm = clip_gradients(self.model, self.config.train.gradient_clip)
-        if not math.isfinite(norm):  # the same on all ranks; the weights are still good
-            raise self._diverged("gradient norm", float(norm))
-        self.optimizer.step()
+        norm = float(clip_gradients(self.model, self.config.train.gradient_clip))
+        skipped = self.spikes.is_one(norm)
+        if not skipped:
+            if not math.isfinite(norm):  # the same on all ranks; the weights are still good
+                raise self._diverged("gradient norm", norm)
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.average:
+        if self.average and not skipped:
             self.average.after_step()
 
         # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
@@ -247,11 +286,12 @@ class Trainer:
         own_values, depths = self.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
         added = 0.0
         if self.task.adds_losses:
-            added = router_value + (self.config.model.mtp_loss_coef * sum(depths) / len(depths) if depths else 0.0)
+            coefficient = getattr(self.config.model, "mtp_loss_coef", 0.0)
+            added = router_value + (coefficient * sum(depths) / len(depths) if depths else 0.0)
         position = self.position
         position.step += 1
         position.tokens += self.task.units_per_step
-        if not math.isfinite(loss_value):
+        if not math.isfinite(loss_value) and not skipped:
             raise self._diverged("loss", loss_value)
         seconds = time.perf_counter() - started
         position.seconds += seconds
@@ -260,12 +300,28 @@ class Trainer:
             **{f"loss_depth_{number}": value for number, value in enumerate(depths, start=1)},
             **({"router_loss": router_value} if self.experts.has_losses else {}),
             "lr": learning_rate,
-            "gradient_norm": float(norm),
+            "gradient_norm": norm,
+            **({"skipped_steps": self.spikes.skipped} if self.spikes.times else {}),
             f"{self.task.unit}_per_second": self.task.units_per_step / seconds,
             "memory_bytes": _memory_in_use(self.device),
+            **self._utilisation(seconds),
             **own_values,
         }
         return values, stops > 0
+
+    def _counted(self, microbatches: list[Any]) -> torch.Tensor:
+        """As `_forward_backward`, of a step whose operations are counted: compiled layers run eagerly in it."""
+        with torch.compiler.set_stance("force_eager"), Operations() as self.operations:
+            losses = self._forward_backward(microbatches)
+        if self.rank == 0:
+            keep_facts(self.run_place.directory, {"operations": str(self.operations)})
+        self.progress.note(f"a step of one rank is {self.operations}")
+        return losses
+
+    def _utilisation(self, seconds: float) -> dict[str, float]:
+        """The part of what the device can do that a step of so many seconds used."""
+        peak = self.config.train.peak_tflops * 1e12
+        return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
 
     def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
         """Leave the gradients of their mean loss; returns the loss of each, on the device."""
@@ -302,7 +358,7 @@ class Trainer:
         """What prediction depths have added here; only the last stage has them."""
         losses = prediction_losses(self.model)
         if self.config.sharding.pp > 1 and not losses.numel():
-            return torch.zeros(self.config.model.parsed.depths)
+            return torch.zeros(self.config.hybrid.parsed.depths)
         return losses
 
     def _is_recorded(self) -> bool:
@@ -326,28 +382,33 @@ class Trainer:
             f"since step {self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
         )
 
-    def _validate(self, metrics: Metrics) -> None:
+    def _validate(self, metrics: Metrics) -> bool:
+        """Returns whether what was reached is to be saved as the best."""
+
         def moved() -> None:
             self.watchdog.at(f"the validation after step {self.position.step}")
 
         values = validate(self.task, self.device, moved)
         if not values:
-            return
+            return False
         if self.average:
             with self.average.in_place():
                 averaged = validate(self.task, self.device, moved)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
         position = self.position
-        position.validation_loss = values.get("nats_per_byte", values["loss"])
-        position.validated_step = position.step
+        best = position.validated(values.get("nats_per_byte", values["loss"])) and self.config.checkpoint.keep_best
         values[self.task.unit] = position.tokens
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
-        self.progress.update(position.step, validation_loss=position.validation_loss)
+        self.progress.update(position.step, validation_loss=values.get("nats_per_byte", values["loss"]))
+        return best
 
     def _save(self) -> None:
         if self.saved_step == self.position.step:
             return
+        if self.config.checkpoint.keep_best:
+            self.checkpoints.wait()  # the one that was the best stays until this one is complete
+            self.checkpoints.protected = {self.position.best_step}
         self.checkpoints.save(self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous)
         self.saved_step = self.position.step
         self.moment("save", {"step": self.saved_step})

@@ -1,4 +1,4 @@
-"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and TensorBoard beside it.
+"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and loggers beside it.
 
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
@@ -8,11 +8,12 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.train.files import replace_text
+from weft.train.loggers import Logger, open_loggers
 
 FILE = "metrics.jsonl"
 
@@ -22,13 +23,22 @@ class Metrics:
 
     resumed_step: the step of the checkpoint that the run goes on from; later lines, which the run will write
     again, are removed. 0 starts over: all lines go. `enabled=False` (ranks other than 0) writes nothing.
+    loggers: those of `run.loggers`, which are told the run's `settings`.
     """
 
-    def __init__(self, run_directory: str | Path, enabled: bool = True, *, resumed_step: int = 0) -> None:
+    def __init__(
+        self,
+        run_directory: str | Path,
+        enabled: bool = True,
+        *,
+        resumed_step: int = 0,
+        loggers: Sequence[str] = ("tensorboard",),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self.note: str | None = None
         """Why there is no TensorBoard output, for the person at the terminal; None when there is."""
         self._file: Any = None
-        self._board: Any = None
+        self._loggers: list[Logger] = []
         if not enabled:
             return
         folder = Path(run_directory)
@@ -36,51 +46,35 @@ class Metrics:
         kept = [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
         replace_text(folder / FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = (folder / FILE).open("a", encoding="utf-8")
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            self.note = "no TensorBoard output: install weft[train] for it"
-        else:
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+        self._loggers, self.note = open_loggers(loggers, folder, resumed_step, settings or {})
 
     def log(self, step: int, kind: Literal["train", "validation"], **values: float) -> None:
         """One line for `step`. Numbers that are not finite become null, which every JSON reader accepts."""
         if self._file is None:
             return
         self._write({"step": step, "kind": kind, **_readable(values)})
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._scalars(step, {f"{kind}/{name}": value for name, value in values.items()})
 
     def log_experts(self, step: int, loads: dict[str, list[int]]) -> None:
-        """One line for `step` with the assignments per expert of each layer; on TensorBoard a histogram of each."""
+        """One line for `step` with the assignments per expert of each layer; loggers get a histogram of each."""
         if self._file is None:
             return
         self._write({"step": step, "kind": "experts", "load": loads})
-        if self._board is not None:
+        for logger in self._loggers:
             for layer, load in loads.items():
-                numbers = range(len(load))
-                self._board.add_histogram_raw(
-                    f"experts/{layer}",
-                    min=0,
-                    max=len(load),
-                    num=sum(load),
-                    sum=sum(number * count for number, count in zip(numbers, load)),
-                    sum_squares=sum(number**2 * count for number, count in zip(numbers, load)),
-                    bucket_limits=[number + 0.5 for number in numbers],
-                    bucket_counts=load,
-                    global_step=step,
-                )
+                logger.histogram(step, f"experts/{layer}", load)
 
     def log_norms(self, step: int, weights: Mapping[str, float], gradients: Mapping[str, float]) -> None:
-        """One line for `step` with the norms of weights and gradients by parameter; on TensorBoard a curve of each."""
+        """One line for `step` with the norms of weights and gradients by parameter; loggers get a curve of each."""
         if self._file is None:
             return
         self._write({"step": step, "kind": "norms", "weight": _readable(weights), "gradient": _readable(gradients)})
-        if self._board is not None:
-            for what, norms in (("weight", weights), ("gradient", gradients)):
-                for name, norm in norms.items():
-                    self._board.add_scalar(f"{what}_norm/{name}", norm, step)
+        for what, norms in (("weight", weights), ("gradient", gradients)):
+            self._scalars(step, {f"{what}_norm/{name}": norm for name, norm in norms.items()})
+
+    def _scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.scalars(step, values)
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -90,9 +84,9 @@ class Metrics:
         """Flush and close; `log` does nothing afterwards."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-        self._file = self._board = None
+        for logger in self._loggers:
+            logger.close()
+        self._file, self._loggers = None, []
 
     def __enter__(self) -> "Metrics":
         return self

@@ -13,7 +13,7 @@ from weft.train.errors import ConfigError
 _TAKEN = frozenset(
     (
         *("", "self", "step", "kind", "loss", "validation_loss", "nats_per_byte", "router_loss", "lr", "gradient_norm"),
-        *("memory_bytes", "tokens", "samples", "tokens_per_second", "samples_per_second"),
+        *("memory_bytes", "tokens", "samples", "tokens_per_second", "samples_per_second", "mfu", "skipped_steps"),
     )
 )
 _TAKEN_PREFIXES = ("ema_", "loss_depth_")

@@ -46,7 +46,12 @@ class Source:
     @cached_property
     def model_config(self) -> HybridConfig:
         """Of the model that the weights are for."""
-        return hf.config_of(self.path) if self.run is None else self._run_config.model
+        if self.run is None:
+            return hf.config_of(self.path)
+        model = self._run_config.model
+        if not isinstance(model, HybridConfig):
+            raise ConfigError(f"{self.run}: is a run of a model of one's own, {model.factory}; load it where that is")
+        return model
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -20,6 +20,22 @@ class Position:
     validated_step: int = 0
     """The step of `validation_loss`."""
 
+    best_loss: float | None = None
+    """The lowest that `validation_loss` was."""
+    best_step: int = 0
+    """When it was that."""
+    worse: int = 0
+    """Validations in a row since then."""
+
+    def validated(self, loss: float) -> bool:
+        """Note the loss of a validation; returns whether it is the best one."""
+        self.validation_loss, self.validated_step = loss, self.step
+        if self.best_loss is not None and not loss < self.best_loss:
+            self.worse += 1
+            return False
+        self.best_loss, self.best_step, self.worse = loss, self.step, 0
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

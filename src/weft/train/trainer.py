@@ -71,6 +71,7 @@ class Trainer(loop.Trainer):
         try:
             device = _join(settings, stop)
             command = shlex.join(["python", *sys.argv])
+            _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
                 raise loop.ConfigError(
@@ -102,6 +103,20 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
     if isinstance(config, Mapping):
         return from_tables({section: dict(values) for section, values in config.items()})
     return load_config(config)
+
+
+def _refuse_what_has_no_effect(config: TrainConfig) -> None:
+    plain = TrainConfig()
+    for section in ("model", "data"):
+        if getattr(config, section) != getattr(plain, section):
+            raise loop.ConfigError(
+                f"[{section}]: has no effect with a model and data of one's own; leave the section out"
+            )
+    for name in ("pp", "ep"):
+        if (value := getattr(config.sharding, name)) != 1:
+            raise loop.ConfigError(f"sharding.{name} = {value}: has no effect on a model of one's own; leave it out")
+    if config.train.overlap:
+        raise loop.ConfigError("train.overlap = true: has no effect on a model of one's own; leave it out")
 
 
 def _join(config: TrainConfig, stop: StopRequest) -> torch.device:

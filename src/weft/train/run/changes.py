@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from weft.models import HybridConfig
 from weft.train.config import TrainConfig, load_config, to_dict
 from weft.train.errors import ConfigError
 from weft.train.toml_values import show
@@ -38,7 +39,9 @@ _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.recompute", "model.mamba_kernel", "model.delta_kernel"), QUIET),
     "data.paths": TOLD,
     "data.cache_dir": QUIET,
-    **dict.fromkeys(("train.seed", "train.ema_decay", "optimizer.name", "optimizer.adamw_for"), REFUSED),
+    **dict.fromkeys(
+        ("train.seed", "train.ema_decay", "train.skip_spikes", "optimizer.name", "optimizer.adamw_for"), REFUSED
+    ),
     "optimizer.flat": QUIET,
     **dict.fromkeys(
         (
@@ -47,6 +50,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.precision",
             "train.validation_batches",
             "train.gradient_clip",
+            "train.stop_after",
             "train.expert_bias_rate",
         ),
         TOLD,
@@ -70,7 +74,8 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     before = load_config(path)
     differences = dict(_differences(to_dict(before), to_dict(config)))
     kinds = {name: treatment(name) for name in differences}
-    if "model.pattern" in differences and before.model.parsed.symbols == config.model.parsed.symbols:
+    patterns = isinstance(before.model, HybridConfig) and isinstance(config.model, HybridConfig)
+    if patterns and "model.pattern" in differences and before.hybrid.parsed.symbols == config.hybrid.parsed.symbols:
         if not config.run.renumber:
             old, new = differences["model.pattern"]
             raise ConfigError(

@@ -8,6 +8,7 @@ What a section can know of its own values it checks when it is made; what needs 
 
 from weft.train.sections.data import DataConfig
 from weft.train.sections.loop import LoopConfig
+from weft.train.sections.model import OwnModelConfig
 from weft.train.sections.optimizer import OptimizerConfig, ScheduleConfig
 from weft.train.sections.run import CheckpointConfig, RunConfig
 from weft.train.sections.sharding import ShardingConfig
@@ -17,6 +18,7 @@ __all__ = [
     "DataConfig",
     "LoopConfig",
     "OptimizerConfig",
+    "OwnModelConfig",
     "RunConfig",
     "ScheduleConfig",
     "ShardingConfig",

@@ -37,6 +37,10 @@ class DataConfig:
     """The part of the text that is kept for validation, between 0 and 1; the same text for every seed."""
     seed: int = 0
     """Seed of the order in which training sequences are seen."""
+    factory: str = ""
+    """With `model.factory`: a function (rank, ranks) -> iterable of microbatches, in place of text."""
+    validation_factory: str = ""
+    """With `factory`: one for what is validated on."""
     cache_dir: str = ""
     """Where token files are kept; empty: weft's folder in the user's cache directory."""
 
@@ -74,6 +78,17 @@ class DataConfig:
             self.validation_fraction,
             not self.validation_paths or self.validation_fraction == DataConfig.validation_fraction,
             "has no effect with data.validation_paths; leave one of the two out",
+        )
+
+        for name in ("factory", "validation_factory"):
+            value = getattr(self, name)
+            rule = 'must be the place of a function: "package.module:function"'
+            require(f"data.{name}", value, not value or ":" in value, rule)
+        require(
+            "data.validation_factory",
+            self.validation_factory,
+            bool(self.factory) or not self.validation_factory,
+            "has no effect without data.factory; set that, or leave it out",
         )
 
     def _require_kind(self, name: str, kinds: tuple[str, ...]) -> None:

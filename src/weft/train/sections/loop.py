@@ -26,12 +26,22 @@ class LoopConfig:
     """Size of the fixed validation set, in global batches."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
+    stop_after: int = 0
+    """Validations in a row without a lower loss after which the run ends; 0: it trains all its steps."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
+    skip_spikes: float = 0.0
+    """Leave out a step whose gradient norm is above so many times the median of the last hundred; 0: none."""
     log_every: int = 10
     """Steps between two lines of output when the output is no terminal."""
     parameter_norms_every: int = 0
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
+    profile_step: int = 0
+    """First of the steps that torch's profiler records, a trace for each rank; 0: none."""
+    profile_steps: int = 3
+    """With `profile_step`: how many."""
+    peak_tflops: float = 0.0
+    """What one device can do, in 10^12 operations per second: the part of it that is used is logged as mfu; 0: not."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     schedule: str = ""
@@ -67,8 +77,36 @@ class LoopConfig:
             not (self.compile and self.overlap),
             "cannot compile layers that train.overlap runs in stages; choose one of the two",
         )
-        for name in ("seed", "validate_every", "gradient_clip", "parameter_norms_every", "watchdog"):
+        for name in (
+            *("seed", "validate_every", "stop_after", "gradient_clip", "parameter_norms_every", "watchdog"),
+            *("profile_step", "peak_tflops"),
+        ):
             require(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "must not be negative")
+        require(
+            "train.skip_spikes",
+            self.skip_spikes,
+            self.skip_spikes == 0 or self.skip_spikes > 1,
+            "must be above 1, or half of all steps are left out; 5 leaves out what is far off, 0 nothing",
+        )
+        require(
+            "train.stop_after",
+            self.stop_after,
+            not self.stop_after or self.validate_every > 0,
+            "counts validations, and train.validate_every = 0 has one at the end alone; set that, or leave it out",
+        )
+        require("train.profile_steps", self.profile_steps, self.profile_steps >= 1, "must be at least 1")
+        require(
+            "train.profile_steps",
+            self.profile_steps,
+            self.profile_step > 0 or self.profile_steps == 3,
+            "has no effect without train.profile_step; set that, or leave it out",
+        )
+        require(
+            "train.profile_step",
+            self.profile_step,
+            self.profile_step <= self.steps,
+            f"must be at most train.steps = {self.steps}; lower it",
+        )
         require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
         require("train.ema_decay", self.ema_decay, 0 <= self.ema_decay < 1, "must be at least 0 and less than 1")
         require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")

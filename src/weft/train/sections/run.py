@@ -14,6 +14,8 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: only at the end and when the run is interrupted."""
     keep: int = 3
     """How many of the newest checkpoints stay."""
+    keep_best: bool = False
+    """Save where a validation is better than all before, and keep the best one beside the newest."""
     asynchronous: bool = True
     """Write while training goes on."""
 
@@ -34,12 +36,17 @@ class RunConfig:
     """Go on from the newest intact checkpoint of the newest run of that name."""
     patience: float = 1800.0
     """Seconds that a rank waits for the others at the start."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Where numbers go beside metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
     renumber: bool = False
     """Go on with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 
     def __post_init__(self) -> None:
+        unknown = [name for name in self.loggers if name not in ("tensorboard", "wandb") and ":" not in name]
+        rule = f'must be of "tensorboard", "wandb" and "package.module:Class"; {unknown} is none of them'
+        require("run.loggers", list(self.loggers), not unknown, rule)
         require("run.patience", self.patience, self.patience > 0, "must be positive")
         require(
             "run.name",

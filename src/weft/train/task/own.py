@@ -11,6 +11,7 @@ from weft.models import HybridModel
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
+from weft.train.sections import LoopConfig
 from weft.train.task.blocks import outermost, prepare, repeated_blocks
 from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
@@ -35,7 +36,11 @@ class OwnTask:
         config: TrainConfig,
         device: torch.device,
     ) -> None:
-        _refuse_what_has_no_effect(config)
+        if config.train.validation_batches != LoopConfig.validation_batches:
+            raise ConfigError(
+                f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of "
+                "one's own, which is gone through as a whole; leave it out"
+            )
         meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
         self.batches = Stream(_of_rank(data, rank, ranks), config.microbatches_per_step(ranks))
@@ -47,15 +52,7 @@ class OwnTask:
             )
         self.units_per_step = config.train.global_batch_size
         self.description = f"own data: {getattr(data, '__name__', type(data).__name__)}"
-        torch.manual_seed(config.train.seed)  # the same initial weights on every rank
-        built = model if isinstance(model, nn.Module) else _on_meta(model)
-        if not any(parameter.is_meta for parameter in built.parameters()):
-            built = built.to(device)
-        prepare(outermost(repeated_blocks(built)), config.train)
-        options = {"mesh": meshes.dense, **options_of(config, built)}
-        (shard or shard_repeated_blocks)(built, **options)
-        if not isinstance(built, weft.FSDPModule):
-            raise ConfigError("shard: must end with weft.fully_shard(model, **options) for the whole model; add that")
+        built = own_model(model, shard, config, meshes, device)
         if config.run.weights and not isinstance(built, HybridModel):
             raise ConfigError(
                 f"run.weights = {config.run.weights!r}: can be loaded into a weft.models.HybridModel only, not into a "
@@ -137,6 +134,25 @@ class Stream:
         raise ConfigError(f"data: its position was saved by another number of ranks than {ranks}; resume on as many")
 
 
+def own_model(
+    model: nn.Module | Callable[[], nn.Module],
+    shard: Callable[..., Any] | None,
+    config: TrainConfig,
+    meshes: weft.Meshes,
+    device: torch.device,
+) -> Any:
+    """A module, or what a function builds on the meta device, sharded as the configuration says."""
+    torch.manual_seed(config.train.seed)  # the same initial weights on every rank
+    built = model if isinstance(model, nn.Module) else _on_meta(model)
+    if not any(parameter.is_meta for parameter in built.parameters()):
+        built = built.to(device)
+    prepare(outermost(repeated_blocks(built)), config.train)
+    (shard or shard_repeated_blocks)(built, mesh=meshes.dense, **options_of(config, built))
+    if not isinstance(built, weft.FSDPModule):
+        raise ConfigError("shard: must end with weft.fully_shard(model, **options) for the whole model; add that")
+    return built
+
+
 def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
     """One unit for each block that stands in a row of its like (`ModuleList`, `Sequential`), and one for the rest."""
     for block in [row[at] for row, at in repeated_blocks(model)]:  # all of them before sharding changes their classes
@@ -159,20 +175,3 @@ def _of_rank(data: Data, rank: int, ranks: int) -> Iterable[Any]:
     if isinstance(data, Iterator):
         raise ConfigError("data: is an iterator, which can be gone through once; give a list, a loader or a function")
     return data
-
-
-def _refuse_what_has_no_effect(config: TrainConfig) -> None:
-    plain = TrainConfig()
-    for section in ("model", "data"):
-        if getattr(config, section) != getattr(plain, section):
-            raise ConfigError(f"[{section}]: has no effect with a model and data of one's own; leave the section out")
-    if config.train.validation_batches != plain.train.validation_batches:
-        raise ConfigError(
-            f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of one's "
-            "own, which is gone through as a whole; leave it out"
-        )
-    for name, value in (("pp", config.sharding.pp), ("ep", config.sharding.ep)):
-        if value != 1:
-            raise ConfigError(f"sharding.{name} = {value}: has no effect on a model of one's own; leave it out")
-    if config.train.overlap:
-        raise ConfigError("train.overlap = true: has no effect on a model of one's own; leave it out")

@@ -1,21 +1,27 @@
-"""A hybrid model on text, as a configuration describes them."""
+"""A model of tokens on text, as a configuration describes them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import weft
-from weft.models import HybridModel, shard
+from weft.models import HybridConfig, HybridModel, shard
+from weft.models.loss import cross_entropy
 from weft.overlap import evaluate
 from weft.train.config import TrainConfig
 from weft.train.data import Batch, Batches, Validation, load_corpora
 from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
+from weft.train.imported import imported
 from weft.train.run.turns import first_rank_first
+from weft.train.sections import OwnModelConfig
 from weft.train.task.blocks import prepare
+from weft.train.task.own import own_model
 from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
 
@@ -24,7 +30,7 @@ class TextTask:
     """One rank's part. Raises ConfigError for what is wrong with the text, or a model that finds no memory."""
 
     unit = "tokens"
-    adds_losses = True
+    adds_losses: bool = True
 
     def __init__(self, config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> None:
         meshes = meshes_of(config, device)
@@ -37,7 +43,7 @@ class TextTask:
             "dp_rank": meshes.dp_rank,
             "dp_size": meshes.dp_size,
             "packing": data.packing,
-            "vocabulary": config.model.vocab_size if data.kind == "tokens" else None,
+            "vocabulary": _vocabulary(config),
         }
         training = [corpus.training for corpus in self.corpora]
         self.batches = Batches(training, seed=data.seed, weights=data.weights, **options)
@@ -47,13 +53,19 @@ class TextTask:
         self.validation = Validation(held, **options)
         self.units_per_step = config.train.global_batch_size * data.sequence_length
         self.description = "; ".join(corpus.description for corpus in self.corpora)
-        model = _build(config, meshes, device)
-        stacks = (model.decoder, *model.depths)
-        prepare([(stack.layers, number) for stack in stacks for number in range(len(stack.layers))], config.train)
-        self.model = shard(model, meshes, **options_of(config, model))
+        self._loss: Callable[..., Any] | None = None
+        if isinstance(config.model, OwnModelConfig):
+            self.adds_losses = False
+            self._loss = imported("model.loss", config.model.loss) if config.model.loss else next_token_loss
+            self.model: Any = own_model(factory_of(config.model), None, config, meshes, device)
+        else:
+            self.model = _hybrid(config, config.model, meshes, device)
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
 
     def loss(self, microbatch: Batch) -> Losses:
+        if self._loss is not None:
+            found = self._loss(self.model, microbatch)
+            return found if isinstance(found, tuple) else (found, {})
         tokens, labels = microbatch
         if self.model.cut is not None:  # trained by a schedule: this is validation
             return evaluate(self.model, [(tokens, labels)])[0], {}
@@ -76,15 +88,41 @@ class TextTask:
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 
-def _build(config: TrainConfig, meshes: weft.Meshes, device: torch.device) -> HybridModel:
+def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
+    """The function that builds the model, with its options."""
+    return partial(imported("model.factory", model.factory), **model.options)
+
+
+def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
+    """The mean cross-entropy of `model(tokens)`, [batch, sequence, vocabulary] or something that has it as `logits`."""
+    tokens, labels = microbatch
+    found = model(tokens)
+    logits = getattr(found, "logits", found)
+    return cross_entropy(logits, labels)
+
+
+def _vocabulary(config: TrainConfig) -> int | None:
+    """What tokens of files must stay below; None where it is known otherwise, or not at all."""
+    known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
+    return config.model.vocab_size if known else None  # type: ignore[union-attr]
+
+
+def _hybrid(config: TrainConfig, sizes: HybridConfig, meshes: weft.Meshes, device: torch.device) -> HybridModel:
+    model = _build(config, sizes, meshes, device)
+    stacks = (model.decoder, *model.depths)
+    prepare([(stack.layers, number) for stack in stacks for number in range(len(stack.layers))], config.train)
+    return shard(model, meshes, **options_of(config, model))
+
+
+def _build(config: TrainConfig, sizes: HybridConfig, meshes: weft.Meshes, device: torch.device) -> HybridModel:
     torch.manual_seed(config.train.seed)
     try:
         with device:
-            return HybridModel(config.model, meshes, **_stages(config, meshes))
+            return HybridModel(sizes, meshes, **_stages(config, meshes))
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ConfigError(
-            f"model.hidden_size = {config.model.hidden_size}, model.vocab_size = {config.model.vocab_size}, "
-            f"model.pattern = {config.model.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make "
+            f"model.hidden_size = {sizes.hidden_size}, model.vocab_size = {sizes.vocab_size}, "
+            f"model.pattern = {sizes.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make "
             "the model smaller"
         ) from error
 

@@ -1,0 +1,118 @@
+"""Where a run's numbers go beside metrics.jsonl.
+
+"tensorboard"             the run's folder, tensorboard/
+"wandb"                   Weights & Biases; a run that goes on goes on there
+"package.module:Class"    Class(folder, resumed_step, settings), with the methods of `Logger`
+"""
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.train.errors import ConfigError
+from weft.train.imported import imported
+
+NO_TENSORBOARD = "no TensorBoard output: install weft[train] for it"
+
+
+class Logger(Protocol):
+    """Takes the numbers of the first rank."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers by name, such as "train/loss"."""
+        ...
+
+    def histogram(self, step: int, name: str, counts: Sequence[int]) -> None:
+        """How often each of `len(counts)` things was chosen."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files, without what a run that goes on will write again."""
+
+    def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def histogram(self, step: int, name: str, counts: Sequence[int]) -> None:
+        numbers = range(len(counts))
+        self._board.add_histogram_raw(
+            name,
+            min=0,
+            max=len(counts),
+            num=sum(counts),
+            sum=sum(number * count for number, count in zip(numbers, counts)),
+            sum_squares=sum(number**2 * count for number, count in zip(numbers, counts)),
+            bucket_limits=[number + 0.5 for number in numbers],
+            bucket_counts=list(counts),
+            global_step=step,
+        )
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; its environment variables choose project, mode and so on."""
+
+    def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._wandb = wandb
+        wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "weft"),
+            name=folder.name,
+            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._wandb.log(dict(values), step=step)
+
+    def histogram(self, step: int, name: str, counts: Sequence[int]) -> None:
+        borders = [number - 0.5 for number in range(len(counts) + 1)]
+        self._wandb.log({name: self._wandb.Histogram(np_histogram=(list(counts), borders))}, step=step)
+
+    def close(self) -> None:
+        self._wandb.finish()
+
+
+_KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def check(names: Sequence[str]) -> None:
+    """Raise ConfigError for one that cannot be used; without the package of TensorBoard a run goes on."""
+    for name in names:
+        if ":" in name:
+            imported("run.loggers", name)
+        elif name == "wandb" and importlib.util.find_spec("wandb") is None:
+            raise ConfigError('run.loggers: "wandb" needs the package `wandb`; install it, or leave it out')
+
+
+def open_loggers(
+    names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
+) -> tuple[list[Logger], str | None]:
+    """The loggers, and what a person should know of one that is not there."""
+    found: list[Logger] = []
+    note = None
+    for name in names:
+        make: Any = imported("run.loggers", name) if ":" in name else _KNOWN[name]
+        try:
+            found.append(make(folder, resumed_step, settings))
+        except ImportError:
+            if name != "tensorboard":
+                raise
+            note = NO_TENSORBOARD
+    return found, note

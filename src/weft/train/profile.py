@@ -1,0 +1,91 @@
+"""What torch's profiler sees in a few steps, and how much a step computes."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+FOLDER = "profile"
+
+
+class ProfilerWindow:
+    """Records `steps` steps from step `first` on (0: none), and writes what it saw as a trace of this rank."""
+
+    def __init__(self, folder: Path, first: int, steps: int, rank: int) -> None:
+        self.first, self.last = first, first + steps - 1
+        self.path = folder / FOLDER / f"steps-{first}-{self.last}-rank-{rank}.json"
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        if self.first and step == self.first:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
+
+    def after(self, step: int, note: Callable[[str], None]) -> None:
+        if step == self.last:
+            self.close(note)
+
+    def close(self, note: Callable[[str], None]) -> None:
+        """Write what there is, also of a window that the run did not reach the end of."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self.path))
+            self._profiler = None
+            note(f"a trace for chrome://tracing or Perfetto: {self.path}")
+
+
+class Operations(TorchDispatchMode):
+    """Counts multiplications and additions of matrix products, convolutions and attention, in both passes.
+
+    What is computed again in backward counts again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        packet = function._overloadpacket
+        if packet in _ATTENTION:
+            self.counts[_name(packet)] += _ATTENTION[packet](*arguments)
+        elif packet in flop_registry:
+            count: Any = flop_registry[packet]
+            self.counts[_name(packet)] += count(*arguments, **(options or {}), out_val=result)
+        return result
+
+    def __str__(self) -> str:
+        parts = [f"{name} {count / max(1, self.total):.0%}" for name, count in self.counts.most_common(4)]
+        return f"{self.total / 1e12:.4g} x 10^12 operations ({', '.join(parts)})"
+
+
+def _name(packet: Any) -> str:
+    return str(packet).removeprefix("aten.").strip("_")
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+_ATTENTION: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""What torch does not count."""

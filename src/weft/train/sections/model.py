@@ -1,0 +1,23 @@
+"""[model] with a factory: a model of one's own, by its place."""
+
+from dataclasses import dataclass, field
+
+from weft.train.sections.rules import require
+
+
+@dataclass(frozen=True)
+class OwnModelConfig:
+    """[model]: what a function builds, in place of a pattern."""
+
+    factory: str
+    """A function that builds an nn.Module, on the meta device: "package.module:function"."""
+    loss: str = ""
+    """`loss(model, microbatch)` of one's own; empty: the cross-entropy of what `model(tokens)` gives."""
+    options: dict = field(default_factory=dict)
+    """What the factory is called with."""
+
+    def __post_init__(self) -> None:
+        for name in ("factory", "loss"):
+            value = getattr(self, name)
+            rule = 'must be the place of a Python object: "package.module:name"'
+            require(f"model.{name}", value, ":" in value or not (value or name == "factory"), rule)

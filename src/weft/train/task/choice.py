@@ -1,0 +1,29 @@
+"""Which task a configuration describes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from weft.train.config import TrainConfig
+from weft.train.errors import ConfigError
+from weft.train.imported import imported
+from weft.train.sections import DataConfig, OwnModelConfig
+from weft.train.task.own import OwnTask
+from weft.train.task.task import Task
+from weft.train.task.text import TextTask, factory_of
+
+
+def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> Task:
+    """Text, or with `data.factory` data of one's own."""
+    model, data = config.model, config.data
+    if not data.factory:
+        return TextTask(config, device, say)
+    assert isinstance(model, OwnModelConfig)
+    if dataclasses.replace(data, factory="", validation_factory="") != DataConfig():
+        raise ConfigError("[data]: has no effect beside data.factory; leave the other settings out")
+    if not model.loss:
+        raise ConfigError('model.loss = "": data of one\'s own (data.factory) needs a loss of its own; name its place')
+    held = imported("data.validation_factory", data.validation_factory) if data.validation_factory else None
+    loss = imported("model.loss", model.loss)
+    return OwnTask(factory_of(model), loss, imported("data.factory", data.factory), held, None, config, device)
