@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from weft.comm.groups import next_channel
 from weft.pipeline.actions import LOOP, Table, V
 
 
@@ -30,7 +29,7 @@ class Cut:
     placement: str = LOOP
     group: Any = None
     shares_ends: bool = False
-    channel: int = field(init=False)
+    channel: int = field(init=False, default=0)
     """Keeps what its ranks tell each other apart from what those of another model do."""
 
     def __post_init__(self) -> None:
@@ -43,7 +42,10 @@ class Cut:
             )
         if self.placement == V and self.chunks % 2:
             raise ValueError(f"placement='v' with {self.chunks} chunks on a rank: it comes back; give it 2")
-        object.__setattr__(self, "channel", 0 if self.group is None else next_channel(self.group))
+        if self.group is not None:
+            from weft.comm.groups import next_channel  # with torch, which whoever reads tables need not wait for
+
+            object.__setattr__(self, "channel", next_channel(self.group))
 
     @property
     def chunks(self) -> int:
