@@ -40,6 +40,7 @@ class Mutation(NamedTuple):
 
 ORDER = "fsdp/test_order.py::"
 SEAMS = "fsdp/seams/"
+WAYS_IN = SEAMS + "test_ways_in.py::"
 CHECK = "pipeline/test_check.py::"
 SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
@@ -682,6 +683,37 @@ MUTATIONS = [
         "if number == 0 and behind == 0:",
         "if False:",
         SCHEDULES + "test_a_table_is_torch_s_where_both_have_the_schedule[dualpipev]",
+    ),
+    # --- by which way a backward comes in -----------------------------------------------------------------------------
+    Mutation(
+        "a backward without a hook leaves its gradients on each rank",
+        "fsdp/autograd.py",
+        "        settle()\n",
+        "",
+        SEAMS
+        + "test_ways_in.py::test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "an output that was written to is not followed to its base",
+        "fsdp/hooks.py",
+        "base.register_hook(self._call.begin_inside)",
+        "pass",
+        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-optim_grads_params-True]",
+    ),
+    Mutation(
+        "a forward that fails drops the gradients that wait",
+        "fsdp/runtime/runtime.py",
+        "if self.passes.failed not in (Pass.FORWARD, Pass.EVALUATION):",
+        "if True:",
+        SEAMS
+        + "test_ways_in.py::test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
+    ),
+    Mutation(
+        "what is added after sharding trains on each rank for itself",
+        "fsdp/hooks.py",
+        "        self._refuse_parameters_in_no_unit(units)\n",
+        "",
+        WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
     ),
     # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------
     Mutation(
