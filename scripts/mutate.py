@@ -690,23 +690,21 @@ MUTATIONS = [
         "fsdp/autograd.py",
         "        settle()\n",
         "",
-        SEAMS
-        + "test_ways_in.py::test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-optim_grads_params-False]",
+        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-False-optim_grads_params]",
     ),
     Mutation(
         "an output that was written to is not followed to its base",
         "fsdp/hooks.py",
         "base.register_hook(self._call.begin_inside)",
         "pass",
-        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-optim_grads_params-True]",
+        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-True-optim_grads_params]",
     ),
     Mutation(
         "a forward that fails drops the gradients that wait",
         "fsdp/runtime/runtime.py",
         "if self.passes.failed not in (Pass.FORWARD, Pass.EVALUATION):",
         "if True:",
-        SEAMS
-        + "test_ways_in.py::test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
+        WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
     ),
     Mutation(
         "what is added after sharding trains on each rank for itself",
