@@ -45,7 +45,7 @@ class LoopConfig:
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     schedule: str = ""
-    """With `sharding.pp`: a name of `weft schedule`, or a file; empty: "1f1b", "interleaved" or "combined"."""
+    """With `sharding.pp`: a name, or a file; empty: "combined" with `overlap`, else "interleaved" or "1f1b"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: of so many layers, one."""
     keep_products: bool = False

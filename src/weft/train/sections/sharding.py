@@ -19,7 +19,7 @@ class ShardingConfig:
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     """With `dp_replicate`: "optim" cuts optimizer state over the copies, too (HFSDP)."""
     ep: int = 1
-    """Ranks that share one copy of the experts and exchange tokens; divides the number of ranks."""
+    """Ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
     pp: int = 1
     """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
