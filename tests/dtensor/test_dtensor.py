@@ -291,7 +291,7 @@ def test_operators_without_a_rule_run_on_the_whole_tensor():
 @distributed(2)
 def test_a_child_called_outside_its_unit_says_what_to_call():
     net = nets.shard(nets.make())
-    with pytest.raises(RuntimeError, match="Call the module that was passed to fully_shard"):
+    with pytest.raises(RuntimeError, match="call the module that was passed to fully_shard"):
         net.norm(torch.randn(2, 13))
     with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
         net.blocks[0].up(torch.randn(2, 13))

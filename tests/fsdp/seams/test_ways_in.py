@@ -148,7 +148,7 @@ def test_weights_that_are_gone_are_named_in_half_precision_too():
     kept: list[torch.Tensor] = []
     net[0][1].register_forward_hook(lambda module, args, output: kept.append(output))
     net(torch.ones(2, 8))
-    with pytest.raises(RuntimeError, match=r"backward reads '[01].weight' of 0 \(Sequential\)"):
+    with pytest.raises(RuntimeError, match=r"backward reads '0.weight' or .* of 0 \(Sequential\)"):
         kept[0].float().sum().backward()
 
 
