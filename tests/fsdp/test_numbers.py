@@ -63,10 +63,10 @@ def test_one_axis_equals_one_process(recompute):
     check_five_steps(cases, recompute)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "microbatches, flagged",
-    [pytest.param(*case, marks=pytest.mark.slow) for case in [(3, True), (1, True), (3, False)]],
+    "microbatches, flagged, recompute",
+    [(3, True, None), (1, True, None), (3, False, None), (3, True, "reentrant"), (3, True, "non-reentrant")],
 )
 @distributed(4)
 def test_two_axes_equal_one_process(microbatches, flagged, recompute):

@@ -633,8 +633,6 @@ class Program:
             each.begins()
             if "backward" in where:
                 each.spoiled = True
-            else:
-                each.loses()
 
     def _Reset(self, action: Reset) -> None:
         pair = self.pairs[action.model]
