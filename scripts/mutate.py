@@ -709,7 +709,7 @@ MUTATIONS = [
     Mutation(
         "what is added after sharding trains on each rank for itself",
         "fsdp/hooks.py",
-        "        self._refuse_parameters_in_no_unit(units)\n",
+        "        _refuse_parameters_in_no_unit(modules, units)\n",
         "",
         WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
     ),

@@ -173,7 +173,8 @@ class HookDriver:
         self.runtime = None
 
     def _start(self) -> Runtime:
-        drivers = drivers_under([module for ref in self._modules if (module := ref()) is not None])
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        drivers = drivers_under(modules)
         units = [driver.unit for driver in drivers]
         for unit in units:
             for other, name in unit.tied.items():
@@ -182,28 +183,11 @@ class HookDriver:
                         f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
                         "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
                     )
-        self._refuse_parameters_in_no_unit(units)
+        _refuse_parameters_in_no_unit(modules, units)
         runtime = Runtime(units, drivers, self.unit.device, self.options)
         for driver in drivers:
             driver.runtime = runtime
         return runtime
-
-    def _refuse_parameters_in_no_unit(self, units: Sequence[Unit]) -> None:
-        """What was added after `fully_shard` would be trained by each rank for itself."""
-        known = {
-            id(parameter)
-            for unit in units
-            for group in unit.groups
-            for parameter in (*group.sharded_parameters, *group.full_parameters)
-        }
-        for ref in self._modules:
-            for name, parameter in ref().named_parameters() if ref() is not None else ():  # type: ignore[union-attr]
-                if parameter.requires_grad and id(parameter) not in known and not is_ignored(parameter):
-                    raise RuntimeError(
-                        f"parameter {name!r} was added to {self.unit} after fully_shard and is in no unit: each rank "
-                        "would train it for itself. Add it before, call fully_shard on its module, or name it in "
-                        "ignored_params"
-                    )
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -349,6 +333,20 @@ def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
             if "_weft_driver" in vars(child)
         )
     )
+
+
+def _refuse_parameters_in_no_unit(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
+    """What was added after `fully_shard` would be trained by each rank for itself."""
+    groups = [group for unit in units for group in unit.groups]
+    known = {id(each) for group in groups for each in (*group.sharded_parameters, *group.full_parameters)}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and not is_ignored(parameter):
+                raise RuntimeError(
+                    f"parameter {name!r} was added to {units[0]} after fully_shard and is in no unit: "
+                    "each rank would train it for itself. Add it before, call fully_shard on its module, or name it in "
+                    "ignored_params"
+                )
 
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
