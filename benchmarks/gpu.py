@@ -1,10 +1,10 @@
-"""What one GPU can show beside torch FSDP2: host time per unit, a step of a transformer, memory, lanes beside the rest.
+"""What one GPU can show beside torch FSDP2 and DDP: host time per unit, launches, a step, memory, lanes beside it.
 
     weft bench gpu --ranks 1
     WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny, on the CPU: whether it runs, not how fast
 
 Host time and lanes: with seven of eight ranks pretended, so that units are gathered and reduced but nothing travels;
-the lanes then copy on the device what would have arrived. Step and memory: one real rank over NCCL.
+the lanes then copy on the device what would have arrived. Step, launches and memory: one real rank over NCCL.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import _report
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
@@ -74,14 +77,14 @@ def tiny(fully_shard: Callable | None) -> Callable[[], float]:
     return issue
 
 
-def transformer(fully_shard: Callable | None) -> nn.Module:
+def transformer(wrap: Callable[[nn.Sequential], nn.Module]) -> nn.Module:
     """Twelve layers, 151 M parameters in fp32."""
     torch.manual_seed(0)
     layers = [
         nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         for _ in range(LAYERS)
     ]
-    return sharded(nn.Sequential(*layers).to(DEVICE), fully_shard)
+    return wrap(nn.Sequential(*layers).to(DEVICE))
 
 
 def step_of(net: nn.Module) -> Callable[[], None]:
@@ -97,6 +100,26 @@ def step_of(net: nn.Module) -> Callable[[], None]:
         synchronize()
 
     return step
+
+
+def launches(step: Callable[[], None]) -> int:
+    """How often the host starts something on the card in a step: kernels, copies, fills."""
+    with profile(activities=[ProfilerActivity.CPU, *([] if REHEARSES else [ProfilerActivity.CUDA])]) as recorded:
+        step()
+    started = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+    return sum(event.count for event in recorded.key_averages() if event.key.startswith(started))
+
+
+def allocated(of: Callable[[], None] | None = None) -> int:
+    """Bytes on the card now, or the most there were while `of` ran."""
+    if REHEARSES:
+        return 0
+    if of is None:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    of()
+    return torch.cuda.max_memory_allocated()
 
 
 def host_time(rounds: int) -> None:
@@ -131,7 +154,7 @@ def lanes() -> None:
         mock.patch.object(collectives, "all_gather", all_gather),
         mock.patch.object(collectives, "reduce_scatter", reduce_scatter),
     ):
-        step = step_of(transformer(weft.fully_shard))
+        step = step_of(transformer(partial(sharded, fully_shard=weft.fully_shard)))
         for _ in range(3):
             step()
         with Timeline() as timeline:
@@ -149,20 +172,24 @@ def steps(rounds: int) -> None:
     """Seconds per step and peak memory of one rank."""
     dist.init_process_group("gloo" if REHEARSES else "cpu:gloo,cuda:nccl")
     try:
-        sides = {"weft": weft.fully_shard, "FSDP2": torch_fully_shard, "plain": None}
-        print(f"\nmemory of a step, {LAYERS} transformer layers, one rank over NCCL")
-        for name, fully_shard in sides.items() if not REHEARSES else ():
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated()
-            step = step_of(transformer(fully_shard))
+        sides: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+            "weft": partial(sharded, fully_shard=weft.fully_shard),
+            "FSDP2": partial(sharded, fully_shard=torch_fully_shard),
+            "DDP": DistributedDataParallel,
+            "plain": partial(sharded, fully_shard=None),
+        }
+        print(f"\nlaunches and memory of a step, {LAYERS} transformer layers, one rank over NCCL")
+        print(f"{'side':10}{'launches':>10}{'peak MiB':>12}")
+        for name, wrap in sides.items():
+            before = allocated()
+            step = step_of(transformer(wrap))
             for _ in range(3):
                 step()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            print(f"{name:10}peak {(torch.cuda.max_memory_allocated() - before) / 2**20:10,.0f} MiB")
+            peak = allocated(of=step) - before
+            print(f"{name:10}{launches(step):10}{peak / 2**20:12,.0f}")
             del step
         print(f"\nstep of the same, medians of {rounds}")
-        made = {name: step_of(transformer(fully_shard)) for name, fully_shard in sides.items()}
+        made = {name: step_of(transformer(wrap)) for name, wrap in sides.items()}
         _report.table(_report.in_turn(made, rounds, 5), "weft", "ms/step", 1e3)
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """The combined schedule on a GPU: the same numbers, the exchange on a stream of its own, a host that does not wait."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -22,7 +23,9 @@ from weft.comm.collectives import Pending
 from weft.comm.lanes import Ticket
 from weft.comm.timeline import Timeline, overlap
 from weft.models import HybridConfig, HybridModel
+from weft.moe.experts import GroupedExperts
 from weft.overlap import forward_backward
+from weft.overlap.wgrad import DelayedWeights
 
 CFG = HybridConfig(
     pattern="[*E]*[*E]",
@@ -117,6 +120,24 @@ def test_the_exchange_runs_beside_the_computation(mirrored):
     with Timeline() as timeline:
         forward_backward(model, microbatches)
     assert overlap(timeline.intervals(), "exchange", "compute") > 0
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_without_rows_have_gradients_of_zeros_whatever_was_in_their_memory(dtype, delayed):
+    experts = GroupedExperts(4, 64, 96).to(DEVICE, dtype)
+    offsets = torch.tensor([0, 16, 16, 48], dtype=torch.int32, device=DEVICE)  # experts 0 and 2 get nothing
+    rows = torch.randn(48, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+    with DelayedWeights() if delayed else nullcontext() as queue:
+        output = experts(rows, offsets)
+        dirt = [torch.full_like(weight, torch.nan) for weight in experts.parameters() for _ in range(2)]
+        del dirt  # what is allocated next has it
+        output.sum().backward()
+        if queue is not None:
+            queue.run()
+    for name, weight in experts.named_parameters():
+        assert not weight.grad[[0, 2]].count_nonzero(), f"{name} of experts without rows"
+        assert weight.grad[[1, 3]].isfinite().all() and weight.grad[[1, 3]].count_nonzero(), name
 
 
 @pytest.mark.skipif(
