@@ -684,6 +684,13 @@ MUTATIONS = [
         "if False:",
         SCHEDULES + "test_a_table_is_torch_s_where_both_have_the_schedule[dualpipev]",
     ),
+    Mutation(
+        "gradients of units that do not run in the last microbatch are left over",
+        "fsdp/runtime/runtime.py",
+        "if unit.awaits_reduction or self.reductions.left_over(unit):",
+        "if unit.awaits_reduction:",
+        "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
+    ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
         "a backward without a hook leaves its gradients on each rank",

@@ -105,6 +105,11 @@ def test_two_units_of_one_shape_of_which_each_rank_uses_another_have_true_gradie
     assert_truth(WAYS["each rank another one of two"], 1, strategy="optim_grads")
 
 
+@distributed(2)
+def test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have():
+    assert_truth(WAYS["none in the last microbatch"], 2, strategy="optim")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", RESIDENT)
 @distributed(2)
