@@ -691,6 +691,13 @@ MUTATIONS = [
         "if unit.awaits_reduction:",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
+    Mutation(
+        "norms count what is not sliced once for each slice",
+        "fsdp/gradients/norms.py",
+        "repeated = math.prod(each.size() for each in slices if each is not own)",
+        "repeated = 1",
+        "dtensor/test_tensor_parallel.py::test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once[4]",
+    ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
         "a backward without a hook leaves its gradients on each rank",

@@ -90,6 +90,21 @@ def test_what_no_plan_slices_starts_alike_on_all_ranks_of_the_axis_whatever_thei
             assert all(torch.equal(each, whole) for each in everyone), name
 
 
+@distributed(4)
+def test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once():
+    mesh, plain = meshes(), make()
+    net = parallelize(make(), mesh["tp"])
+    for module in (*net.blocks, net):
+        weft.fully_shard(module, mesh=mesh["dp"])
+    batch = data(1)[0]
+    nets.loss_of(plain, batch).backward()
+    nets.loss_of(net, batch).backward()
+    norms = weft.parameter_norms(net)
+    expected = {name: (p.detach().norm(), p.grad.norm()) for name, p in plain.named_parameters()}
+    found = {name: (torch.tensor(each.weight), torch.tensor(each.gradient)) for name, each in norms.items()}
+    torch.testing.assert_close(found, expected, check_dtype=False)
+
+
 @pytest.mark.slow
 @distributed(4)
 def test_five_clipped_adamw_steps_equal_one_process():
