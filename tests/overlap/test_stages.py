@@ -1,6 +1,10 @@
 """A model in stages computes what it computes in one piece, bit for bit."""
 
 import dataclasses
+import re
+import signal
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from unittest import mock
@@ -295,3 +299,37 @@ def test_a_model_of_ones_own_says_how_it_is_cut():
     model.layers.pop(next(iter(model.layers)))
     with pytest.raises(ValueError, match=r"OwnModel: its cut has \d layers on rank \d of the pipeline"):
         forward_backward(model, data(3, cfg), schedule="1f1b")
+
+
+KILLED = """
+import os, signal, sys, torch, torch.distributed as dist, weft
+from weft.models import HybridConfig, HybridModel
+from weft.overlap import forward_backward
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+meshes = weft.init_meshes("cpu", pp=2)
+model = HybridModel(HybridConfig(pattern="[*-][*-]", vocab_size=37, hidden_size=32), meshes)
+model = weft.models.shard(model, meshes, strategy="optim_grads")
+microbatches = [torch.randint(37, (2, 2, 16)).unbind() for _ in range(4)]
+forward_backward(model, microbatches, schedule="1f1b")
+if rank == 1:
+    seen = []
+    def die(*_):
+        seen.append(1)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    next(each for each in model.modules() if isinstance(each, torch.nn.Linear)).register_forward_hook(die)
+forward_backward(model, microbatches, schedule="1f1b")
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_killed_ends_the_others_with_its_rank(tmp_path):
+    begin = time.monotonic()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode == 1 and time.monotonic() - begin < 60
+    said = r"this rank \(0\) waited for \w+ from stage \d to stage \d, and the process of rank 1 has gone"
+    assert re.search(said, errors[0]), errors[0]

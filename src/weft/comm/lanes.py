@@ -22,7 +22,7 @@ from weft.comm.collectives import Pending
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.timeline import Timeline, recording, span
 from weft.comm.transfers import Transfer
-from weft.comm.watch.lookout import Call, lookout, watched
+from weft.comm.watch.lookout import Call, explain, lookout, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
@@ -166,7 +166,11 @@ class Lane:
             def begin() -> Pending:
                 if prepare is not None:
                     prepare()
-                return start()
+                try:
+                    return start()
+                except RuntimeError as error:
+                    explain(error, call)
+                    raise
 
             behind = after._transfer if after is not None else None
             return Ticket(Transfer(begin, (group, self.tag, channel), behind), call=call, after=after)

@@ -159,7 +159,19 @@ class Lookout:
             time.sleep(0.05)
         if self.verdict:
             raise CollectiveMismatch(self.verdict) from error
-        error.add_note(f"this rank ({self._rank}) waited for {call.name}")
+        if not getattr(error, "__notes__", ()):
+            error.add_note(self._note(error, call))
+
+    def _note(self, error: RuntimeError, call: Call) -> str:
+        note = f"this rank ({self._rank}) waited for {call.name}"
+        if "onnection" not in str(error):
+            return note
+        others = [rank for rank in self._ranks[call.group] if rank != self._rank]
+        return (
+            f"{note}, and the process of {'rank' if len(others) == 1 else 'one of the ranks'} "
+            f"{', '.join(map(str, others))} has gone without a word, as one does that is killed or that finds no "
+            "memory: its output, or its host, may know why"
+        )
 
     def _of_who_left(self, call: Call) -> str:
         states = {rank: self._state_of(rank) for rank in self._ranks[call.group] if rank != self._rank}
@@ -345,6 +357,14 @@ def watched(call: Call | None) -> AbstractContextManager:
     """Around a wait for `call`, if there is a lookout."""
     watch = lookout()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
+
+
+def explain(error: RuntimeError, call: Call | None) -> None:
+    """Say where `error`, by which the transfers of `call` could not even begin, comes from. Raises CollectiveMismatch
+    if another rank has told the reason."""
+    watch = lookout()
+    if call is not None and watch is not None:
+        watch._explain(error, call)
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
