@@ -147,7 +147,7 @@ def test_a_rank_without_its_first_rank_says_so_and_obeys_sigterm(tmp_path):
         assert "weft train: rank 1: waiting for rank 0, which should listen on 127.0.0.1" in line
         process.terminate()
         _, errors = process.communicate(timeout=10)
-    assert process.returncode == 3
+    assert process.returncode == 3, errors
     assert "stopped while waiting for rank 0" in errors and "Traceback" not in errors
 
 

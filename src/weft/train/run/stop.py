@@ -21,6 +21,9 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[in
     return before
 
 
+_STOPPING = "stopping after this step and saving a checkpoint; Ctrl-C again ends at once"
+
+
 class StopRequest:
     """Set by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
@@ -54,7 +57,9 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             os._exit(1)
-        self._request()
+        self._event.set()
+        # From here, in the middle of what this thread writes, a write would be refused as reentrant.
+        threading.Thread(target=self.notify, args=(_STOPPING,)).start()
 
     def _watch(self, pipe: int) -> None:
         while os.read(pipe, 1):
@@ -64,4 +69,4 @@ class StopRequest:
     def _request(self) -> None:
         if not self.requested:
             self._event.set()
-            self.notify("stopping after this step and saving a checkpoint; Ctrl-C again ends at once")
+            self.notify(_STOPPING)
