@@ -7,6 +7,7 @@ from weft.train.toml_values import show
 
 
 def require(name: str, value: Any, holds: bool, rule: str) -> None:
+    """Raise ConfigError, with the setting, its value and the rule, unless it holds."""
     if not holds:
         raise ConfigError(f"{name} = {show(value)}: {rule}")
 
