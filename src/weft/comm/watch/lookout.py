@@ -205,7 +205,7 @@ class Lookout:
         with contextlib.suppress(Exception):  # the store went with the job
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
-                delay = self._delay()
+                delay = self.delay()
                 slowest = SLOWEST_S * delay / DELAY_S
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
             if not self.verdict:
@@ -246,7 +246,7 @@ class Lookout:
                 self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
         return True
 
-    def _delay(self) -> float:
+    def delay(self) -> float:
         """How long a wait lasts before this rank speaks of it."""
         if time.monotonic() > self._haste_until:
             return DELAY_S
@@ -257,7 +257,7 @@ class Lookout:
         call, issued = self._call, dict(self._issued)
         before = f"{self._failed}, then " if self._failed else ""
         if call is not None:
-            if time.monotonic() - self._since < self._delay():
+            if time.monotonic() - self._since < self.delay():
                 return None
             ranks = self._ranks[call.group]
             return State("waits", before + call.name, issued, call.key, call.number, ranks, str(self._token))
