@@ -693,7 +693,7 @@ MUTATIONS = [
     ),
     Mutation(
         "norms count what is not sliced once for each slice",
-        "fsdp/gradients/norms.py",
+        "optim/norms.py",
         "repeated = math.prod(each.size() for each in slices if each is not own)",
         "repeated = 1",
         "dtensor/test_tensor_parallel.py::test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once[4]",

@@ -30,12 +30,10 @@ from weft.fsdp import autograd, composition
 from weft.fsdp.atomic import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import (
     Nonfinite,
-    ParameterNorms,
     check_views,
     describe,
     find_nonfinite,
     memory_report,
-    parameter_norms,
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
@@ -66,10 +64,9 @@ __all__ = [
     "Placements",
     "RuntimeOptions",
     "TensorAtomic",
-    "ParameterNorms",
     "UnevenDTensor",
-    "check_views",
     "UnshardHandle",
+    "check_views",
     "describe",
     "drop_in",
     "find_nonfinite",
@@ -77,7 +74,6 @@ __all__ = [
     "keep_dtype",
     "memory_report",
     "padding_of",
-    "parameter_norms",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",
