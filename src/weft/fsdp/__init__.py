@@ -27,7 +27,8 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp import autograd, composition
-from weft.fsdp.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.diagnostics import (
     Nonfinite,
     check_views,
@@ -37,7 +38,6 @@ from weft.fsdp.diagnostics import (
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
-from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
