@@ -179,9 +179,9 @@ MUTATIONS = [
     ),
     Mutation(
         "copies of what two stages share count twice in a norm",
-        "optim/flat.py",
-        "copies = model.shared_ends if cut.has_copies else ()",
-        "copies = ()",
+        "optim/norms.py",
+        "if stages is not None and cut.has_copies:",
+        "if False:",
         "overlap/test_stages_sharded.py::test_clipped_steps_equal_those_of_one_process[True-2]",
     ),
     Mutation(
@@ -440,8 +440,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a parameter that two units share is held by one",
-        "fsdp/fully_shard.py",
-        "unit.tied.setdefault(other, found[parameter].name)",
+        "fsdp/construction/members.py",
+        "unit.tied.setdefault(other, mine.name)",
         "pass",
         "fsdp/test_behaviour.py::test_parameters_tied_across_units_stay_tied[2-optim_grads_params]",
     ),
@@ -544,7 +544,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fully_shard does not look at its mesh",
-        "fsdp/fully_shard.py",
+        "fsdp/construction/arguments.py",
         "if mesh is not None and not isinstance(mesh, DeviceMesh):",
         "if False:",
         "fsdp/test_errors.py::test_a_mesh_of_another_type_is_refused",
@@ -552,7 +552,7 @@ MUTATIONS = [
     # --- models ------------------------------------------------------------------------------------------------------
     Mutation(
         "decays are rounded like other weights",
-        "fsdp/fully_shard.py",
+        "fsdp/construction/members.py",
         "keep=keeps_dtype(parameter)",
         "keep=False",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
@@ -693,10 +693,17 @@ MUTATIONS = [
     ),
     Mutation(
         "norms count what is not sliced once for each slice",
-        "fsdp/gradients/norms.py",
+        "optim/norms.py",
         "repeated = math.prod(each.size() for each in slices if each is not own)",
         "repeated = 1",
         "dtensor/test_tensor_parallel.py::test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once[4]",
+    ),
+    Mutation(
+        "an optimizer from before fully_shard trains nothing and says nothing",
+        "fsdp/originals.py",
+        'if attribute == "grad" or _WRITES',
+        "if _WRITES",
+        "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
     ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
@@ -744,14 +751,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an assigned state dict takes the parameter's place",
-        "fsdp/assignment.py",
+        "fsdp/construction/assignment.py",
         "state_dict[prefix + name] = parameter",
         "pass",
         "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
     ),
     Mutation(
         "a tensor subclass loses its class",
-        "fsdp/parameters.py",
+        "fsdp/construction/parameters.py",
         "    _refuse_own_operators(parameter, where)\n",
         "",
         "fsdp/test_subclasses.py::test_a_parameter_with_operators_of_its_own_is_refused_by_name[2]",
