@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
+from weft.debug.guard import guards_memory
 from weft.dtensor.tensor_parallel import TensorParallel
-from weft.fsdp.autograd import FullParameters, behind_classes
+from weft.fsdp.autograd import FullParameters, behind_classes, lost_writes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
@@ -111,6 +112,8 @@ class ParameterGroup:
         """Keeps its messages apart from those of other groups."""
         self._gathered_from: int | None = None
         """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
+        self._as_it_came: torch.Tensor | None = None
+        """What was gathered, where somebody looks for writes to it."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
@@ -328,10 +331,25 @@ class ParameterGroup:
         self.drop_piece()
         self._give_staging()
         self.fulls.come(self.version)
+        self._as_it_came = self.full.local.clone() if self.transient is not None and guards_memory() else None
+
+    def check_unwritten(self) -> None:
+        """Raise WeightsWritten if somebody wrote to what is gathered; with `weft.debug.guard_memory` also by ways that
+        no version counter knows of."""
+        self.fulls.check_unwritten()
+        came, self._as_it_came = self._as_it_came, None
+        if came is not None:
+            before = FlatBuffer(self.layout, self.mesh, self.full.placements, came).views()
+            each = zip(self.full_parameters, before, self.full.views())
+            written = [parameter for parameter, old, new in each if not torch.equal(_bytes_of(old), _bytes_of(new))]
+            if written:
+                raise lost_writes(written)
+            self._as_it_came = came
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
+            self._as_it_came = None
             self.fulls.leave()
             self.transient.give()
 
@@ -411,6 +429,10 @@ class ParameterGroup:
                 yield self.gradients.window(start, stop), group
             else:
                 yield self.main_weight.local[:0], group
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _ignore(full: torch.Tensor) -> None:

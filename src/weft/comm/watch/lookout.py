@@ -50,7 +50,10 @@ GOODBYE_S = 10.0
 BREAK_TAG = 98
 """Of the message that nobody sends."""
 
-_RULE = "every rank must run the same units and passes, and as many microbatches"
+_RULE = (
+    "every rank must run the same units and passes, evaluations and state dicts too, and as many microbatches: one "
+    "that has nothing to do takes part with another rank's batch"
+)
 
 
 @dataclass(frozen=True)
