@@ -1,10 +1,10 @@
-# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | kills | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long kills fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -35,6 +35,9 @@ test-fast: install lint
 
 test-long: install
 	$(BIN)/python -m pytest -m long
+
+kills: install
+	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often
 
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py
