@@ -1,4 +1,4 @@
-# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | kills | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long kills fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -37,6 +37,9 @@ test-fast: install lint
 
 test-long: install
 	$(PYTEST) -m long
+
+kills: install
+	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often
 
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py
