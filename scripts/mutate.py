@@ -217,8 +217,8 @@ MUTATIONS = [
     Mutation(
         "after= is ignored",
         "comm/lanes.py",
-        "behind = after._transfer if after is not None else None",
-        "behind = None",
+        "earlier = after._transfer if after is not None else None",
+        "earlier = None",
         "comm/test_lanes.py::test_what_comes_after_another_ticket_begins_when_that_has_ended_and_before_anybody_waits",
     ),
     Mutation(
@@ -602,8 +602,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a prediction depth reads the same tokens",
-        "models/prediction.py",
-        "embed(shifted(tokens, number, 0))",
+        "models/model.py",
+        "embed(shifted(tokens, number + 1, 0))",
         "embed(tokens)",
         "models/test_prediction.py::test_loss_and_gradients_are_those_of_transformers[2]",
     ),
