@@ -9,6 +9,7 @@
     `lend`                    `record_stream`               freed behind both streams              -
     `host_memory`             pinned                        memory of the host, for the checker    plain memory
     `taken`                   -                             a write to the place                   -
+    `unawaited`               -                             counts it                              -
 
 Whoever orders work does it by these: then the order can be checked without a device.
 """
@@ -48,6 +49,9 @@ class Checker(Protocol):
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
         """`memory` gets another use."""
+
+    def note_unawaited(self, what: str) -> None:
+        """Nobody waited for `what`, or gave it up."""
 
 
 _checker: Checker | None = None
@@ -134,6 +138,12 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
     """`memory` is used for something else from here on, `describe()`, behind all uses before."""
     if _checker is not None:
         _checker.taken(memory, describe)
+
+
+def unawaited(what: str) -> None:
+    """`what` ran, and is forgotten although nobody waited for it, or gave it up: some wait is missing."""
+    if _checker is not None:
+        _checker.note_unawaited(what)
 
 
 _NOTHING: AbstractContextManager = nullcontext()
