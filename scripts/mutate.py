@@ -354,7 +354,7 @@ MUTATIONS = [
     Mutation(
         "what is forgotten is not counted",
         "comm/lanes.py",
-        "            streams.unawaited(self._name)",
+        "            streams.unawaited(self._name, self._event)",
         "            pass",
         STREAMS + "test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies[2]",
     ),

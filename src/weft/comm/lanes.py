@@ -55,7 +55,7 @@ class Ticket:
     def __del__(self) -> None:
         """What nobody waits for ends all the same, but somebody should have said so: a checker of streams counts it."""
         if self._event is not None and not self._settled:
-            streams.unawaited(self._name)
+            streams.unawaited(self._name, self._event)
         self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:

@@ -15,6 +15,7 @@ Whoever orders work does it by these: then the order can be checked without a de
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -77,7 +78,22 @@ def new(name: str, device: torch.device) -> Any:
     """
     if _checker is not None:
         return _checker.new(name)
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None
+
+
+_in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_POOL = 32
+"""How many streams of a priority torch hands out before it begins anew with the first."""
+
+
+def _unused(make: Callable[[], Any]) -> Any:
+    """One that no other lane has, as long as there is one: on a shared one lanes would wait for each other."""
+    for _ in range(_POOL):
+        stream = make()
+        if stream.cuda_stream not in _in_use:
+            break
+    _in_use.setdefault(stream.cuda_stream, stream)
+    return stream
 
 
 def current(device: torch.device) -> Any:
@@ -140,9 +156,9 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
         _checker.taken(memory, describe)
 
 
-def unawaited(what: str) -> None:
-    """`what` ran, and is forgotten although nobody waited for it, or gave it up: some wait is missing."""
-    if _checker is not None:
+def unawaited(what: str, event: Any) -> None:
+    """`what`, over with `event`, is forgotten although nobody waited for it, or gave it up: some wait is missing."""
+    if _checker is not None and not event.query():  # the host may know that it is over
         _checker.note_unawaited(what)
 
 
