@@ -46,6 +46,7 @@ SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
 ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel[2-False]"
+GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
 
@@ -316,6 +317,48 @@ MUTATIONS = [
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
+        "nobody waits for a unit's gather",
+        "fsdp/unit.py",
+        "        for ticket in tickets:\n            ticket.wait()",
+        "        pass",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "nobody waits for weights that are brought up to date",
+        "fsdp/group.py",
+        "            with torch.no_grad():\n                ticket.wait()\n            self._give_staging()",
+        "            self._give_staging()",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim-False]",
+    ),
+    Mutation(
+        "nobody waits for rows that arrive",
+        "moe/dispatch.py",
+        "            self._ticket.wait()",
+        "            pass",
+        STREAMS + SIZES,
+    ),
+    Mutation(
+        "reductions of a failed backward are forgotten, not given up",
+        "fsdp/runtime/reductions.py",
+        "self._under_way.popleft().ticket.abandon()",
+        "self._under_way.popleft()",
+        STREAMS + GIVEN_UP,
+    ),
+    Mutation(
+        "a failed backward gives memory back that is being reduced",
+        "fsdp/runtime/runtime.py",
+        "        self.reductions.order()\n        for group in self.groups:\n            group.gradients.give_back()",
+        "        for group in self.groups:\n            group.gradients.give_back()",
+        STREAMS + GIVEN_UP,
+    ),
+    Mutation(
+        "what is forgotten is not counted",
+        "comm/lanes.py",
+        "            streams.unawaited(self._name, self._event)",
+        "            pass",
+        STREAMS + "test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies[2]",
+    ),
+    Mutation(
         "weights in memory of the host change while they are uploaded",
         "fsdp/group.py",
         "            upload.synchronize()",
@@ -382,7 +425,7 @@ MUTATIONS = [
         "rows leave before they are there",
         "overlap/layer_pass.py",
         "            self._attended_at = streams.moment(crossing.rows.device)",
-        "            self._attended_at = streams._checker.new('none').record_event()",
+        "            self._attended_at = streams.new('none', crossing.rows.device).record_event()",
         STREAMS + ROWS,
     ),
     Mutation(
@@ -392,6 +435,14 @@ MUTATIONS = [
         "            with streams.on(None):",
         "debug/test_checker.py::"
         "test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_the_plan_is_made",
+    ),
+    Mutation(
+        "the name of a group has the number of groups that a rank has",
+        "comm/groups.py",
+        "return name if threading.get_ident() == caller else named(ranks, use_hashed_name)",
+        "return f'{name}/{len(c10d._world.pg_names)}'",
+        "comm/test_groups.py::"
+        "test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others[4]",
     ),
     # --- weights -----------------------------------------------------------------------------------------------------
     Mutation(

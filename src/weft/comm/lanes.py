@@ -38,17 +38,24 @@ class Ticket:
         call: Call | None = None,
         after: "Ticket | None" = None,
         home: Any = None,
+        name: str = "",
     ) -> None:
-        """`home`: the stream that asked for it, whose memory it uses."""
+        """`home`: the stream that asked for it, whose memory it uses. `name`: what a checker of streams calls it."""
         self._transfer = transfer
         self._event = event
         self._call = call
         self._after = after
         self._home = home
+        self._name = name
         self._behind: set[Any] = set()
         """The streams that have waited for it."""
+        self._settled = False
+        """Whether somebody has waited for it, or given it up."""
 
     def __del__(self) -> None:
+        """What nobody waits for ends all the same, but somebody should have said so: a checker of streams counts it."""
+        if self._event is not None and not self._settled:
+            streams.unawaited(self._name, self._event)
         self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
@@ -56,6 +63,7 @@ class Ticket:
 
         Their messages would pair with those of whoever uses the lane next.
         """
+        self._settle()
         self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -73,6 +81,7 @@ class Ticket:
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
         if self._event is not None:
+            self._settle()
             stream = streams.current(self._home.device)
             if stream not in self._behind:
                 with span("wait"):
@@ -97,6 +106,13 @@ class Ticket:
             while each is not None:
                 each._behind.add(stream)
                 each = each._after
+
+    def _settle(self) -> None:
+        """It is dealt with, and so is what it comes behind."""
+        each: Ticket | None = self
+        while each is not None and not each._settled:
+            each._settled = True
+            each = each._after
 
     def _collect(self) -> None:
         """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
@@ -188,7 +204,7 @@ class Lane:
             if prepare is not None:
                 prepare()
             start().complete()
-            return Ticket(None, self.stream.record_event(), call, after, home)
+            return Ticket(None, self.stream.record_event(), call, after, home, f"{collective.__name__} on {self.name}")
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
