@@ -167,8 +167,9 @@ def _run_job(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        with weft.debug.check_streams() if checked else contextlib.nullcontext():
+        with weft.debug.check_streams() if checked else contextlib.nullcontext() as checker:
             result = getattr(body, "body", body)(*args, **kwargs)
+            assert checker is None or not checker.unawaited, checker.unawaited
         dist.barrier()
         return result
     finally:

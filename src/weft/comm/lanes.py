@@ -38,17 +38,24 @@ class Ticket:
         call: Call | None = None,
         after: "Ticket | None" = None,
         home: Any = None,
+        name: str = "",
     ) -> None:
-        """`home`: the stream that asked for it, whose memory it uses."""
+        """`home`: the stream that asked for it, whose memory it uses. `name`: what a checker of streams calls it."""
         self._transfer = transfer
         self._event = event
         self._call = call
         self._after = after
         self._home = home
+        self._name = name
         self._behind: set[Any] = set()
         """The streams that have waited for it."""
+        self._settled = False
+        """Whether somebody has waited for it, or given it up."""
 
     def __del__(self) -> None:
+        """What nobody waits for ends all the same, but somebody should have said so: a checker of streams counts it."""
+        if self._event is not None and not self._settled:
+            streams.unawaited(self._name, self._event)
         self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
@@ -56,6 +63,7 @@ class Ticket:
 
         Their messages would pair with those of whoever uses the lane next.
         """
+        self._settle()
         self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -73,6 +81,7 @@ class Ticket:
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
         if self._event is not None:
+            self._settle()
             stream = streams.current(self._home.device)
             if stream not in self._behind:
                 with span("wait"):
@@ -97,6 +106,13 @@ class Ticket:
             while each is not None:
                 each._behind.add(stream)
                 each = each._after
+
+    def _settle(self) -> None:
+        """It is dealt with, and so is what it comes behind."""
+        each: Ticket | None = self
+        while each is not None and not each._settled:
+            each._settled = True
+            each = each._after
 
     def _collect(self) -> None:
         """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
@@ -155,13 +171,16 @@ class Lane:
         *args: Any,
         channel: int = 0,
         after: Ticket | None = None,
+        behind: Any = None,
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
 
         `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
-        `after`: and behind the end of that, for which nobody else need wait. `prepare()` runs on the lane right before
+        `after`: and behind the end of that, for which nobody else need wait. `behind`: a moment (`streams.moment`) when
+        all that it reads was there: where there are streams it waits for that alone, whatever was computed since, and
+        what it writes is `memory` of the lane. `prepare()` runs on the lane right before
         the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
         """
         if (self.stream is not None) != streams.has_streams(self._device):
@@ -185,17 +204,31 @@ class Lane:
                     explain(error, call)
                     raise
 
-            behind = after._transfer if after is not None else None
-            return Ticket(Transfer(begin, (group, self.tag, channel), behind), call=call, after=after)
+            earlier = after._transfer if after is not None else None
+            return Ticket(Transfer(begin, (group, self.tag, channel), earlier), call=call, after=after)
         home = streams.current(self._device)
-        self.stream.wait_stream(home)
+        if behind is None:
+            self.stream.wait_stream(home)
+        else:
+            self.stream.wait_event(behind)
         if after is not None:
             self.stream.wait_event(after._event)
         with streams.on(self.stream):
             if prepare is not None:
                 prepare()
             start().complete()
-            return Ticket(None, self.stream.record_event(), call, after, home)
+            return Ticket(None, self.stream.record_event(), call, after, home, f"{collective.__name__} on {self.name}")
+
+    def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
+        """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
+
+        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait.
+        """
+        home = streams.current(self._device)
+        with streams.on(self.stream):
+            made = like.new_empty(size)
+            streams.lend(made, home)
+        return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
         """What the collectives of a channel are called among the ranks."""

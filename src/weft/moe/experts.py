@@ -1,6 +1,7 @@
 """The expert MLPs of one rank, computed as one."""
 
 import logging
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class GroupedExperts(nn.Module):
     `backend`: "grouped_mm" multiplies the rows of all experts in one call, "loop" expert after expert: the
     reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
     the dtype at hand are computed by the loop, with a line in the log.
+    On cards where torch's product leaves gradients of experts without rows as their memory was, the loop computes, too.
     `first_expert`: the number of the first expert here, so that expert n starts from the same weights
     wherever it is. `bias`: each projection has one for every expert.
     """
@@ -118,11 +120,31 @@ class GroupedExperts(nn.Module):
                 f"experts with {' and '.join(odd)} in {rows.dtype} run one after another: "
                 f"grouped_mm needs multiples of {ALIGNMENT_BYTES // rows.itemsize}"
             )
-        return not odd
+            return False
+        if rows.is_cuda and not torch.compiler.is_compiling() and not leaves_zeros(rows.device, rows.dtype):
+            _log_once(
+                f"experts in {rows.dtype} run one after another: on {rows.device} torch's grouped_mm leaves gradients "
+                "of experts without rows as their memory was"
+            )
+            return False
+        return True
 
     def extra_repr(self) -> str:
         experts, hidden_size, intermediate_size = self.up_proj.shape
         return f"{experts}, {hidden_size}, {intermediate_size}, act={self.act!r}, backend={self.backend!r}"
+
+
+@cache
+@torch.no_grad()
+def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the product that is a weight's gradient is zero for an expert without rows, tried once on each device."""
+    side = 64
+    rows = torch.ones(side, side, device=device, dtype=dtype)
+    offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)
+    dirt = torch.full((len(offsets), side, side), torch.nan, device=device, dtype=dtype)
+    del dirt  # the product gets its memory
+    gradients = torch._grouped_mm(rows.t(), rows, offsets)
+    return not gradients[0].count_nonzero() + gradients[2].count_nonzero()
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
