@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "the next bucket is gathered when it is needed",
         "fsdp/runtime/prefetch.py",
-        "others = (number for number in record.ahead() if number not in with_it)",
-        "others = (number for number in record.ahead() if unit.number not in self._buckets)",
+        "brought = bucket is not None and bucket.gathered and number in bucket.numbers",
+        "brought = bucket is not None and False",
         BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
     ),
     Mutation(

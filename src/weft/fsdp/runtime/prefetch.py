@@ -93,7 +93,7 @@ class Prefetch:
         self._kind = kind
         self._foretold.clear()
         for bucket in self._buckets.values():
-            bucket.gathered = kind is Pass.SCHEDULE
+            bucket.gathered = False
         self._records[kind].begin()
         if kind is not Pass.BACKWARD:
             self._finished = []
@@ -136,8 +136,7 @@ class Prefetch:
                     ahead.prefetch()
             return
         self._gather(unit)
-        with_it = self._together(unit.number)  # and not the one that is recomputed
-        others = (number for number in record.ahead() if number not in with_it)
+        others = (number for number in record.ahead() if not self._came_with(unit, number))
         for following in self._look_ahead(others, record.depth):
             if not following.resident:
                 if not following.fits(self._weights):
@@ -150,9 +149,15 @@ class Prefetch:
         """Start to gather `unit`, with its bucket if that has not been in this pass."""
         for tied in unit.tied:
             self._gather(tied)
-        if not unit.resident and unit.number in self._buckets:
+        if not unit.resident and unit.number in self._buckets and self._kind is not Pass.SCHEDULE:
             self._buckets[unit.number].gather()
         unit.prefetch()
+
+    def _came_with(self, visited: Unit, number: int) -> bool:
+        """Whether unit `number` is `visited`, which is recomputed then, or is here since that came."""
+        bucket, other = self._buckets.get(visited.number), self._units[number]()
+        brought = bucket is not None and bucket.gathered and number in bucket.numbers
+        return number == visited.number or (brought and other is not None and other.resident)
 
     def _together(self, number: int) -> Sequence[int]:
         """The units that come with unit `number`."""
@@ -181,7 +186,7 @@ class Prefetch:
             for position, visited in enumerate(record.latest, start=1)
             for following in self._look_ahead(self._beyond(visited, record.latest[position:]), record.depth)
             for here in self._together(visited)
-            for coming in self._together(following.number)
+            for coming in (*self._together(following.number), *self._together(visited))
         }
 
         def together(one: Transient, other: Transient) -> bool:
