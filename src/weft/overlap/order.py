@@ -5,18 +5,24 @@ stands in the right column starts first and runs on the exchange lane under the 
 
     compute lane                     exchange lane
     -------------------------------  -------------
+    B.leave (of a depth)
     B.finish
-    F.attend                         B.combine
+    F.enter (of a depth)             B.combine
+    F.attend
     B.experts                        F.dispatch
     B.experts.weights (if delayed)   B.dispatch
     F.experts
     B.attend                         F.combine
     B.attend.weights (if delayed)
+    B.enter (of a depth)
+    B.enter.weights (if delayed)
     F.finish
+    F.leave (of a depth)
 
 B.combine is the backward of combine: gradients travel to the experts. Where a device computes beside the host, the host
 queues B.experts before it waits for the sizes of F.dispatch, so that the device has something to do meanwhile; the lane
-waits for F.attend alone, so that both run at once. Around the layers of a chunk stand its ends:
+waits for F.attend alone, so that both run at once. The layers of prediction depths follow those of the last chunk; a
+depth is entered before its first layer and left behind its last. Around the layers of a chunk stand its ends:
 
     chunk       before its layers          behind them
     ----------  -------------------------  ---------------------------------------------------------------
@@ -52,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer as the order sees it: its number and its stages."""
+    """A layer as the order sees it: its number, and its stages with "enter" and "leave" at the ends of a depth."""
 
     number: int
     stages: tuple[str, ...]
@@ -88,28 +94,39 @@ class Part(NamedTuple):
 
 
 # Direction and slot in issue order; a slot of the exchange lane runs under the compute slots that follow it.
-COMBINED = (
+UNTIL_EXPERTS = (
+    (BACKWARD, "leave"),
     (BACKWARD, "finish"),
     (BACKWARD, "combine"),
+    (FORWARD, "enter"),
     (FORWARD, "attend"),
     (FORWARD, "dispatch"),
     (BACKWARD, "experts"),
     (BACKWARD, "dispatch"),
     (BACKWARD, "experts.weights"),
+)
+COMBINED = (
+    *UNTIL_EXPERTS,
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend"),
     (BACKWARD, "attend.weights"),
+    (BACKWARD, "enter"),
+    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
+    (FORWARD, "leave"),
 )
 # `attend` of the backward before `experts` of the forward: its activations go earlier, B.dispatch is less hidden.
 EARLY_RELEASE = (
-    *COMBINED[:7],
+    *UNTIL_EXPERTS,
     (BACKWARD, "attend"),
+    (BACKWARD, "enter"),
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend.weights"),
+    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
+    (FORWARD, "leave"),
 )
 FORWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == FORWARD)
 BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == BACKWARD)

@@ -29,22 +29,26 @@ _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKey
 
 
 class ScheduledRun:
-    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales."""
+    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales.
+
+    `depths`: the layers of each prediction depth that is run, behind the last stage.
+    """
 
     def __init__(
         self,
         model: Any,
         layers: Sequence[StagedLayer],
+        depths: Sequence[Sequence[StagedLayer]],
         cut: Cut,
         microbatches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[float],
     ) -> None:
         self._model = model
-        self._layers = layers
+        self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
         self._microbatches = microbatches
         self._scales = scales
-        self._units = ModelUnits.of(model, layers)
+        self._units = ModelUnits.of(model, layers, depths)
         self._device = microbatches[0][0].device
         self._transport = _transport_of(model, cut, self._device)
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
@@ -143,8 +147,14 @@ class ScheduledRun:
 
     def _part(self, microbatch: int, chunk: int) -> Part:
         stage = self._cut.stage(chunk)
+        last = stage == len(self._borders)
         layers = [Layer(number, self._layers[number].stages) for number in self._numbers[chunk]]
-        return Part(microbatch, layers, chunk, first=stage == 0, last=stage == len(self._borders))
+        for depth in self._units.depths if last else ():
+            mine = [Layer(number, self._layers[number].stages) for number in depth.layers]
+            mine[0] = Layer(mine[0].number, ("enter", *mine[0].stages))
+            mine[-1] = Layer(mine[-1].number, (*mine[-1].stages, "leave"))
+            layers += mine
+        return Part(microbatch, layers, chunk, first=stage == 0, last=last)
 
     def _key(self, number: int) -> Any:
         """The same for microbatches between which nothing that crosses a border changes its shape."""
