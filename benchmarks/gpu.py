@@ -7,7 +7,6 @@ Host time and lanes: with seven of eight ranks pretended, so that units are gath
 the lanes then copy on the device what would have arrived. Step, launches and memory: one real rank over NCCL.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -197,9 +196,7 @@ def steps(rounds: int) -> None:
 
 def main() -> None:
     """Everything, one after another, on the first GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = _report.parser(__doc__).parse_args()
     if REHEARSES:
         card = "a rehearsal without a card: no figure means anything"
     elif torch.cuda.is_available():
