@@ -45,6 +45,7 @@ CHECK = "pipeline/test_check.py::"
 SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
+ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel[2-False]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
 
@@ -216,8 +217,8 @@ MUTATIONS = [
     Mutation(
         "after= is ignored",
         "comm/lanes.py",
-        "behind = after._transfer if after is not None else None",
-        "behind = None",
+        "earlier = after._transfer if after is not None else None",
+        "earlier = None",
         "comm/test_lanes.py::test_what_comes_after_another_ticket_begins_when_that_has_ended_and_before_anybody_waits",
     ),
     Mutation(
@@ -348,6 +349,41 @@ MUTATIONS = [
         "        ticket.synchronize()",
         "        pass",
         STREAMS + SIZES,
+    ),
+    Mutation(
+        "rows that leave wait for what is computed beside them",
+        "comm/lanes.py",
+        "        if behind is None:",
+        "        if True:",
+        STREAMS + ROWS,
+    ),
+    Mutation(
+        "the host asks for sizes before the device has something to do",
+        "overlap/run.py",
+        "queues=streams.has_streams(self._device)",
+        "queues=False",
+        STREAMS + ROWS,
+    ),
+    Mutation(
+        "rows arrive in memory that was the computation's",
+        "moe/dispatch.py",
+        "rows.new_empty(size) if behind is None else lane.memory(rows, *size)",
+        "rows.new_empty(size)",
+        STREAMS + ROWS,
+    ),
+    Mutation(
+        "memory of a lane goes back while the computation reads it",
+        "comm/lanes.py",
+        "            streams.lend(made, home)",
+        "            pass",
+        STREAMS + ROWS,
+    ),
+    Mutation(
+        "rows leave before they are there",
+        "overlap/layer_pass.py",
+        "            self._attended_at = streams.moment(crossing.rows.device)",
+        "            self._attended_at = streams._checker.new('none').record_event()",
+        STREAMS + ROWS,
     ),
     Mutation(
         "a plan is made on the stream where a backward ends",
@@ -566,8 +602,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a prediction depth reads the same tokens",
-        "models/prediction.py",
-        "embed(shifted(tokens, number, 0))",
+        "models/model.py",
+        "embed(shifted(tokens, number + 1, 0))",
         "embed(tokens)",
         "models/test_prediction.py::test_loss_and_gradients_are_those_of_transformers[2]",
     ),

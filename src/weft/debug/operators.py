@@ -23,7 +23,8 @@ _WRITTEN_BY_COLLECTIVES = {
 }
 """How many of the first arguments each writes to; the others write to all."""
 TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that give memory to a tensor and neither read nor write it."""
+"""Operators that give memory to a tensor and neither read nor write it. New memory comes behind what is computed so far
+on the stream that asks for it, as it may have been another's there: that counts as a write."""
 _ASK_THE_DEVICE = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
