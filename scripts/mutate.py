@@ -534,9 +534,9 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas are not made equal",
-        "fsdp/group.py",
-        "        self._equalize()\n        self._unfilled = [number",
-        "        self._unfilled = [number",
+        "fsdp/construction/members.py",
+        "            equalize(group)\n",
+        "",
         SEAMS + "test_replicas.py::test_ranks_that_build_the_model_with_different_seeds_start_equal[2-no_shard]",
     ),
     Mutation(
@@ -787,7 +787,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an optimizer from before fully_shard trains nothing and says nothing",
-        "fsdp/originals.py",
+        "fsdp/construction/originals.py",
         'if attribute == "grad" or _WRITES',
         "if _WRITES",
         "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
@@ -805,6 +805,13 @@ MUTATIONS = [
         "self._written() if self._versions[0] == self._gone else []",
         "[]",
         "debug/test_guard.py::test_a_write_to_a_kept_view_after_the_weights_went_is_found_at_the_next_gather[2]",
+    ),
+    Mutation(
+        "what has no room is gathered ahead",
+        "fsdp/runtime/prefetch.py",
+        "if not following.fits(self._weights):",
+        "if False:",
+        "memory/test_memory.py::test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead[2]",
     ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
@@ -845,9 +852,9 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas that were filled by themselves stay different",
-        "fsdp/group.py",
-        "self._unfilled = []\n        self._equalize()",
-        "self._unfilled = []",
+        "fsdp/construction/start.py",
+        "                equalize(group)\n",
+        "",
         "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
     ),
     Mutation(

@@ -14,6 +14,7 @@ from weft.comm.watch.lookout import Lookout, keep_lookout
 from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import weakly
 
 
 class Joins:
@@ -41,7 +42,7 @@ class Joins:
             for number, group in enumerate(unit.groups):
                 if not sends_directly(group.groups[-1], group.device):
                     continue
-                join = functools.partial(_join, weakref.ref(self), weakref.ref(unit))
+                join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.transient is not None:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
                     watch.can_join(key, functools.partial(join, number))
@@ -61,9 +62,11 @@ class Joins:
         for ticket in tickets:
             ticket.wait()
 
-    def take_part(self, unit: Unit, number: int | None) -> bool:
-        """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
+    def _join(self, ref: "weakref.ref[Unit]", number: int | None) -> bool:
+        """Take part in a gather of group `number` of a unit, or for None bring its model weights up to date; whether
         there was anything to do. Called by the lookout, while this rank waits for something else."""
+        if (unit := ref()) is None:
+            return False
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)
@@ -72,9 +75,3 @@ class Joins:
             return was_due
         self._tickets.append(unit.groups[number].take_part(self._channels))
         return True
-
-
-def _join(joins: "weakref.ref[Joins]", unit: "weakref.ref[Unit]", number: int | None) -> bool:
-    if (alive := joins()) is None or (wanted := unit()) is None:
-        return False
-    return alive.take_part(wanted, number)
