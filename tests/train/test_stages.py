@@ -88,4 +88,4 @@ def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
         if action.kind == "F"
     }
     assert all(ends[m, stage][1] > ends[m, stage - 1][0] for m, stage in ends if stage)
-    assert (tmp_path / "run" / "stages.png").exists()
+    assert (tmp_path / "run" / "stages.svg").exists()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm import streams
 from weft.comm.collectives import reduce_now
 from weft.comm.ranges import profiled
 from weft.overlap.border import Border
@@ -48,7 +49,8 @@ class ScheduledRun:
         self._microbatches = microbatches
         self._scales = scales
         self._units = ModelUnits.of(model, layers, depths)
-        self._transport = _transport_of(model, cut, microbatches[0][0].device)
+        self._device = microbatches[0][0].device
+        self._transport = _transport_of(model, cut, self._device)
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
@@ -61,7 +63,8 @@ class ScheduledRun:
     ) -> None:
         """Carry out what `table` has for this rank."""
         entries = table.ranks[self._cut.rank]
-        steps = table_order(entries, self._part, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release)
+        switches = {"overlap": overlap, "delay_wgrad": delay_wgrad, "early_release": early_release}
+        steps = table_order(entries, self._part, **switches, queues=streams.has_streams(self._device))
         self._apart = {action[1:] for entry in entries for action in entry if delay_wgrad or action.kind == "W"}
         ends = SharedEnds(self._model, self._cut, self._transport)
         with torch.enable_grad():
@@ -84,7 +87,7 @@ class ScheduledRun:
         """The loss of each microbatch, on every rank."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
-        return _shared(self._losses, len(self._microbatches), self._cut, self._microbatches[0][0].device)
+        return _shared(self._losses, len(self._microbatches), self._cut, self._device)
 
     def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
         program = self._units.program(steps)
