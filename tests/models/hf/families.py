@@ -276,6 +276,7 @@ KINDS = {
         {
             "plain": {},
             "no bias, no window": {"attention_bias": False, "layer_types": ["full_attention"] * 2, **rope()},
+            "other limits": {"swiglu_limit": 0.3, "swiglu_alpha": 1.1},
             "windows in the other": {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 1},
         },
     ),

@@ -47,7 +47,7 @@ OF_SYMBOLS = {
     "time_step_limit_min time_step_limit_max",
     "G": "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
     "-": "intermediate_size",
-    "-E": "hidden_act mlp_bias",
+    "-E": "hidden_act swiglu_limit swiglu_alpha mlp_bias",
     "E": "num_experts num_experts_per_tok moe_intermediate_size moe_latent_size shared_expert_intermediate_size "
     "shared_expert_gate experts_bias router_bias router_score norm_topk_prob routed_scaling_factor n_group topk_group "
     "expert_bias capacity_factor",
