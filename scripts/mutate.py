@@ -173,6 +173,20 @@ MUTATIONS = [
         "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
     ),
     Mutation(
+        "the projection of a prediction depth is not delayed",
+        "overlap/depth_pass.py",
+        'ComputeNode(f"{name}.enter", self._delayed)',
+        'ComputeNode(f"{name}.enter")',
+        "overlap/test_events.py::test_each_delayed_product_of_a_sharded_model_runs_in_its_slot[2]",
+    ),
+    Mutation(
+        "what is outside of layers is reduced before prediction depths have read it",
+        "overlap/units.py",
+        'each.step.slot in ("embed", "enter", "head")',
+        'each.step.slot in ("embed", "head")',
+        "overlap/test_stages_sharded.py::test_prediction_depths_stand_behind_the_last_stage[2-1f1b-how0]",
+    ),
+    Mutation(
         "the next message between stages is not received ahead",
         "pipeline/transport.py",
         "        tensors, ticket = self._expected.popleft()\n        self._expect()\n",
