@@ -49,6 +49,10 @@ ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_b
 GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
+RESUMED = "train/test_loop.py::test_on_the_same_ranks_a_run_goes_on_bit_for_bit"
+HABITS = "train/test_habits.py::"
+SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
+BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
     # --- when things run ---------------------------------------------------------------------------------------------
@@ -905,6 +909,91 @@ MUTATIONS = [
         "placements = [wanted if name in names else there for name, there, wanted in pairs]",
         "placements = [wanted for name, there, wanted in pairs]",
         "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
+    ),
+    # --- the trainer -------------------------------------------------------------------------------------------------
+    Mutation(
+        "a resumed run reads its text from the beginning",
+        "train/data/batches.py",
+        'self.position = int(state["position"])',
+        "pass",
+        RESUMED,
+    ),
+    Mutation(
+        "a resumed run reads data of one's own from the beginning",
+        "train/task/own.py",
+        "for _ in range(self.taken):",
+        "for _ in ():",
+        "train/test_trainer.py::test_a_run_of_one_s_own_goes_on_bit_for_bit[go_on]",
+    ),
+    Mutation(
+        "the learning rate begins anew after a resume",
+        "train/schedule.py",
+        'self.step = state["step"]',
+        "pass",
+        RESUMED,
+    ),
+    Mutation(
+        "options of the checkpoint's optimizer hold in place of the configured ones",
+        "train/loop.py",
+        "group.update(configured)",
+        "pass",
+        "train/test_changes.py::test_a_changed_option_is_used_and_recorded",
+    ),
+    Mutation(
+        "gradients are not clipped",
+        "train/loop.py",
+        "return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)",
+        "return weft.optim.grad_norm(model)",
+        "train/test_trainer.py::test_training_one_s_own_model_is_the_plain_loop_in_one_process[1]",
+    ),
+    Mutation(
+        "an average of the weights stays where it began",
+        "train/ema.py",
+        "torch._foreach_lerp_(averages, weights, 1 - self.decay)",
+        "pass",
+        "train/test_ema.py::test_the_average_on_any_ranks_is_that_of_one_process[1]",
+    ),
+    Mutation(
+        "the average of the weights is in no checkpoint",
+        "train/loop.py",
+        '            **({"ema": self.average} if self.average else {}),\n',
+        "",
+        "train/test_ema.py::test_a_run_with_an_average_goes_on_bit_for_bit",
+    ),
+    Mutation(
+        "validations of the average have the weights themselves",
+        "train/ema.py",
+        "            weight.copy_(average)",
+        "            pass",
+        "train/test_ema.py::test_the_average_on_any_ranks_is_that_of_one_process[1]",
+    ),
+    Mutation(
+        "a step with a spike is taken",
+        "train/loop.py",
+        "        if not skipped:",
+        "        if True:",
+        SPIKES,
+    ),
+    Mutation(
+        "a resumed run knows no norms of before",
+        "train/spikes.py",
+        'self.norms = [float(norm) for norm in state["norms"]]',
+        "pass",
+        SPIKES,
+    ),
+    Mutation(
+        "the best checkpoint goes with its turn",
+        "train/loop.py",
+        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "complete",
+        BEST,
+    ),
+    Mutation(
+        "validations that get no better never end a run",
+        "train/loop.py",
+        "return 0 < self.config.train.stop_after <= self.position.worse",
+        "return False",
+        BEST,
     ),
 ]
 
