@@ -138,10 +138,23 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
     return run
 
 
+_OF_UNITS = {"gather", "gathers", "reduce", "reductions", "outer"}
+
+
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105, "download": 106, "stage": 107}
+    TAGS = {
+        "gather": 101,
+        "reduce": 102,
+        "outer": 103,
+        "exchange": 104,
+        "counts": 105,
+        "download": 106,
+        "stage": 107,
+        "gathers": 108,
+        "reductions": 109,
+    }
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
@@ -225,7 +238,7 @@ class Lane:
         watch = lookout()
         if watch is None or group is None or group.size() == 1:
             return None
-        name = f"{self.name} of {watch.subject}" if self.name in ("gather", "reduce", "outer") else self.title
+        name = f"{self.name} of {watch.subject}" if self.name in _OF_UNITS else self.title
         return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(

@@ -12,9 +12,10 @@ gathers further ahead than hooks do; a byte budget counts for all of them.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
+from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool, Transient
@@ -66,10 +67,18 @@ class Itinerary:
 
 
 class Prefetch:
-    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit."""
+    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit or bucket. `buckets`: of the units
+    that are in one."""
 
-    def __init__(self, units: Sequence["weakref.ref[Unit]"], weights: Pool, budget: int | None) -> None:
+    def __init__(
+        self,
+        units: Sequence["weakref.ref[Unit]"],
+        weights: Pool,
+        budget: int | None,
+        buckets: Mapping[int, Bucket],
+    ) -> None:
         self._units = units
+        self._buckets = buckets
         self.budget = budget
         self._weights = weights
         self._kind = Pass.FORWARD
@@ -83,6 +92,8 @@ class Prefetch:
         """A pass of this kind begins."""
         self._kind = kind
         self._foretold.clear()
+        for bucket in self._buckets.values():
+            bucket.gathered = kind is Pass.SCHEDULE
         self._records[kind].begin()
         if kind is not Pass.BACKWARD:
             self._finished = []
@@ -118,19 +129,34 @@ class Prefetch:
         self._foretold.discard(unit.number)
         if self._foretold and not record.on_track:
             self._free_foretold()
-        unit.prefetch()
         if explicit is not None:
+            unit.prefetch()
             for ref in explicit:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        others = (number for number in record.ahead() if number != unit.number)  # not the one that is recomputed
+        self._gather(unit)
+        with_it = self._together(unit.number)  # and not the one that is recomputed
+        others = (number for number in record.ahead() if number not in with_it)
         for following in self._look_ahead(others, record.depth):
             if not following.resident:
                 if not following.fits(self._weights):
                     break
-                following.prefetch()
-                self._foretold.add(following.number)
+                self._gather(following)
+                if following.number not in self._buckets:
+                    self._foretold.add(following.number)
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to gather `unit`, with its bucket if that has not been in this pass."""
+        for tied in unit.tied:
+            self._gather(tied)
+        if not unit.resident and unit.number in self._buckets:
+            self._buckets[unit.number].gather()
+        unit.prefetch()
+
+    def _together(self, number: int) -> Sequence[int]:
+        """The units that come with unit `number`."""
+        return self._buckets[number].numbers if number in self._buckets else (number,)
 
     def finish(self, unit: Unit) -> None:
         """`unit` ended its forward in a pass that a backward follows."""
@@ -150,10 +176,12 @@ class Prefetch:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
         unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
         ahead = {
-            (visited, following.number)
+            (here, coming)
             for record in self._records.values()
             for position, visited in enumerate(record.latest, start=1)
-            for following in self._look_ahead(record.latest[position:], record.depth)
+            for following in self._look_ahead(self._beyond(visited, record.latest[position:]), record.depth)
+            for here in self._together(visited)
+            for coming in self._together(following.number)
         }
 
         def together(one: Transient, other: Transient) -> bool:
@@ -172,6 +200,10 @@ class Prefetch:
         self._kind = Pass.FORWARD
         for record in self._records.values():
             record.forget()
+
+    def _beyond(self, visited: int, upcoming: Sequence[int]) -> Iterable[int]:
+        with_it = self._together(visited) if visited in self._buckets else ()
+        return (number for number in upcoming if number not in with_it)
 
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
