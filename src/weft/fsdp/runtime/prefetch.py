@@ -8,12 +8,13 @@
     schedule      its own program
 
 A pass that leaves its record is served on demand to its end: prediction changes speed, never results. A schedule
-gathers further ahead than hooks do; a byte budget counts for all of them.
+gathers further ahead than hooks do; a byte budget counts for all of them, each unit once. What is let go stays if it is
+among what would be gathered ahead.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import dropwhile, islice
 
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
@@ -124,8 +125,7 @@ class Prefetch:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        others = (number for number in record.ahead() if number != unit.number)  # not the one that is recomputed
-        for following in self._look_ahead(others, record.depth):
+        for following in self._wanted(record):
             if not following.resident:
                 if not following.fits(self._weights):
                     break
@@ -139,7 +139,8 @@ class Prefetch:
     def foretells(self, unit: Unit) -> bool:
         """Whether the record says that `unit`, just released, is among what the pass needs next."""
         record = self._records[self._kind]
-        upcoming = list(islice(record.ahead(), record.depth))
+        upcoming = list(islice(record.ahead(), 1))
+        upcoming += [each.number for each in self._wanted(record)]
         if not upcoming and self._kind is Pass.FORWARD and record.on_track:
             backward = self._records[Pass.BACKWARD]
             free = (number for number in backward.latest if (other := self._units[number]()) and not other.holders)
@@ -173,13 +174,22 @@ class Prefetch:
         for record in self._records.values():
             record.forget()
 
+    def behind(self, unit: int, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
+        """The units to gather ahead once `unit` is visited, which may come again at once, to be recomputed."""
+        return self._look_ahead(dropwhile(unit.__eq__, upcoming), depth)
+
+    def _wanted(self, record: Itinerary) -> Iterator[Unit]:
+        """The units that should be here, or on their way, besides those that are held."""
+        return self.behind(record.visited[-1] if record.visited else -1, record.ahead(), record.depth)
+
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
-        spent = 0
+        spent, seen = 0, set()
         for number in upcoming if self.budget is not None else islice(upcoming, depth):
             following = self._units[number]()
-            if following is None:  # its module was replaced
+            if following is None or number in seen:  # its module was replaced
                 continue
+            seen.add(number)
             spent += following.gathered_bytes
             if self.budget is not None and spent > self.budget:
                 return
