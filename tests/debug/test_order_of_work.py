@@ -154,6 +154,33 @@ def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_wai
     assert len(hidden) >= (microbatches - 1) * layers * 4, "those of the pairs"
 
 
+@pytest.mark.parametrize("early_release", [False, True])
+@distributed(2)
+def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel(early_release):
+    """The device has its backward of experts to compute when the host waits; what leaves then waits for none of it."""
+    microbatches = 3
+    with weft.debug.check_streams(record=True) as checker:
+        model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+        for _ in range(2):
+            checker.work.clear()
+            weft.overlap.forward_backward(model, data(microbatches), early_release=early_release)
+    layers = sum("E" in layer.symbols for layer in model.staged_layers)
+    work = checker.work
+    waits = [place for place, each in enumerate(work) if each.stream == "the host" and "wait" in each.operator]
+    assert len(waits) == microbatches * layers
+    beside, alone = 0, 0
+    for place in waits:
+        counts = next(e for e in reversed(work[:place]) if e.stream.endswith("counts") and "alltoall" in e.operator)
+        rows = next(e for e in work[place:] if e.stream.endswith("exchange") and "alltoall" in e.operator)
+        queued = [e for e in work[work.index(counts) : place] if e.stream.endswith("compute")]
+        experts = [e for e in queued if e.operator == "aten::_grouped_mm"]
+        assert all(each.beside(counts) for each in queued), "the sizes do not wait for what is queued"
+        assert all(each.beside(rows) for each in experts), "and neither do the rows"
+        assert all(each.before(rows) for each in queued if not experts), "those wait for what is sent"
+        beside, alone = (beside + 1, alone) if experts else (beside, alone + 1)
+    assert (beside, alone) == ((microbatches - 1) * layers, layers), "all but the first forward have one beside them"
+
+
 @distributed(2)
 def test_a_device_is_not_asked_by_a_rank_without_rows():
     """All tokens go to the experts of the first rank; those of the other have gradients of zeros."""

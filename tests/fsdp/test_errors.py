@@ -249,5 +249,5 @@ def test_without_a_process_group_the_message_says_how_to_get_one():
 
 def test_a_model_without_sharded_modules_has_no_report():
     for report in (weft.describe, weft.memory_report):
-        with refused(TypeError, "Block has no sharded module", "fully_shard"):
+        with refused(ValueError, "Block has no sharded module", "fully_shard"):
             report(nets.Block(4, 4))

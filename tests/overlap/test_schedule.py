@@ -257,6 +257,62 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
         assert most == max(map(len, units.gathered(units.program(steps)))) <= 1 + 2 + 1 + 2
 
 
+DEPTHS = dataclasses.replace(CFG, pattern="[*E]-/[*E]*/[*E]*", recompute=("experts",))
+
+
+@distributed(2)
+@pytest.mark.parametrize("strategy", ["none", "no_shard", "optim_grads_params"])
+def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strategy):
+    """What the trunk, its head and the depths share is added up in another order than by autograd alone."""
+    options = {} if strategy == "none" else {"strategy": strategy}
+    model, microbatches = build(DEPTHS, weft.init_meshes("cpu", ep=2), **options), data(3)
+    expected = plain(model, microbatches), gradients(model)
+    apart = forward_backward(model, microbatches, overlap=False), gradients(model)
+    torch.testing.assert_close(apart, expected)
+    if strategy == "optim_grads_params":  # the shares of each microbatch are reduced before those of the next
+        same(apart, expected)
+    for switches in SWITCHES:
+        same((forward_backward(model, microbatches, **switches), gradients(model)), apart)
+    model.eval()
+    trace = []
+    losses = forward_backward(model, microbatches, trace=trace)
+    assert all(loss < other for loss, other in zip(losses, apart[0]))
+    assert not any(step.layer is not None and step.layer > 1 for step in trace)  # depths count in training only
+
+
+@distributed(2)
+def test_the_units_of_a_prediction_depth_are_held_while_it_runs_and_reduced_once():
+    model = build(DEPTHS, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    for switches in SWITCHES:
+        trace, events = [], []
+        reduce = GroupGradients.reduce
+
+        def counted(gradients, *args, trace=trace, events=events, reduce=reduce, **kwargs):
+            events.append((len(trace), gradients))
+            return reduce(gradients, *args, **kwargs)
+
+        with mock.patch.object(GroupGradients, "reduce", counted):
+            forward_backward(model, data(2), trace=trace, **switches)
+        last = ".weights" if switches["delay_wgrad"] else ""
+        for number, depth in enumerate(model.depths):
+            first = 2 + 2 * number
+            for module, layer, slot in (
+                (depth, first, "enter"),
+                (depth.layers[0].mlp.experts, first, "experts"),
+            ):
+                own = [group.gradients for group in unit_of(module).groups]
+                done = [
+                    place + 1
+                    for place, step in enumerate(trace)
+                    if (step.direction, step.layer, step.slot) == ("backward", layer, slot + last)
+                ]
+                assert sorted({position for position, each in events if each in own}) == done and len(done) == 2
+        units = ModelUnits.of(model, model.staged_layers, [depth.staged_layers for depth in model.depths])
+        held = list(units.gathered(units.program(trace)))
+        for depth in model.depths:
+            assert 0 < sum(unit_of(depth) in each for each in held) < len(held)
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_strategies_that_keep_gradients_reduce_once_per_call():

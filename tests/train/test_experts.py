@@ -71,7 +71,7 @@ def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_wit
     assert resumed.returncode == 0, resumed.stderr
     assert f"going on with {parts} from step 4" in resumed.stdout
     assert re.search(r"tokens were on their way between ranks for \d+ ms, \d+% of it under computation", resumed.stdout)
-    assert (parts / "experts.png").exists() and (parts / "lanes.png").exists()
+    assert (parts / "experts.svg").exists() and (parts / "lanes.svg").exists()
     for kind in ("train", "validation", "experts"):
         assert metrics(parts, kind) == metrics(whole, kind)
     assert_same_contents(*(contents(run / "checkpoints" / "step-00000008") for run in (parts, whole)))

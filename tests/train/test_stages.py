@@ -89,7 +89,7 @@ def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
         if action.kind == "F"
     }
     assert all(ends[m, stage][1] > ends[m, stage - 1][0] for m, stage in ends if stage)
-    assert (tmp_path / "run" / "stages.png").exists()
+    assert (tmp_path / "run" / "stages.svg").exists()
     facts = read_facts(tmp_path / "run")
     first, last = facts["description"].split("rank 1 of the pipeline")
     assert "rank 0 of the pipeline" in first and "decoder.layers.0" in first and "decoder.layers.1" in last

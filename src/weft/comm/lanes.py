@@ -152,13 +152,16 @@ class Lane:
         *args: Any,
         channel: int = 0,
         after: Ticket | None = None,
+        behind: Any = None,
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
 
         `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
-        `after`: and behind the end of that, for which nobody else need wait. `prepare()` runs on the lane right before
+        `after`: and behind the end of that, for which nobody else need wait. `behind`: a moment (`streams.moment`) when
+        all that it reads was there: where there are streams it waits for that alone, whatever was computed since, and
+        what it writes is `memory` of the lane. `prepare()` runs on the lane right before
         the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
         """
         if (self.stream is not None) != streams.has_streams(self._device):
@@ -182,10 +185,13 @@ class Lane:
                     explain(error, call)
                     raise
 
-            behind = after._transfer if after is not None else None
-            return Ticket(Transfer(begin, (group, self.tag, channel), behind), call=call, after=after)
+            earlier = after._transfer if after is not None else None
+            return Ticket(Transfer(begin, (group, self.tag, channel), earlier), call=call, after=after)
         home = streams.current(self._device)
-        self.stream.wait_stream(home)
+        if behind is None:
+            self.stream.wait_stream(home)
+        else:
+            self.stream.wait_event(behind)
         if after is not None:
             self.stream.wait_event(after._event)
         with streams.on(self.stream):
@@ -197,6 +203,17 @@ class Lane:
                 return Ticket(transfer, self.stream.record_event(), call, after, home)
             pending.complete()
             return Ticket(None, self.stream.record_event(), call, after, home)
+
+    def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
+        """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
+
+        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait.
+        """
+        home = streams.current(self._device)
+        with streams.on(self.stream):
+            made = like.new_empty(size)
+            streams.lend(made, home)
+        return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
         """What the collectives of a channel are called among the ranks."""

@@ -5,6 +5,8 @@
     `has_streams`             yes                           yes, of CPU tensors                    no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
     `wait_on_host`            asks the event, and a watch   merges the clocks, and counts          -
+    `moment`                  an event                      a clock                                None
+    `lend`                    `record_stream`               freed behind both streams              -
     `host_memory`             pinned                        memory of the host, for the checker    plain memory
     `taken`                   -                             a write to the place                   -
 
@@ -41,8 +43,8 @@ class Checker(Protocol):
         """Inside, what is computed is the host's, in memory of the host."""
         ...
 
-    def is_host(self, memory: torch.Tensor) -> None:
-        """`memory` is the host's."""
+    def lend(self, memory: torch.Tensor, stream: Any) -> None:
+        """`stream` uses `memory`, too."""
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
         """`memory` gets another use."""
@@ -93,6 +95,24 @@ def on_host() -> AbstractContextManager:
     return _checker.on_host() if _checker is not None else _NOTHING
 
 
+def moment(device: torch.device) -> Any:
+    """The moment behind all that `device` computes so far, None where it has no streams."""
+    return current(device).record_event() if has_streams(device) else None
+
+
+def lend(memory: torch.Tensor, stream: Any) -> None:
+    """`stream` uses `memory` of the current one, too; nobody else gets it before that is past what it has by its end.
+
+    None: nothing to do.
+    """
+    if stream is None:
+        return
+    if _checker is not None:
+        _checker.lend(memory, stream)
+    else:
+        memory.record_stream(stream)
+
+
 def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
     """Make the host wait for `event`, calling `check`, which may raise, now and then."""
     if check is None or _checker is not None:
@@ -106,10 +126,8 @@ def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
 
 def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bool = True) -> torch.Tensor:
     """CPU memory that `device` copies to or from beside the host, in pages that stay if they can be `pinned` for it."""
-    memory = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
-    if _checker is not None:
-        _checker.is_host(memory)
-    return memory
+    with on_host():
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:

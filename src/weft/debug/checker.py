@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import streams
-from weft.debug.clocks import HOST, CheckedStream, Clock, Host
+from weft.debug.clocks import HOST, CheckedStream, Clock, Host, merge
 from weft.debug.memory import Access, Memory, Site, StreamOrderError
 
 _WRITTEN_BY_COLLECTIVES = {
@@ -56,7 +56,8 @@ _WRITTEN_BY_COLLECTIVES = {
 }
 """How many of the first arguments each writes to; the others write to all."""
 _TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that give memory to a tensor and neither read nor write it."""
+"""Operators that give memory to a tensor and neither read nor write it. New memory comes behind what is computed so far
+on the stream that asks for it, as it may have been another's there: that counts as a write."""
 _ASK_THE_DEVICE = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -72,7 +73,10 @@ _ASK_THE_DEVICE = {
 
 @dataclass(frozen=True)
 class Ran:
-    """A piece of work: its stream, operator, and what it reads and writes, by the names of weft's buffers."""
+    """A piece of work: its stream, operator, and what it reads and writes, by the names of weft's buffers.
+
+    A wait of the host is one, too, with the clock that the host had before.
+    """
 
     stream: str
     operator: str
@@ -140,10 +144,9 @@ class StreamChecker:
         finally:
             self._as_host = around
 
-    def is_host(self, memory: torch.Tensor) -> None:
-        """`memory` is the host's."""
-        self._memory_of(memory.untyped_storage())
-        self._of_host.add(memory.untyped_storage()._cdata)
+    def lend(self, memory: torch.Tensor, stream: CheckedStream) -> None:
+        """`stream` uses `memory`, too."""
+        self._memory_of(memory.untyped_storage()).lent.add(stream.actor)
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
         """`memory` gets another use, on the current stream."""
@@ -169,14 +172,17 @@ class StreamChecker:
         host = self._as_host or self._only_host(given)
         if host:
             for each in fresh:
-                self.is_host(each)
+                self._belongs_to_host(each)
         else:
             for each in fresh:
                 self._memories.pop(each.untyped_storage()._cdata, None)
                 self._memory_of(each.untyped_storage(), self._current.actor)
         name = func._schema.name
         access, clock = self._access(name, host)
-        if not name.startswith(_TOUCH_NOTHING):
+        if name.startswith(_TOUCH_NOTHING):
+            for each in fresh if not host else ():
+                self._use(each, Memory.write, access, clock)
+        else:
             wrote = [*written, *fresh]
             reads = [each for each in given if not any(each is other for other in written)]
             if host:  # numbers of others are brought by whoever asks for them
@@ -200,6 +206,10 @@ class StreamChecker:
             self._use(tensor, Memory.read, *self._access(name))
             self._host.wait(dict(self._current.clock), name)
 
+    def _belongs_to_host(self, memory: torch.Tensor) -> None:
+        self._memory_of(memory.untyped_storage())
+        self._of_host.add(memory.untyped_storage()._cdata)
+
     def _only_host(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the host computes this: a number may lie anywhere."""
         wide = [each for each in tensors if _has_memory(each) and each.ndim] or [e for e in tensors if _has_memory(e)]
@@ -211,7 +221,8 @@ class StreamChecker:
 
     def allocated(self, storage: Any) -> None:
         """`storage` got memory, for the current stream."""
-        self._memories[storage._cdata] = Memory(self._current.actor)
+        known = self._memories[storage._cdata] = Memory(self._current.actor)
+        known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
         """Raise what was found where nothing can be raised."""
@@ -248,6 +259,8 @@ class StreamChecker:
             return
         home = self._by_actor[memory.home]
         clock = dict(home.now())
+        for actor in memory.lent:  # the allocator takes it back when they are past what they have now
+            merge(clock, self._by_actor[actor].now())
         time = clock.get(home.actor, 0)
         try:
             memory.free(
@@ -275,6 +288,8 @@ class StreamChecker:
 
     def _note_wait(self, what: str) -> None:
         self.waits[f"{what}, by {_site()}"] += 1
+        if self._record:
+            self.work.append(Ran("the host", f"a wait for {what}", (), (), HOST, 0, dict(self._host.clock)))
 
     def _note(
         self, name: str, access: Access, clock: Clock, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

@@ -16,7 +16,6 @@ parameter moves. The full parameters have that version too while their memory is
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -29,12 +28,14 @@ from torch.distributed.tensor import DTensor
 from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
+from weft.debug.guard import guards_memory
 from weft.dtensor.tensor_parallel import TensorParallel
-from weft.fsdp.autograd import FullParameters, behind_classes
+from weft.fsdp.autograd import FullParameters, behind_classes, lost_writes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
+from weft.fsdp.slots import Slot, register
 from weft.memory.blank import has_blank
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
@@ -44,37 +45,6 @@ HOOK_NEVER_RUNS = (
     "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
     "gradient in parameter.grad, and may change it"
 )
-
-
-@dataclass
-class Slot:
-    """One parameter: where it is registered, its name in the unit, and what is registered there now."""
-
-    name: str
-    there: nn.Parameter | None
-    owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
-    own: tuple[nn.Parameter, ...] = ()
-    """What its group registers here."""
-
-    def register(self, parameter: nn.Parameter | None) -> bool:
-        """Put `parameter` in every place that shares it; whether nobody else had put something there."""
-        there, untouched = self.there, True
-        for owner, name in self.owners:
-            module = owner()
-            if module is not None:
-                places = module._parameters
-                found = places.get(name)
-                if found is not there and not any(found is each for each in self.own):
-                    untouched = False
-                places[name] = parameter
-        self.there = parameter
-        return untouched
-
-    def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
-        """Register the parameter in more places."""
-        known = [(module(), name) for module, name in self.owners]
-        self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
-        self.register(self.there)
 
 
 class ParameterGroup:
@@ -142,6 +112,8 @@ class ParameterGroup:
         """Keeps its messages apart from those of other groups."""
         self._gathered_from: int | None = None
         """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
+        self._as_it_came: torch.Tensor | None = None
+        """What was gathered, where somebody looks for writes to it."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
@@ -359,10 +331,25 @@ class ParameterGroup:
         self.drop_piece()
         self._give_staging()
         self.fulls.come(self.version)
+        self._as_it_came = self.full.local.clone() if self.transient is not None and guards_memory() else None
+
+    def check_unwritten(self) -> None:
+        """Raise WeightsWritten if somebody wrote to what is gathered; with `weft.debug.guard_memory` also by ways that
+        no version counter knows of."""
+        self.fulls.check_unwritten()
+        came, self._as_it_came = self._as_it_came, None
+        if came is not None:
+            before = FlatBuffer(self.layout, self.mesh, self.full.placements, came).views()
+            each = zip(self.full_parameters, before, self.full.views())
+            written = [parameter for parameter, old, new in each if not torch.equal(_bytes_of(old), _bytes_of(new))]
+            if written:
+                raise lost_writes(written)
+            self._as_it_came = came
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
+            self._as_it_came = None
             self.fulls.leave()
             self.transient.give()
 
@@ -380,7 +367,7 @@ class ParameterGroup:
 
     def withdraw(self) -> None:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
-        _refuse_replaced([slot for slot in self.slots if not slot.register(None)])
+        register([(slot, None) for slot in self.slots])
 
     def follow_user(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
@@ -398,9 +385,7 @@ class ParameterGroup:
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""
-        parameters = self.full_parameters if full else self.sharded_parameters
-        # All are registered before anything is said, or the next call would find what this one left.
-        _refuse_replaced([slot for slot, each in zip(self.slots, parameters) if not slot.register(each)])
+        register(zip(self.slots, self.full_parameters if full else self.sharded_parameters))
 
     # --- slices of tensor parallelism ---------------------------------------------------------------------------------
 
@@ -446,15 +431,8 @@ class ParameterGroup:
                 yield self.main_weight.local[:0], group
 
 
-def _refuse_replaced(slots: Sequence[Slot]) -> None:
-    if slots:
-        names = ", ".join(repr(slot.name) for slot in slots)
-        raise RuntimeError(
-            f"parameter {names} of a sharded module was replaced or removed, by assignment or by "
-            "torch.func.functional_call: what a unit gathers lies in its flat buffer, so its own parameters are back "
-            "in place; write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
-            "fully_shard"
-        )
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _ignore(full: torch.Tensor) -> None:

@@ -111,8 +111,10 @@ class MoE(nn.Module):
         self._record(routing)
         order = by_expert(routing.experts, routing.kept, self.router.num_experts)
         shared = self._shared(hidden)
-        handle.ready()
-        rows = order.numel() if routing.kept is None else handle.sent
+        rows = order.numel()
+        if routing.kept is not None:  # how many are left is known with the sizes
+            handle.ready()
+            rows = handle.sent
         batch, seq, _ = hidden.shape
         handle.permutation = permutation(order, rows, routing.kept, self.router.top_k, (batch, seq))
         sent = hidden if self.latent_in is None else self.latent_in(hidden)

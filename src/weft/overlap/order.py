@@ -5,16 +5,24 @@ stands in the right column starts first and runs on the exchange lane under the 
 
     compute lane                     exchange lane
     -------------------------------  -------------
+    B.leave (of a depth)
     B.finish
-    F.attend                         B.combine
+    F.enter (of a depth)             B.combine
+    F.attend
     B.experts                        F.dispatch
     B.experts.weights (if delayed)   B.dispatch
     F.experts
     B.attend                         F.combine
     B.attend.weights (if delayed)
+    B.enter (of a depth)
+    B.enter.weights (if delayed)
     F.finish
+    F.leave (of a depth)
 
-B.combine is the backward of combine: gradients travel to the experts. Around the layers of a chunk stand its ends:
+B.combine is the backward of combine: gradients travel to the experts. Where a device computes beside the host, the host
+queues B.experts before it waits for the sizes of F.dispatch, so that the device has something to do meanwhile; the lane
+waits for F.attend alone, so that both run at once. The layers of prediction depths follow those of the last chunk; a
+depth is entered before its first layer and left behind its last. Around the layers of a chunk stand its ends:
 
     chunk       before its layers          behind them
     ----------  -------------------------  ---------------------------------------------------------------
@@ -51,7 +59,7 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer as the order sees it: its number and its stages."""
+    """A layer as the order sees it: its number, and its stages with "enter" and "leave" at the ends of a depth."""
 
     number: int
     stages: tuple[str, ...]
@@ -87,31 +95,50 @@ class Part(NamedTuple):
 
 
 # Direction and slot in issue order; a slot of the exchange lane runs under the compute slots that follow it.
-COMBINED = (
+UNTIL_EXPERTS = (
+    (BACKWARD, "leave"),
     (BACKWARD, "finish"),
     (BACKWARD, "combine"),
+    (FORWARD, "enter"),
     (FORWARD, "attend"),
     (FORWARD, "dispatch"),
     (BACKWARD, "experts"),
     (BACKWARD, "dispatch"),
     (BACKWARD, "experts.weights"),
+)
+COMBINED = (
+    *UNTIL_EXPERTS,
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend"),
     (BACKWARD, "attend.weights"),
+    (BACKWARD, "enter"),
+    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
+    (FORWARD, "leave"),
 )
 # `attend` of the backward before `experts` of the forward: its activations go earlier, B.dispatch is less hidden.
 EARLY_RELEASE = (
-    *COMBINED[:7],
+    *UNTIL_EXPERTS,
     (BACKWARD, "attend"),
+    (BACKWARD, "enter"),
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend.weights"),
+    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
+    (FORWARD, "leave"),
 )
 FORWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == FORWARD)
 BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == BACKWARD)
+
+
+def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same where a device computes beside the host: the sizes of a dispatch come while it has something to do."""
+    late, ahead = (FORWARD, "dispatch"), (BACKWARD, "experts")
+    found = [entry for entry in entries if entry != late]
+    found.insert(found.index(ahead) + 1, late)
+    return found
 
 
 WEIGHTS = tuple(entry for entry in BACKWARD_ALONE if "." in entry[1])
@@ -124,12 +151,14 @@ def table_order(
     overlap: bool,
     delay_wgrad: bool,
     early_release: bool,
+    queues: bool = False,
 ) -> Iterator[Step]:
     """The steps of one rank's entries of a table. `part`: of a microbatch and a chunk.
 
-    `overlap=False`: the forward and the backward of a pair run one after the other.
+    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: a device computes beside
+    the host.
     """
-    switches = {"early_release": early_release}
+    switches = {"early_release": early_release, "queues": queues}
     for entry in entries:
         for actions in (entry,) if overlap else ((action,) for action in entry):
             parts = {action.kind: part(action.microbatch, action.chunk) for action in actions}
@@ -142,14 +171,21 @@ def table_order(
 
 
 def combined_order(
-    ahead: Part | None, behind: Part | None, *, delay_wgrad: bool, early_release: bool, apart: bool = False
+    ahead: Part | None,
+    behind: Part | None,
+    *,
+    delay_wgrad: bool,
+    early_release: bool,
+    queues: bool = False,
+    apart: bool = False,
 ) -> Iterator[Step]:
     """The forward of `ahead` beside the backward of `behind`; None: there is no such.
 
     Pairs come first, then the layers that one side has more of, backward first. `apart`: the table has the weight
     gradients of `behind` elsewhere.
     """
-    entries = [entry for entry in (EARLY_RELEASE if early_release else COMBINED) if delay_wgrad or "." not in entry[1]]
+    entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
+    entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]
     to_come = list(ahead.layers) if ahead is not None else []
     to_go = list(reversed(behind.layers)) if behind is not None else []
     if behind is not None:

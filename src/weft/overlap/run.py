@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm import streams
 from weft.comm.collectives import reduce_now
 from weft.comm.ranges import profiled
 from weft.overlap.border import Border
@@ -28,23 +29,28 @@ _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKey
 
 
 class ScheduledRun:
-    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales."""
+    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales.
+
+    `depths`: the layers of each prediction depth that is run, behind the last stage.
+    """
 
     def __init__(
         self,
         model: Any,
         layers: Sequence[StagedLayer],
+        depths: Sequence[Sequence[StagedLayer]],
         cut: Cut,
         microbatches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[float],
     ) -> None:
         self._model = model
-        self._layers = layers
+        self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
         self._microbatches = microbatches
         self._scales = scales
-        self._units = ModelUnits.of(model, layers)
-        self._transport = _transport_of(model, cut, microbatches[0][0].device)
+        self._units = ModelUnits.of(model, layers, depths)
+        self._device = microbatches[0][0].device
+        self._transport = _transport_of(model, cut, self._device)
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
@@ -59,7 +65,8 @@ class ScheduledRun:
     ) -> None:
         """Carry out what `table` has for this rank."""
         entries = table.ranks[self._cut.rank]
-        steps = table_order(entries, self._part, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release)
+        switches = {"overlap": overlap, "delay_wgrad": delay_wgrad, "early_release": early_release}
+        steps = table_order(entries, self._part, **switches, queues=streams.has_streams(self._device))
         self._apart = {action[1:] for entry in entries for action in entry if action.kind == "W"}
         self._delayed = {action[1:] for entry in entries for action in entry if delay_wgrad} | self._apart
         ends = SharedEnds(self._model, self._cut, self._transport)
@@ -83,7 +90,7 @@ class ScheduledRun:
         """The loss of each microbatch, on every rank."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
-        return _shared(self._losses, len(self._microbatches), self._cut, self._microbatches[0][0].device)
+        return _shared(self._losses, len(self._microbatches), self._cut, self._device)
 
     def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
         program = self._units.program(steps)
@@ -144,8 +151,14 @@ class ScheduledRun:
 
     def _part(self, microbatch: int, chunk: int) -> Part:
         stage = self._cut.stage(chunk)
+        last = stage == len(self._borders)
         layers = [Layer(number, self._layers[number].stages) for number in self._numbers[chunk]]
-        return Part(microbatch, layers, chunk, first=stage == 0, last=stage == len(self._borders))
+        for depth in self._units.depths if last else ():
+            mine = [Layer(number, self._layers[number].stages) for number in depth.layers]
+            mine[0] = Layer(mine[0].number, ("enter", *mine[0].stages))
+            mine[-1] = Layer(mine[-1].number, (*mine[-1].stages, "leave"))
+            layers += mine
+        return Part(microbatch, layers, chunk, first=stage == 0, last=last)
 
     def _key(self, number: int) -> Any:
         """The same for microbatches between which nothing that crosses a border changes its shape."""

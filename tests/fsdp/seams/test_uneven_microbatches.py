@@ -88,3 +88,20 @@ def test_one_rank_reads_whole_tensors_that_the_other_never_asks_for():
             full_tensors(net)
         assert time.monotonic() - begin < WORST_S
     dist.barrier()
+
+
+@distributed(2, timeout=WORST_S + 10)
+def test_a_rank_that_evaluates_alone_is_told_that_all_ranks_must():
+    net = shard(strategy="optim")
+    batch = nets.data(1, 4)[0]
+    nets.loss_of(net, batch).backward()
+    said = r"rank 0: the beginning of a pass, which rank 1 never began.*evaluations.* too.*with another rank's batch"
+    with pytest.raises(CollectiveMismatch, match=said):
+        nets.loss_of(net, batch).backward()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                net.set_is_last_backward(False)
+                nets.loss_of(net, batch)
+                nets.loss_of(net, batch)
+        full_tensors(net)
+    dist.barrier()

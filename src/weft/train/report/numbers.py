@@ -1,6 +1,7 @@
 """A run's records as the numbers that its report shows."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,12 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
     """(step, value) of the records that have it; a value that was not finite leaves a gap."""
     found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
     return [(step, math.nan if value is None else value) for step, value in found]
+
+
+def median(points: Sequence[tuple[float, float]]) -> float:
+    """Of the values that are known: the middle one, or the mean of the two in the middle. NaN where there is none."""
+    known = [value for _, value in points if value == value]
+    return statistics.median(known) if known else math.nan
 
 
 def counted(records: list[dict[str, Any]]) -> str:
