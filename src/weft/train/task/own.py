@@ -1,6 +1,6 @@
 """A model and data of one's own."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class OwnTask:
     """One rank's part of training `model` on `data`; the arguments are those of `weft.train.Trainer`."""
 
     unit = "samples"
+    at_once = 1
     adds_losses = False
 
     def __init__(
@@ -66,6 +67,9 @@ class OwnTask:
     def loss(self, microbatch: Any) -> Losses:
         found = self._loss(self.model, microbatch)
         return found if isinstance(found, tuple) else (found, {})
+
+    def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
+        return [self.loss(microbatch) for microbatch in microbatches]
 
     def validation_values(self, loss: float) -> dict[str, float]:
         return {"loss": loss}
