@@ -202,7 +202,7 @@ class Prefetch:
             record.forget()
 
     def behind(self, here: Sequence[int], upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
-        """The units to gather ahead once the units `here` are visited, which may come again at once, to be recomputed."""
+        """The units to gather ahead once those `here` are visited, which may come again at once, to be recomputed."""
         return self._look_ahead(dropwhile(here.__contains__, upcoming), depth)
 
     def _wanted(self, record: Itinerary) -> Iterator[Unit]:
