@@ -24,6 +24,11 @@ from typing import Any
 
 import pytest
 
+from weft.fsdp.runtime import options
+
+if os.environ.get("WEFT_BUCKETS") != "1":
+    options.BUCKET_BYTES = 0  # the models of tests are tiny: their units travel by themselves, unless a test says other
+
 MAX_RANKS = 4
 TIMEOUT_S = 120
 
