@@ -92,6 +92,20 @@ def test_experts_on_two_ranks_in_two_stages():
             assert inside, "no forward ran inside of a backward"
 
 
+DEPTHS = dataclasses.replace(MIXED, pattern="[*E]*[*-]/[*E]/[*E]", recompute=("experts",))
+
+
+@distributed(2)
+@pytest.mark.parametrize("schedule, how", [("1f1b", {}), ("zbv", {"chunks": 2, "placement": "v"})])
+def test_prediction_depths_stand_behind_the_last_stage(schedule, how):
+    meshes = weft.init_meshes("cpu", pp=2)
+    expected = of_the_whole(DEPTHS, 1, 4)
+    model, trace = in_stages(DEPTHS, meshes, "optim_grads_params", schedule, 4, expected, {"delay_wgrad": True}, **how)
+    entered = [step for step in trace if step.slot == "enter"]
+    assert len(entered) == (4 * 2 * 2 if len(model.depths) else 0)  # microbatches, depths, directions
+    assert len(model.depths) == (2 if model.cut.is_last else 0)
+
+
 @pytest.mark.slow
 @distributed(4)
 @pytest.mark.parametrize("pp", [1, 2])

@@ -183,7 +183,7 @@ class ModelUnits:
                 held[unit] += 1
                 position += 1
                 coming = (visits[at].number for at in range(position, len(visits)))
-                yield held.keys() | set(self.runtime.prefetch.behind(unit.number, coming, AHEAD))
+                yield held.keys() | set(self.runtime.prefetch.behind((unit.number,), coming, AHEAD))
             for unit, _ in each.release:
                 held[unit] -= 1
                 if not held[unit]:

@@ -13,9 +13,10 @@ among what would be gathered ahead.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 
+from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool, Transient
@@ -67,10 +68,18 @@ class Itinerary:
 
 
 class Prefetch:
-    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit."""
+    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit or bucket. `buckets`: of the units
+    that are in one."""
 
-    def __init__(self, units: Sequence["weakref.ref[Unit]"], weights: Pool, budget: int | None) -> None:
+    def __init__(
+        self,
+        units: Sequence["weakref.ref[Unit]"],
+        weights: Pool,
+        budget: int | None,
+        buckets: Mapping[int, Bucket],
+    ) -> None:
         self._units = units
+        self._buckets = buckets
         self.budget = budget
         self._weights = weights
         self._kind = Pass.FORWARD
@@ -84,6 +93,8 @@ class Prefetch:
         """A pass of this kind begins."""
         self._kind = kind
         self._foretold.clear()
+        for bucket in self._buckets.values():
+            bucket.gathered = kind is Pass.SCHEDULE
         self._records[kind].begin()
         if kind is not Pass.BACKWARD:
             self._finished = []
@@ -119,18 +130,32 @@ class Prefetch:
         self._foretold.discard(unit.number)
         if self._foretold and not record.on_track:
             self._free_foretold()
-        unit.prefetch()
         if explicit is not None:
+            unit.prefetch()
             for ref in explicit:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
+        self._gather(unit)
         for following in self._wanted(record):
             if not following.resident:
                 if not following.fits(self._weights):
                     break
-                following.prefetch()
-                self._foretold.add(following.number)
+                self._gather(following)
+                if following.number not in self._buckets:
+                    self._foretold.add(following.number)
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to gather `unit`, with its bucket if that has not been in this pass."""
+        for tied in unit.tied:
+            self._gather(tied)
+        if not unit.resident and unit.number in self._buckets:
+            self._buckets[unit.number].gather()
+        unit.prefetch()
+
+    def _together(self, number: int, kind: Pass) -> Sequence[int]:
+        """The units that come with unit `number` in such a pass; a schedule gathers each by itself."""
+        return self._buckets[number].numbers if number in self._buckets and kind is not Pass.SCHEDULE else (number,)
 
     def finish(self, unit: Unit) -> None:
         """`unit` ended its forward in a pass that a backward follows."""
@@ -151,10 +176,12 @@ class Prefetch:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
         unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
         ahead = {
-            (visited, following.number)
-            for record in self._records.values()
+            (here, coming)
+            for kind, record in self._records.items()
             for position, visited in enumerate(record.latest, start=1)
-            for following in self._look_ahead(record.latest[position:], record.depth)
+            for following in self.behind(self._together(visited, kind), record.latest[position:], record.depth)
+            for here in self._together(visited, kind)
+            for coming in self._together(following.number, kind)
         }
 
         def together(one: Transient, other: Transient) -> bool:
@@ -174,13 +201,14 @@ class Prefetch:
         for record in self._records.values():
             record.forget()
 
-    def behind(self, unit: int, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
-        """The units to gather ahead once `unit` is visited, which may come again at once, to be recomputed."""
-        return self._look_ahead(dropwhile(unit.__eq__, upcoming), depth)
+    def behind(self, here: Sequence[int], upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
+        """The units to gather ahead once those `here` are visited, which may come again at once, to be recomputed."""
+        return self._look_ahead(dropwhile(here.__contains__, upcoming), depth)
 
     def _wanted(self, record: Itinerary) -> Iterator[Unit]:
         """The units that should be here, or on their way, besides those that are held."""
-        return self.behind(record.visited[-1] if record.visited else -1, record.ahead(), record.depth)
+        here = self._together(record.visited[-1], self._kind) if record.visited else ()
+        return self.behind(here, record.ahead(), record.depth)
 
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
