@@ -46,15 +46,20 @@ SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
 ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel[2-False]"
+GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
+RESUMED = "train/test_loop.py::test_on_the_same_ranks_a_run_goes_on_bit_for_bit"
+HABITS = "train/test_habits.py::"
+SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
+BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
     # --- when things run ---------------------------------------------------------------------------------------------
     Mutation(
         "nothing is gathered ahead",
         "fsdp/runtime/prefetch.py",
-        "for following in self._look_ahead(others, record.depth):",
+        "for following in self._wanted(record):",
         "for following in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
@@ -68,8 +73,8 @@ MUTATIONS = [
     Mutation(
         "a gather is waited for at once",
         "fsdp/unit.py",
-        "self._tickets.append(ticket)",
-        "self._tickets.append(ticket) or ticket.wait()",
+        "            self._tickets.append(ticket)",
+        "            self._tickets.append(ticket) or ticket.wait()",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
     Mutation(
@@ -117,8 +122,8 @@ MUTATIONS = [
     Mutation(
         "max_live_reduce_buffers=1 is ignored",
         "fsdp/runtime/reductions.py",
-        "self._keep_under_way(self.most_alive - 1)",
-        "pass",
+        "most = max(most, 0)",
+        "most = len(self._units)",
         REDUCED_BESIDE + "[2-no_shard]",
     ),
     Mutation(
@@ -152,8 +157,8 @@ MUTATIONS = [
     Mutation(
         "one reduction starts with the turn of another, not all that wait for it",
         "fsdp/runtime/reductions.py",
-        "while self._turns and self._turns[0] in self.waiting:",
-        "if self._turns and self._turns[0] in self.waiting:",
+        "while self._turns and self.waiting.issuperset(self._turns[0]):",
+        "if self._turns and self.waiting.issuperset(self._turns[0]):",
         ORDER + "test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
     ),
     Mutation(
@@ -172,11 +177,60 @@ MUTATIONS = [
         "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
     ),
     Mutation(
+        "the projection of a prediction depth is not delayed",
+        "overlap/depth_pass.py",
+        'ComputeNode(f"{name}.enter", self._delayed)',
+        'ComputeNode(f"{name}.enter")',
+        "overlap/test_events.py::test_each_delayed_product_of_a_sharded_model_runs_in_its_slot[2]",
+    ),
+    Mutation(
+        "what is outside of layers is reduced before prediction depths have read it",
+        "overlap/units.py",
+        'each.step.slot in ("embed", "enter", "head", "head.weights")',
+        'each.step.slot in ("embed", "head", "head.weights")',
+        "overlap/test_stages_sharded.py::test_prediction_depths_stand_behind_the_last_stage[2-1f1b-how0]",
+    ),
+    Mutation(
         "the next message between stages is not received ahead",
         "pipeline/transport.py",
         "        tensors, ticket = self._expected.popleft()\n        self._expect()\n",
         "        tensors, ticket = self._expected.popleft()\n",
         "pipeline/test_transport.py::test_the_next_message_is_expected_while_one_is_worked_on[2]",
+    ),
+    Mutation(
+        "the memory of a message is given back while it leaves",
+        "pipeline/transport.py",
+        "tensors if streams.has_streams(self._device) else ()",
+        "()",
+        "pipeline/test_transport.py::test_what_leaves_on_a_stream_is_kept_until_the_stream_is_past_it[2]",
+    ),
+    Mutation(
+        "the memory of a message stays until the end of a schedule",
+        "pipeline/transport.py",
+        "        ticket.end_by_itself()\n",
+        "",
+        "pipeline/test_transport.py::test_the_memory_of_a_message_goes_when_it_has_arrived[2]",
+    ),
+    Mutation(
+        "a byte budget counts a unit at each of its visits",
+        "fsdp/runtime/prefetch.py",
+        "if following is None or number in seen:",
+        "if following is None:",
+        "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
+    ),
+    Mutation(
+        "what is needed next is let go and gathered again",
+        "fsdp/runtime/prefetch.py",
+        "        upcoming += [each.number for each in self._wanted(record)]\n",
+        "",
+        "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
+    ),
+    Mutation(
+        "weight gradients of the head are not computed apart",
+        "overlap/order.py",
+        """        yield behind.behind(BACKWARD)._replace(slot="head.weights")""",
+        "        pass",
+        "overlap/test_stages.py::test_two_chunks_on_a_rank_in_a_loop_and_in_a_v[2]",
     ),
     Mutation(
         "copies of what two stages share count twice in a norm",
@@ -210,8 +264,8 @@ MUTATIONS = [
     Mutation(
         "a ticket is not waited for",
         "comm/lanes.py",
-        "elif self._transfer is not None:",
-        "elif False:",
+        "self._collect()",
+        "pass",
         "comm/test_lanes.py::test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it",
     ),
     Mutation(
@@ -316,6 +370,48 @@ MUTATIONS = [
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
+        "nobody waits for a unit's gather",
+        "fsdp/unit.py",
+        "        for ticket in tickets:\n            ticket.wait()",
+        "        pass",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "nobody waits for weights that are brought up to date",
+        "fsdp/group.py",
+        "            with torch.no_grad():\n                ticket.wait()\n            self._give_staging()",
+        "            self._give_staging()",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim-False]",
+    ),
+    Mutation(
+        "nobody waits for rows that arrive",
+        "moe/dispatch.py",
+        "            self._ticket.wait()",
+        "            pass",
+        STREAMS + SIZES,
+    ),
+    Mutation(
+        "reductions of a failed backward are forgotten, not given up",
+        "fsdp/runtime/reductions.py",
+        "self._under_way.popleft().ticket.abandon()",
+        "self._under_way.popleft()",
+        STREAMS + GIVEN_UP,
+    ),
+    Mutation(
+        "a failed backward gives memory back that is being reduced",
+        "fsdp/runtime/runtime.py",
+        "        self.reductions.order()\n        for group in self.groups:\n            group.gradients.give_back()",
+        "        for group in self.groups:\n            group.gradients.give_back()",
+        STREAMS + GIVEN_UP,
+    ),
+    Mutation(
+        "what is forgotten is not counted",
+        "comm/lanes.py",
+        "            streams.unawaited(self._name, self._event)",
+        "            pass",
+        STREAMS + "test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies[2]",
+    ),
+    Mutation(
         "weights in memory of the host change while they are uploaded",
         "fsdp/group.py",
         "            upload.synchronize()",
@@ -382,7 +478,7 @@ MUTATIONS = [
         "rows leave before they are there",
         "overlap/layer_pass.py",
         "            self._attended_at = streams.moment(crossing.rows.device)",
-        "            self._attended_at = streams._checker.new('none').record_event()",
+        "            self._attended_at = streams.new('none', crossing.rows.device).record_event()",
         STREAMS + ROWS,
     ),
     Mutation(
@@ -392,6 +488,14 @@ MUTATIONS = [
         "            with streams.on(None):",
         "debug/test_checker.py::"
         "test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_the_plan_is_made",
+    ),
+    Mutation(
+        "the name of a group has the number of groups that a rank has",
+        "comm/groups.py",
+        "return name if threading.get_ident() == caller else named(ranks, use_hashed_name)",
+        "return f'{name}/{len(c10d._world.pg_names)}'",
+        "comm/test_groups.py::"
+        "test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others[4]",
     ),
     # --- weights -----------------------------------------------------------------------------------------------------
     Mutation(
@@ -610,7 +714,7 @@ MUTATIONS = [
     Mutation(
         "a tensor on disk that nothing needs is passed over",
         "models/hf/weights.py",
-        "if unused := set(files) - wanted:",
+        "if unused := set(files) - wanted - copies:",
         "if unused := set():",
         "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
     ),
@@ -840,6 +944,91 @@ MUTATIONS = [
         "placements = [wanted if name in names else there for name, there, wanted in pairs]",
         "placements = [wanted for name, there, wanted in pairs]",
         "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
+    ),
+    # --- the trainer -------------------------------------------------------------------------------------------------
+    Mutation(
+        "a resumed run reads its text from the beginning",
+        "train/data/batches.py",
+        'self.position = int(state["position"])',
+        "pass",
+        RESUMED,
+    ),
+    Mutation(
+        "a resumed run reads data of one's own from the beginning",
+        "train/task/own.py",
+        "for done in range(self.taken):",
+        "for done in ():",
+        "train/test_trainer.py::test_a_run_of_one_s_own_goes_on_bit_for_bit[go_on]",
+    ),
+    Mutation(
+        "the learning rate begins anew after a resume",
+        "train/schedule.py",
+        'self.step = state["step"]',
+        "pass",
+        RESUMED,
+    ),
+    Mutation(
+        "options of the checkpoint's optimizer hold in place of the configured ones",
+        "train/loop.py",
+        "group.update(configured)",
+        "pass",
+        "train/test_changes.py::test_a_changed_option_is_used_and_recorded",
+    ),
+    Mutation(
+        "gradients are not clipped",
+        "train/loop.py",
+        "return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)",
+        "return weft.optim.grad_norm(model)",
+        "train/test_trainer.py::test_training_one_s_own_model_is_the_plain_loop_in_one_process[1]",
+    ),
+    Mutation(
+        "an average of the weights stays where it began",
+        "train/ema.py",
+        "torch._foreach_lerp_(averages, weights, 1 - self.decay)",
+        "pass",
+        "train/test_ema.py::test_the_average_on_any_ranks_is_that_of_one_process[1]",
+    ),
+    Mutation(
+        "the average of the weights is in no checkpoint",
+        "train/loop.py",
+        '            **({"ema": self.average} if self.average else {}),\n',
+        "",
+        "train/test_ema.py::test_a_run_with_an_average_goes_on_bit_for_bit",
+    ),
+    Mutation(
+        "validations of the average have the weights themselves",
+        "train/ema.py",
+        "            weight.copy_(average)",
+        "            pass",
+        "train/test_ema.py::test_the_average_on_any_ranks_is_that_of_one_process[1]",
+    ),
+    Mutation(
+        "a step with a spike is taken",
+        "train/loop.py",
+        "        if not skipped:",
+        "        if True:",
+        SPIKES,
+    ),
+    Mutation(
+        "a resumed run knows no norms of before",
+        "train/spikes.py",
+        'self.norms = [float(norm) for norm in state["norms"]]',
+        "pass",
+        SPIKES,
+    ),
+    Mutation(
+        "the best checkpoint goes with its turn",
+        "train/loop.py",
+        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "complete",
+        BEST,
+    ),
+    Mutation(
+        "validations that get no better never end a run",
+        "train/loop.py",
+        "return 0 < self.config.train.stop_after <= self.position.worse",
+        "return False",
+        BEST,
     ),
 ]
 

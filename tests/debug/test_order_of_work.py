@@ -29,6 +29,7 @@ def train(net, optimizer, checker: StreamChecker, steps: int = 4) -> dict[str, i
         nets.loss_of(net, batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert not checker.unawaited
     return dict(checker.waits)
 
 
@@ -147,6 +148,7 @@ def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_wai
     layers = sum("E" in layer.symbols for layer in model.staged_layers)
     assert sum(checker.waits.values()) == microbatches * layers, checker.waits
     assert all("ready" in what for what in checker.waits)
+    assert not checker.unawaited
     exchanges = [each for each in checker.work if each.stream.endswith("exchange") and "alltoall" in each.operator]
     products = [each for each in checker.work if each.stream.endswith("compute") and each.operator in COMPUTATION]
     assert len(exchanges) == microbatches * layers * 4
@@ -201,6 +203,23 @@ def test_a_device_is_not_asked_by_a_rank_without_rows():
 
 
 @distributed(2)
+def test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read():
+    def fail(gradient):
+        raise RuntimeError("no")
+
+    with weft.debug.check_streams() as checker:
+        net = nets.shard(nets.make(depth=4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        train(net, optimizer, checker, steps=2)
+        handle = net.blocks[0].register_forward_hook(lambda block, args, output: output.register_hook(fail) and None)
+        with pytest.raises(RuntimeError, match="no"):
+            nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        train(net, optimizer, checker, steps=2)
+
+
+@distributed(2)
 def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it():
     with weft.debug.check_streams(record=True) as checker:
         net = nets.shard(nets.make())
@@ -212,7 +231,7 @@ def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_re
 
 @distributed(2)
 def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies():
-    with weft.debug.check_streams():
+    with weft.debug.check_streams() as checker:
         lane, side = Lane("gather", CPU), streams.new("side", CPU)
         full = torch.zeros(4)
         ticket = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
@@ -225,8 +244,11 @@ def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_as
             full.sum()
         streams.current(CPU).wait_stream(side)
         again = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
+        assert not checker.unawaited
         with streams.on(side):
             del again
+        (what,) = checker.unawaited
+        assert what.startswith("all_gather on gather, forgotten by ") and "debug/test_order_of_work.py:" in what
         full.sum()
         with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
             full.sum()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+import weft.debug
 from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
 from weft.comm.watch.rules import CollectiveMismatch
@@ -40,13 +41,14 @@ def same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def in_stages(cfg, meshes, schedule, count, expected, rounds=1, **how):
+def in_stages(cfg, meshes, schedule, count, expected, rounds=1, switches=None, **how):
     """A model in stages under `schedule`: losses and gradients are the `expected` ones."""
     model = build(cfg, meshes, **how)
     losses, whole = expected
     for _ in range(rounds):
         trace = []
-        same(forward_backward(model, data(count, cfg), schedule=schedule, trace=trace), losses)
+        found = forward_backward(model, data(count, cfg), schedule=schedule, trace=trace, **(switches or {}))
+        same(found, losses)
         same(gradients(model, whole=True), {name: whole[name] for name, _ in model.named_parameters()})
     return model, trace
 
@@ -82,7 +84,9 @@ def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
         how = {"chunks": 2, "placement": placement}
         _, trace = in_stages(CFG, meshes, schedule, 2 * ranks + 1, expected, **how)
         apart = [step for step in trace if step.slot.endswith(".weights")]
-        assert not apart or placement == "v"
+        assert bool(apart) == (placement == "v")
+        if schedule == "zbv" and dist.get_rank() == 0:
+            assert sum(step.slot == "head.weights" for step in apart) == 2 * ranks + 1
         if placement == "v" and dist.get_rank() == ranks - 1:  # the turn: both stages are here
             assert not any(step.slot in ("embed", "head") for step in trace)
 
@@ -134,6 +138,52 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
         dist.all_gather_object(both, mine.get("embedding.weight"))
         if copies:
             same(*both)
+
+
+@distributed(4)
+def test_tied_weights_and_a_prediction_depth_on_four_ranks():
+    meshes = weft.init_meshes("cpu", pp=4)
+    cfg = dataclasses.replace(CFG, pattern="[*-]*[*-]-/*-", tie_word_embeddings=True)
+    losses, whole = one_piece(cfg, 8)
+    for schedule, how in (("1f1b", {}), ("interleaved", {"chunks": 2}), ("zbv", {"chunks": 2, "placement": "v"})):
+        model = build(cfg, meshes, **how)
+        same(forward_backward(model, data(8, cfg), schedule=schedule), losses)
+        mine = gradients(model, whole=True)
+        torch.testing.assert_close(mine, {name: whole[name] for name in mine})
+        assert (model.embedding is not None) == (dist.get_rank() in ((0,) if "placement" in how else (0, 3)))
+
+
+@distributed(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "combined", "dualpipev", "zbv"])
+def test_every_schedule_delays_releases_early_and_recomputes(schedule):
+    """Bit for bit, with experts that are all here."""
+    how = {"placement": "v"} if schedule in ("dualpipev", "zbv") else {}
+    meshes = weft.init_meshes("cpu", pp=2)
+    cfg = dataclasses.replace(CFG, pattern="[*E]*[*-][*E]")
+    expected = one_piece(cfg, 5)
+    chunks = 1 if schedule == "1f1b" else 2
+    for switches in ({"delay_wgrad": True}, {"early_release": True}, {"delay_wgrad": True, "early_release": True}):
+        for recompute in ((), ("attend", "experts")):
+            cfg = dataclasses.replace(cfg, recompute=recompute)
+            _, trace = in_stages(cfg, meshes, schedule, 5, expected, switches=switches, chunks=chunks, **how)
+            apart = {step.microbatch for step in trace if step.slot.endswith(".weights")}
+            assert schedule in ("dualpipev", "zbv") or apart == (set(range(5)) if "delay_wgrad" in switches else set())
+
+
+@distributed(2, 4)
+def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
+    """What a device would run beside: the order is right, however fast each stream is."""
+    ranks = dist.get_world_size()
+    for schedule, how in (("1f1b", {}), ("combined", {"chunks": 2}), ("zbv", {"chunks": 2, "placement": "v"})):
+        expected = one_piece(CFG, 2 * ranks)
+        with weft.debug.check_streams():
+            meshes = weft.init_meshes("cpu", pp=2)
+            model = weft.models.shard(build(CFG, meshes, **how), meshes, strategy="optim_grads_params")
+            for _ in range(2):
+                losses = forward_backward(model, data(2 * ranks), schedule=schedule)
+                same(losses, expected[0])
+                found = gradients(model, whole=True)
+                torch.testing.assert_close(found, {name: expected[1][name] for name in found})
 
 
 @distributed(2)
@@ -210,6 +260,12 @@ def test_what_does_not_fit_is_refused():
         build(CFG, chunks=0)
     with pytest.raises(ValueError, match=r"placement='w': choose"):
         build(CFG, chunks=2, placement="w")
+
+
+@distributed(4)
+def test_tensor_parallelism_inside_of_stages_is_refused():
+    with pytest.raises(ValueError, match="tp=2: hybrid models cannot be split over tp yet; use tp=1"):
+        build(CFG, weft.init_meshes("cpu", pp=2, tp=2))
 
 
 @pytest.mark.parametrize(

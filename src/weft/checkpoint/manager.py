@@ -130,7 +130,7 @@ class CheckpointManager:
             self.wait()
         finally:
             if self._lock is not None:
-                self._lock.close()
+                folder.unlock(self._lock)
                 self._lock = None
 
     def steps(self) -> list[int]:

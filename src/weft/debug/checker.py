@@ -79,11 +79,14 @@ class Ran:
 class StreamChecker:
     """The streams of one check.
 
-    `waits`: how often the host waited, by what for and where. `work`: what ran, if `record`.
+    `waits`: how often the host waited, by what for and where. `unawaited`: how often something on a lane was forgotten
+    before anybody waited for it or gave it up, by what and where that was: it is then ordered all the same, by the end
+    of its ticket, which may come later than its first reader. `work`: what ran, if `record`.
     """
 
     def __init__(self, record: bool = False) -> None:
         self.waits: Counter[str] = Counter()
+        self.unawaited: Counter[str] = Counter()
         self.work: list[Ran] = []
         self._record = record
         self._host = Host(self.current, self._note_wait)
@@ -137,6 +140,10 @@ class StreamChecker:
         access, clock = self._access("taking it from the pool")
         known.write(begin, end, access, clock)
         known.call(begin, end, describe)
+
+    def note_unawaited(self, what: str) -> None:
+        """Nobody waited for `what`, or gave it up."""
+        self.unawaited[f"{what}, forgotten by {_site()}"] += 1
 
     # --- what runs ---------------------------------------------------------------------------------------------------
 

@@ -232,6 +232,23 @@ class ParameterGroup:
                 options["prepare"] = functools.partial(source.copy_, main)
             return channels.gather.run(collectives.all_gather, full, source, group, **options)
 
+    @property
+    def fits_buckets(self) -> bool:
+        """Whether its weights may travel with those of neighbours: gathered for each use, from what lies here."""
+        return (
+            self.transient is not None
+            and not self.refreshes
+            and self.offload is None
+            and self.piece is None
+            and collectives.sends_directly(self.groups[-1], self.device)
+        )
+
+    def open_full(self, channels: Channels) -> torch.Tensor:
+        """Memory for the full weights of what the main weights are now, which the bucket of the unit brings."""
+        assert self.transient is not None
+        self._gathered_from = self.version
+        return channels.weights.take(self.transient)
+
     def take_part(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():

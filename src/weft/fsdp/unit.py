@@ -181,6 +181,11 @@ class Unit:
             self._to("gather")
             self._gather()
 
+    def come_by(self, ticket: Ticket) -> None:
+        """The weights are at rest, and their gather has started, with those of other units."""
+        self._to("gather")
+        self._tickets.append(ticket)
+
     def acquire(self, holder: Any) -> None:
         """Hold the full weights: they are registered and ready for what is computed from here on."""
         if holder in self.holders:

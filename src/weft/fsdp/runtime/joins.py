@@ -12,6 +12,7 @@ from weft.comm.lanes import Ticket
 from weft.comm.watch.agreement import Agreement
 from weft.comm.watch.lookout import Lookout, keep_lookout
 from weft.fsdp.channels import Channels
+from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
@@ -20,8 +21,9 @@ from weft.fsdp.weak import weakly
 class Joins:
     """The part that this rank takes in what only others need."""
 
-    def __init__(self, channels: Channels, freshness: Freshness) -> None:
+    def __init__(self, channels: Channels, freshness: Freshness, buckets: Sequence[Bucket]) -> None:
         self._channels = channels
+        self._buckets = buckets
         self._freshness = freshness
         self._watched_by: Lookout | None = None
         self._tickets: list[Ticket] = []
@@ -51,6 +53,10 @@ class Joins:
                         key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), group.channel)
                         watch.can_join(key, functools.partial(join, None))
 
+        for number, bucket in enumerate(self._buckets):
+            key = self._channels.gathers.key(bucket.group, bucket.channel)
+            watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))
+
     def failed(self, what: str, error: BaseException) -> None:
         """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
         if self._watched_by is not None:
@@ -76,3 +82,10 @@ class Joins:
             return was_due
         self._tickets.append(unit.groups[number].take_part(self._channels))
         return True
+
+    def take_part_in_bucket(self, number: int) -> bool:
+        """Take part in the gather of bucket `number`; whether it was still to come. Called by the lookout too."""
+        ticket = self._buckets[number].take_part()
+        if ticket is not None:
+            self._tickets.append(ticket)
+        return ticket is not None

@@ -24,6 +24,7 @@ from weft.fsdp.channels import Channels, separate_gathers
 from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.runtime.buckets import fill_buckets
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -73,19 +74,25 @@ class Runtime:
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
         self._units = [weakref.ref(unit) for unit in units]
-        self.prefetch = Prefetch(self._units, self.channels.weights, options.prefetch_bytes)
         groups = self.groups
+        for number, unit in enumerate(units):
+            unit.number = number
+        budget = options.prefetch_bytes
+        most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
+        self._buckets = fill_buckets(units, self.channels, most)
+        self.prefetch = Prefetch(self._units, self.channels.weights, budget, self._buckets)
         channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
             self._units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
+            bucket_bytes=options.bucket_bytes,
             checked=options.check_collectives,
             note=self._agreement.note,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
-        self._joins = Joins(self.channels, self._freshness)
+        self._joins = Joins(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._place = units[0].place
         _runtimes.add(self)
@@ -103,8 +110,8 @@ class Runtime:
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
         equalize_slices(groups)
-        for number, unit in enumerate(units):
-            unit.number, unit.channels = number, self.channels
+        for unit in units:
+            unit.channels = self.channels
             unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import base64
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ def write_report(
     run_directory: str | Path,
     *,
     description: str = "",
-    memory: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     baseline: Mapping[str, float] | float | None = None,
 ) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
 
-    description: the text of `weft.describe`. memory: `weft.memory_report`, or bytes by role. baseline: the
-    validation loss of the bigram table in nats per byte, or such losses by name. Metrics and configuration
-    come from the folder. What is missing is left out; without matplotlib, the pictures. The same inputs give the same
-    bytes.
+    description: the text of `weft.describe`. memory: `weft.memory_report`, those of a pipeline's ranks, or
+    bytes by role. baseline: the validation loss of the bigram table in nats per byte, or such losses by name. Metrics
+    and configuration come from the folder. What is missing is left out; without matplotlib, the pictures. The same
+    inputs give the same bytes.
     """
     folder = Path(run_directory)
     records = read_metrics(folder)
