@@ -19,33 +19,23 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import weft
+from tests.overlap.small import build, config, gradients, plain
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
 from weft.comm.watch.rules import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch
-from weft.models import HybridConfig, HybridModel
+from weft.models import HybridModel
 from weft.models.layers import Attention
 from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer
 from weft.overlap.units import ModelUnits
 
-CFG = HybridConfig(
-    pattern="[*E]*[*E]",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-    aux_loss_coef=0.1,
-)
+CFG = config("[*E]*[*E]", aux_loss_coef=0.1)
 MODELS = {
     "odd": CFG,
     "even, dense layers between": dataclasses.replace(CFG, pattern="[*E][*-]*E-", z_loss_coef=0.01),
@@ -58,40 +48,11 @@ SWITCHES = [
 ]
 
 
-def build(cfg, meshes, **options):
-    """The model with the same weights everywhere; sharded, if there are options."""
-    torch.manual_seed(0)
-    model = HybridModel(cfg, meshes=meshes)
-    return weft.models.shard(model, meshes, **options) if options else model
-
-
 def data(microbatches, vocabulary=CFG.vocab_size):
     """Microbatches of this rank, of different sizes."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shapes = [(2, 2, 6 + 2 * (number % 2)) for number in range(microbatches)]
     return [torch.randint(vocabulary, shape, generator=generator).unbind() for shape in shapes]
-
-
-def plain(model, microbatches):
-    """Forward and backward of one microbatch after the other, by the model itself."""
-    losses = []
-    for number, (tokens, labels) in enumerate(microbatches):
-        if isinstance(model, weft.FSDPModule):
-            model.set_is_last_backward(number + 1 == len(microbatches))
-        loss = model(tokens, labels)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def gradients(model):
-    """Local gradients by name, and away with them."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = gradient.to_local().clone() if isinstance(gradient, DTensor) else gradient
-    model.zero_grad()
-    return found
 
 
 def same(one, other):

@@ -13,27 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import weft
 import weft.debug
+from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
 from weft.comm.watch.rules import CollectiveMismatch
-from weft.models import HybridConfig, HybridModel
+from weft.models import HybridModel
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
 from weft.pipeline import Action, Cut, Table, balanced
 
-CFG = HybridConfig(
-    pattern="[*-]*[*-]-",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-)
+CFG = config("[*-]*[*-]-")
 
 
 def data(count, cfg=CFG, rank=0):
@@ -44,24 +35,6 @@ def data(count, cfg=CFG, rank=0):
 def build(cfg, meshes=None, **how):
     torch.manual_seed(0)
     return HybridModel(cfg, meshes, **how)
-
-
-def plain(model, microbatches):
-    losses = []
-    for tokens, labels in microbatches:
-        loss = model(tokens, labels)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def gradients(model):
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    model.zero_grad()
-    return found
 
 
 def same(one, other):
@@ -76,13 +49,13 @@ def in_stages(cfg, meshes, schedule, count, expected, rounds=1, switches=None, *
         trace = []
         found = forward_backward(model, data(count, cfg), schedule=schedule, trace=trace, **(switches or {}))
         same(found, losses)
-        same(gradients(model), {name: whole[name] for name, _ in model.named_parameters()})
+        same(gradients(model, whole=True), {name: whole[name] for name, _ in model.named_parameters()})
     return model, trace
 
 
 def one_piece(cfg, count):
     whole = build(cfg)
-    return plain(whole, data(count, cfg)), gradients(whole)
+    return plain(whole, data(count, cfg)), gradients(whole, whole=True)
 
 
 @distributed(2, 4)
@@ -159,7 +132,7 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
         copies = dist.get_rank() == 1 and not how
         assert (model.embedding is not None) == (dist.get_rank() == 0 or copies)
         assert (model.mtp is not None) == (model.decoder.final_layernorm is not None)
-        mine = gradients(model)
+        mine = gradients(model, whole=True)
         torch.testing.assert_close(mine, {name: whole[name] for name in mine})
         both = [None, None]
         dist.all_gather_object(both, mine.get("embedding.weight"))
@@ -175,7 +148,7 @@ def test_tied_weights_and_a_prediction_depth_on_four_ranks():
     for schedule, how in (("1f1b", {}), ("interleaved", {"chunks": 2}), ("zbv", {"chunks": 2, "placement": "v"})):
         model = build(cfg, meshes, **how)
         same(forward_backward(model, data(8, cfg), schedule=schedule), losses)
-        mine = gradients(model)
+        mine = gradients(model, whole=True)
         torch.testing.assert_close(mine, {name: whole[name] for name in mine})
         assert (model.embedding is not None) == (dist.get_rank() in ((0,) if "placement" in how else (0, 3)))
 
@@ -209,7 +182,7 @@ def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
             for _ in range(2):
                 losses = forward_backward(model, data(2 * ranks), schedule=schedule)
                 same(losses, expected[0])
-                found = gradients(model)
+                found = gradients(model, whole=True)
                 torch.testing.assert_close(found, {name: expected[1][name] for name in found})
 
 
@@ -346,12 +319,12 @@ class OwnModel(nn.Module):
 def test_a_model_of_ones_own_says_how_it_is_cut():
     cfg = dataclasses.replace(CFG, vocab_size=11)
     whole = OwnModel()
-    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole)
+    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole, whole=True)
     mesh = weft.init_meshes("cpu", pp=2).pp
     segments = range(2), range(2, 5)
     model = OwnModel(Cut(segments, 2, mesh.get_local_rank(), group=mesh.get_group()))
     same(forward_backward(model, data(3, cfg), schedule="1f1b"), losses)
-    same(gradients(model), {name: expected[name] for name, _ in model.named_parameters()})
+    same(gradients(model, whole=True), {name: expected[name] for name, _ in model.named_parameters()})
     model.layers.pop(next(iter(model.layers)))
     with pytest.raises(ValueError, match=r"OwnModel: its cut has \d layers on rank \d of the pipeline"):
         forward_backward(model, data(3, cfg), schedule="1f1b")

@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import weft
-from tests.overlap.test_stages import CFG, build, data, gradients
+from tests.overlap.small import gradients
+from tests.overlap.test_stages import CFG, build, data
 from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import units_under
@@ -33,7 +34,7 @@ def of_the_whole(cfg, parts, count):
             loss = whole(tokens, labels)
             (loss / parts).backward()
             losses[-1].append(loss.detach())
-    return losses, gradients(whole)
+    return losses, gradients(whole, whole=True)
 
 
 def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, **how):
@@ -42,7 +43,7 @@ def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, *
     mine = data(count, cfg, meshes.dp_rank)
     losses = forward_backward(model, mine, schedule=schedule, trace=trace, **(switches or {}))
     torch.testing.assert_close(losses, expected[0][meshes.dp_rank])
-    found = gradients(model)
+    found = gradients(model, whole=True)
     torch.testing.assert_close(found, {name: expected[1][name] for name in found})
     return model, trace
 
