@@ -33,13 +33,14 @@ def pattern(text: str) -> Draw:
         colors = _colors(theme)
         widest = 0.0
         for row, (label, layers) in enumerate(lines):
-            axes.text(-0.3, -row * APART, label, ha="right", va="center", color=theme.quiet, fontsize=9)
+            middle = -row * APART
+            axes.text(-0.3, middle, label, ha="right", va="center", color=theme.quiet, fontsize=9)
             at = 0.0
             for layer, starts_segment in layers:
                 if starts_segment:
                     border = at - GAP / 2
-                    axes.plot([border, border], [-row * APART - 0.7, -row * APART + 0.7], color=theme.quiet, linestyle=":")
-                at = _layer(axes, layer, at, -row * APART, theme, colors) + GAP
+                    axes.plot([border, border], [middle - 0.7, middle + 0.7], color=theme.quiet, linestyle=":")
+                at = _layer(axes, layer, at, middle, theme, colors) + GAP
             widest = max(widest, at)
         axes.set_xlim(-2.2, max(widest, 8))
         axes.set_ylim(-len(lines) * APART + 0.6, 1.1)
