@@ -39,6 +39,7 @@ class Mutation(NamedTuple):
 
 
 ORDER = "fsdp/test_order.py::"
+BUCKETS = "fsdp/test_buckets.py::"
 SEAMS = "fsdp/seams/"
 WAYS_IN = SEAMS + "test_ways_in.py::"
 CHECK = "pipeline/test_check.py::"
@@ -55,6 +56,49 @@ SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
+    # --- what travels together ----------------------------------------------------------------------------------------
+    Mutation(
+        "small units never travel together",
+        "fsdp/runtime/buckets.py",
+        "for run in runs if len(run) > 1",
+        "for run in runs if len(run) > 99",
+        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+    ),
+    Mutation(
+        "small units are reduced one by one",
+        "fsdp/runtime/reductions.py",
+        "small = len(kinds) == 1",
+        "small = False and len(kinds) == 1",
+        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+    ),
+    Mutation(
+        "a bucket has no largest size",
+        "fsdp/runtime/buckets.py",
+        "bytes_before + unit.gathered_bytes > most or",
+        "",
+        BUCKETS + "test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves[2]",
+    ),
+    Mutation(
+        "what travels together is summed from this rank on",
+        "comm/buckets.py",
+        "column.unbind()",
+        "column.roll(-rank, 0).unbind()",
+        BUCKETS + "test_the_bits_are_those_of_units_that_travel_by_themselves[4-optim_grads_params-1]",
+    ),
+    Mutation(
+        "the next bucket is gathered when it is needed",
+        "fsdp/runtime/prefetch.py",
+        "others = (number for number in record.ahead() if number not in with_it)",
+        "others = (number for number in record.ahead() if unit.number not in self._buckets)",
+        BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
+    ),
+    Mutation(
+        "a rank that needs nothing of a bucket leaves others waiting",
+        "fsdp/runtime/joins.py",
+        "watch.can_join(key, functools.partial(_join_bucket, weakref.ref(self), number))",
+        "pass",
+        BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
+    ),
     # --- when things run ---------------------------------------------------------------------------------------------
     Mutation(
         "nothing is gathered ahead",
