@@ -88,14 +88,14 @@ MUTATIONS = [
     Mutation(
         "the next bucket is gathered when it is needed",
         "fsdp/runtime/prefetch.py",
-        "others = (number for number in record.ahead() if number not in with_it)",
-        "others = (number for number in record.ahead() if unit.number not in self._buckets)",
+        "for following in self._wanted(record):",
+        "for following in () if unit.number in self._buckets else self._wanted(record):",
         BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
     ),
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
         "fsdp/runtime/joins.py",
-        "watch.can_join(key, functools.partial(_join_bucket, weakref.ref(self), number))",
+        "watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
