@@ -14,7 +14,6 @@ several  -                                             over gloo, which copies t
                                                        the time is not that of a network
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -229,9 +228,7 @@ def _say_nothing(line: str) -> None:
 
 def main() -> None:
     """Everything, one after another, on the first GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = _report.parser(__doc__).parse_args()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if REHEARSES:
         card = "a rehearsal without a card: no figure means anything"

@@ -47,9 +47,13 @@ SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
 ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel[2-False]"
-GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read[2]"
+GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_handed_back_behind_them[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
+RESUMED = "train/test_loop.py::test_on_the_same_ranks_a_run_goes_on_bit_for_bit"
+HABITS = "train/test_habits.py::"
+SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
+BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
     # --- what travels together ----------------------------------------------------------------------------------------
@@ -84,14 +88,14 @@ MUTATIONS = [
     Mutation(
         "the next bucket is gathered when it is needed",
         "fsdp/runtime/prefetch.py",
-        "brought = bucket is not None and bucket.gathered and number in bucket.numbers",
-        "brought = bucket is not None and False",
+        "for following in self._wanted(record):",
+        "for following in () if unit.number in self._buckets else self._wanted(record):",
         BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
     ),
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
         "fsdp/runtime/joins.py",
-        "watch.can_join(key, functools.partial(_join_bucket, weakref.ref(self), number))",
+        "watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
@@ -99,7 +103,7 @@ MUTATIONS = [
     Mutation(
         "nothing is gathered ahead",
         "fsdp/runtime/prefetch.py",
-        "for following in self._look_ahead(others, record.depth):",
+        "for following in self._wanted(record):",
         "for following in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
@@ -113,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "a gather is waited for at once",
         "fsdp/unit.py",
-        "self._tickets.append(ticket)",
-        "self._tickets.append(ticket) or ticket.wait()",
+        "            self._tickets.append(ticket)",
+        "            self._tickets.append(ticket) or ticket.wait()",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
     Mutation(
@@ -162,8 +166,8 @@ MUTATIONS = [
     Mutation(
         "max_live_reduce_buffers=1 is ignored",
         "fsdp/runtime/reductions.py",
-        "self._keep_under_way(self.most_alive - 1)",
-        "pass",
+        "most = max(most, 0)",
+        "most = len(self._units)",
         REDUCED_BESIDE + "[2-no_shard]",
     ),
     Mutation(
@@ -217,11 +221,60 @@ MUTATIONS = [
         "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
     ),
     Mutation(
+        "the projection of a prediction depth is not delayed",
+        "overlap/depth_pass.py",
+        'ComputeNode(f"{name}.enter", self._delayed)',
+        'ComputeNode(f"{name}.enter")',
+        "overlap/test_events.py::test_each_delayed_product_of_a_sharded_model_runs_in_its_slot[2]",
+    ),
+    Mutation(
+        "what is outside of layers is reduced before prediction depths have read it",
+        "overlap/units.py",
+        'each.step.slot in ("embed", "enter", "head", "head.weights")',
+        'each.step.slot in ("embed", "head", "head.weights")',
+        "overlap/test_stages_sharded.py::test_prediction_depths_stand_behind_the_last_stage[2-1f1b-how0]",
+    ),
+    Mutation(
         "the next message between stages is not received ahead",
         "pipeline/transport.py",
         "        tensors, ticket = self._expected.popleft()\n        self._expect()\n",
         "        tensors, ticket = self._expected.popleft()\n",
         "pipeline/test_transport.py::test_the_next_message_is_expected_while_one_is_worked_on[2]",
+    ),
+    Mutation(
+        "the memory of a message is given back while it leaves",
+        "pipeline/transport.py",
+        "tensors if streams.has_streams(self._device) else ()",
+        "()",
+        "pipeline/test_transport.py::test_what_leaves_on_a_stream_is_kept_until_the_stream_is_past_it[2]",
+    ),
+    Mutation(
+        "the memory of a message stays until the end of a schedule",
+        "pipeline/transport.py",
+        "        ticket.end_by_itself()\n",
+        "",
+        "pipeline/test_transport.py::test_the_memory_of_a_message_goes_when_it_has_arrived[2]",
+    ),
+    Mutation(
+        "a byte budget counts a unit at each of its visits",
+        "fsdp/runtime/prefetch.py",
+        "if following is None or number in seen:",
+        "if following is None:",
+        "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
+    ),
+    Mutation(
+        "what is needed next is let go and gathered again",
+        "fsdp/runtime/prefetch.py",
+        "        upcoming += [each.number for each in self._wanted(record)]\n",
+        "",
+        "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
+    ),
+    Mutation(
+        "weight gradients of the head are not computed apart",
+        "overlap/order.py",
+        """        yield behind.behind(BACKWARD)._replace(slot="head.weights")""",
+        "        pass",
+        "overlap/test_stages.py::test_two_chunks_on_a_rank_in_a_loop_and_in_a_v[2]",
     ),
     Mutation(
         "copies of what two stages share count twice in a norm",
@@ -255,8 +308,8 @@ MUTATIONS = [
     Mutation(
         "a ticket is not waited for",
         "comm/lanes.py",
-        "elif self._transfer is not None:",
-        "elif False:",
+        "self._collect()",
+        "pass",
         "comm/test_lanes.py::test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it",
     ),
     Mutation(
@@ -372,7 +425,7 @@ MUTATIONS = [
         "fsdp/group.py",
         "            with torch.no_grad():\n                ticket.wait()\n            self._give_staging()",
         "            self._give_staging()",
-        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim-False]",
+        STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
         "nobody waits for rows that arrive",
@@ -389,7 +442,7 @@ MUTATIONS = [
         STREAMS + GIVEN_UP,
     ),
     Mutation(
-        "a failed backward gives memory back that is being reduced",
+        "gradients are handed back while a failed backward reduces into them",
         "fsdp/runtime/runtime.py",
         "        self.reductions.order()\n        for group in self.groups:\n            group.gradients.give_back()",
         "        for group in self.groups:\n            group.gradients.give_back()",
@@ -578,9 +631,9 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas are not made equal",
-        "fsdp/group.py",
-        "        self._equalize()\n        self._unfilled = [number",
-        "        self._unfilled = [number",
+        "fsdp/construction/members.py",
+        "            equalize(group)\n",
+        "",
         SEAMS + "test_replicas.py::test_ranks_that_build_the_model_with_different_seeds_start_equal[2-no_shard]",
     ),
     Mutation(
@@ -705,7 +758,7 @@ MUTATIONS = [
     Mutation(
         "a tensor on disk that nothing needs is passed over",
         "models/hf/weights.py",
-        "if unused := set(files) - wanted:",
+        "if unused := set(files) - wanted - copies:",
         "if unused := set():",
         "models/hf/test_convert.py::test_a_tensor_that_is_missing_or_unused_is_named",
     ),
@@ -831,7 +884,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an optimizer from before fully_shard trains nothing and says nothing",
-        "fsdp/originals.py",
+        "fsdp/construction/originals.py",
         'if attribute == "grad" or _WRITES',
         "if _WRITES",
         "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
@@ -849,6 +902,13 @@ MUTATIONS = [
         "self._written() if self._versions[0] == self._gone else []",
         "[]",
         "debug/test_guard.py::test_a_write_to_a_kept_view_after_the_weights_went_is_found_at_the_next_gather[2]",
+    ),
+    Mutation(
+        "what has no room is gathered ahead",
+        "fsdp/runtime/prefetch.py",
+        "if not following.fits(self._weights):",
+        "if False:",
+        "memory/test_memory.py::test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead[2]",
     ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
@@ -889,9 +949,9 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas that were filled by themselves stay different",
-        "fsdp/group.py",
-        "self._unfilled = []\n        self._equalize()",
-        "self._unfilled = []",
+        "fsdp/construction/start.py",
+        "                equalize(group)\n",
+        "",
         "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
     ),
     Mutation(
@@ -928,6 +988,91 @@ MUTATIONS = [
         "placements = [wanted if name in names else there for name, there, wanted in pairs]",
         "placements = [wanted for name, there, wanted in pairs]",
         "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
+    ),
+    # --- the trainer -------------------------------------------------------------------------------------------------
+    Mutation(
+        "a resumed run reads its text from the beginning",
+        "train/data/batches.py",
+        'self.position = int(state["position"])',
+        "pass",
+        RESUMED,
+    ),
+    Mutation(
+        "a resumed run reads data of one's own from the beginning",
+        "train/task/own.py",
+        "for done in range(self.taken):",
+        "for done in ():",
+        "train/test_trainer.py::test_a_run_of_one_s_own_goes_on_bit_for_bit[go_on]",
+    ),
+    Mutation(
+        "the learning rate begins anew after a resume",
+        "train/schedule.py",
+        'self.step = state["step"]',
+        "pass",
+        RESUMED,
+    ),
+    Mutation(
+        "options of the checkpoint's optimizer hold in place of the configured ones",
+        "train/loop.py",
+        "group.update(configured)",
+        "pass",
+        "train/test_changes.py::test_a_changed_option_is_used_and_recorded",
+    ),
+    Mutation(
+        "gradients are not clipped",
+        "train/loop.py",
+        "return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)",
+        "return weft.optim.grad_norm(model)",
+        "train/test_trainer.py::test_training_one_s_own_model_is_the_plain_loop_in_one_process[1]",
+    ),
+    Mutation(
+        "an average of the weights stays where it began",
+        "train/ema.py",
+        "torch._foreach_lerp_(averages, weights, 1 - self.decay)",
+        "pass",
+        "train/test_ema.py::test_the_average_on_any_ranks_is_that_of_one_process[1]",
+    ),
+    Mutation(
+        "the average of the weights is in no checkpoint",
+        "train/loop.py",
+        '            **({"ema": self.average} if self.average else {}),\n',
+        "",
+        "train/test_ema.py::test_a_run_with_an_average_goes_on_bit_for_bit",
+    ),
+    Mutation(
+        "validations of the average have the weights themselves",
+        "train/ema.py",
+        "            weight.copy_(average)",
+        "            pass",
+        "train/test_ema.py::test_the_average_on_any_ranks_is_that_of_one_process[1]",
+    ),
+    Mutation(
+        "a step with a spike is taken",
+        "train/loop.py",
+        "        if not skipped:",
+        "        if True:",
+        SPIKES,
+    ),
+    Mutation(
+        "a resumed run knows no norms of before",
+        "train/spikes.py",
+        'self.norms = [float(norm) for norm in state["norms"]]',
+        "pass",
+        SPIKES,
+    ),
+    Mutation(
+        "the best checkpoint goes with its turn",
+        "train/loop.py",
+        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "complete",
+        BEST,
+    ),
+    Mutation(
+        "validations that get no better never end a run",
+        "train/loop.py",
+        "return 0 < self.config.train.stop_after <= self.position.worse",
+        "return False",
+        BEST,
     ),
 ]
 

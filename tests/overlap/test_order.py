@@ -167,6 +167,10 @@ def test_the_parts_of_a_backward_are_its_steps_apart():
     entries = [(Action(kind, 0, 0),) for kind in "IW"]
     steps = list(table_order(entries, lambda *_: part, overlap=True, delay_wgrad=False, early_release=False))
     whole = list(combined_order(None, part, delay_wgrad=True, early_release=False))
-    assert set(steps) == set(whole) and len(steps) == len(whole)
-    weights = [step for step in steps if step.slot.endswith(".weights")]
-    assert steps[-4:] == weights == [step for step in whole if step.slot.endswith(".weights")]
+    head = Step(BACKWARD, 0, None, "head.weights", order.COMPUTE)
+    assert set(steps) == {*whole, head} and len(steps) == len(whole) + 1
+    weights = [step for step in whole if step.slot.endswith(".weights")]
+    assert len(weights) == 4 and steps[-6:] == [head, *weights, part.before(BACKWARD)]
+    inside = Part(0, part.layers, first=False, last=False)
+    steps = list(table_order(entries, lambda *_: inside, overlap=True, delay_wgrad=False, early_release=False))
+    assert steps[-4:] == weights and head not in steps

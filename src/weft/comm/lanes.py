@@ -71,8 +71,16 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether its memory is free: on CUDA when the device is past it, on CPU when somebody has waited for it."""
-        return self._event.query() if self._event is not None else self._transfer is None
+        """Whether its memory is free: on CUDA when the device is past it, on CPU when somebody has waited for it, or a
+        thread since `end_by_itself`."""
+        if self._event is not None and not self._event.query():
+            return False
+        return self._transfer is None or self._transfer.has_ended
+
+    def end_by_itself(self) -> None:
+        """Nobody needs to wait for it: without streams a thread does, and its memory goes as soon as it has ended."""
+        if self._transfer is not None:
+            self._transfer.end_by_itself()
 
     def order(self) -> None:
         """Where there are streams: let the one that asked for it go on behind it. The host waits for nothing."""
@@ -80,15 +88,15 @@ class Ticket:
 
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
+        if self._transfer is not None:
+            with span("wait"):
+                self._collect()
         if self._event is not None:
             self._settle()
             stream = streams.current(self._home.device)
             if stream not in self._behind:
                 with span("wait"):
                     self._order(stream)
-        elif self._transfer is not None:
-            with span("wait"):
-                self._collect()
 
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""
@@ -164,6 +172,8 @@ class Lane:
         self.tag = self.TAGS[name]
         self.stream = streams.new(name, device)
         self._device = device
+        self._waits_later = name == "stage" and device.type == "cpu"
+        """Whether streams that are pretended go on where the host would wait: both ends begin to receive, then send."""
 
     def run(
         self,
@@ -216,13 +226,18 @@ class Lane:
         with streams.on(self.stream):
             if prepare is not None:
                 prepare()
-            start().complete()
-            return Ticket(None, self.stream.record_event(), call, after, home, f"{collective.__name__} on {self.name}")
+            pending, name = start(), f"{collective.__name__} on {self.name}"
+            if self._waits_later:
+                transfer = Transfer(lambda: pending, (group, self.tag, channel))
+                return Ticket(transfer, self.stream.record_event(), call, after, home, name)
+            pending.complete()
+            return Ticket(None, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
 
-        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait.
+        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait. The
+        lane's goes back to the lane once the stream is past it, so that one piece serves exchange after exchange.
         """
         home = streams.current(self._device)
         with streams.on(self.stream):
@@ -250,7 +265,7 @@ class Lane:
         def run(*args: Any, **kwargs: Any) -> Pending:
             entry = timeline.begin(self.name, label, group if self.title == self.name else self.title)
             pending = collective(*args, **kwargs)
-            if self.stream is not None:
+            if self.stream is not None and not self._waits_later:
                 pending.complete()
                 pending = Pending()
             return timeline.noting(entry, pending, self.title)

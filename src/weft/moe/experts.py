@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.fsdp.gradients.direct import local_part
-from weft.moe.kinds import ACTS, GATED
+from weft.moe.kinds import ACTS, CLAMP, GATED, Clamp
 from weft.moe.mlp import activated
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class GroupedExperts(nn.Module):
-    """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`), one 3-D parameter per projection.
+    """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`; `clamp` is for "clamped_swiglu"), one 3-D parameter
+    per projection.
 
     `backend`: "grouped_mm" multiplies the rows of all experts in one call, "loop" expert after expert: the
     reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
@@ -46,6 +47,7 @@ class GroupedExperts(nn.Module):
         intermediate_size: int,
         *,
         act: str = "silu",
+        clamp: Clamp = CLAMP,
         bias: bool = False,
         backend: str = "grouped_mm",
         first_expert: int = 0,
@@ -59,6 +61,7 @@ class GroupedExperts(nn.Module):
         require("act", act, act in ACTS, " or ".join(map(repr, ACTS)))
         self.backend = backend
         self.act = act
+        self.clamp = clamp
         self.first_expert = first_expert
         self.source = source or WeightSource()
         if act in GATED:
@@ -107,7 +110,7 @@ class GroupedExperts(nn.Module):
             return output if owner is None else output + weights[name + BIAS][owner]
 
         gate = project("gate_proj", rows) if self.act in GATED else None
-        output = project("down_proj", activated(self.act, gate, project("up_proj", rows)))
+        output = project("down_proj", activated(self.act, gate, project("up_proj", rows), self.clamp))
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
         return output

@@ -15,6 +15,7 @@ from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import weakly
 
 
 class Joins:
@@ -43,7 +44,7 @@ class Joins:
             for number, group in enumerate(unit.groups):
                 if not sends_directly(group.groups[-1], group.device):
                     continue
-                join = functools.partial(_join, weakref.ref(self), weakref.ref(unit))
+                join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.transient is not None:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
                     watch.can_join(key, functools.partial(join, number))
@@ -54,7 +55,7 @@ class Joins:
 
         for number, bucket in enumerate(self._buckets):
             key = self._channels.gathers.key(bucket.group, bucket.channel)
-            watch.can_join(key, functools.partial(_join_bucket, weakref.ref(self), number))
+            watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))
 
     def failed(self, what: str, error: BaseException) -> None:
         """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
@@ -66,6 +67,9 @@ class Joins:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
+
+    def _join(self, ref: "weakref.ref[Unit]", number: int | None) -> bool:
+        return (unit := ref()) is not None and self.take_part(unit, number)
 
     def take_part(self, unit: Unit, number: int | None) -> bool:
         """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
@@ -85,13 +89,3 @@ class Joins:
         if ticket is not None:
             self._tickets.append(ticket)
         return ticket is not None
-
-
-def _join_bucket(joins: "weakref.ref[Joins]", number: int) -> bool:
-    return (alive := joins()) is not None and alive.take_part_in_bucket(number)
-
-
-def _join(joins: "weakref.ref[Joins]", unit: "weakref.ref[Unit]", number: int | None) -> bool:
-    if (alive := joins()) is None or (wanted := unit()) is None:
-        return False
-    return alive.take_part(wanted, number)

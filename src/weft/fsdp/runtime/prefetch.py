@@ -8,12 +8,13 @@
     schedule      its own program
 
 A pass that leaves its record is served on demand to its end: prediction changes speed, never results. A schedule
-gathers further ahead than hooks do; a byte budget counts for all of them.
+gathers further ahead than hooks do; a byte budget counts for all of them, each unit once. What is let go stays if it is
+among what would be gathered ahead.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import dropwhile, islice
 
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.passes import Pass
@@ -93,7 +94,7 @@ class Prefetch:
         self._kind = kind
         self._foretold.clear()
         for bucket in self._buckets.values():
-            bucket.gathered = False
+            bucket.gathered = kind is Pass.SCHEDULE
         self._records[kind].begin()
         if kind is not Pass.BACKWARD:
             self._finished = []
@@ -136,8 +137,7 @@ class Prefetch:
                     ahead.prefetch()
             return
         self._gather(unit)
-        others = (number for number in record.ahead() if not self._came_with(unit, number))
-        for following in self._look_ahead(others, record.depth):
+        for following in self._wanted(record):
             if not following.resident:
                 if not following.fits(self._weights):
                     break
@@ -149,19 +149,13 @@ class Prefetch:
         """Start to gather `unit`, with its bucket if that has not been in this pass."""
         for tied in unit.tied:
             self._gather(tied)
-        if not unit.resident and unit.number in self._buckets and self._kind is not Pass.SCHEDULE:
+        if not unit.resident and unit.number in self._buckets:
             self._buckets[unit.number].gather()
         unit.prefetch()
 
-    def _came_with(self, visited: Unit, number: int) -> bool:
-        """Whether unit `number` is `visited`, which is recomputed then, or is here since that came."""
-        bucket, other = self._buckets.get(visited.number), self._units[number]()
-        brought = bucket is not None and bucket.gathered and number in bucket.numbers
-        return number == visited.number or (brought and other is not None and other.resident)
-
-    def _together(self, number: int) -> Sequence[int]:
-        """The units that come with unit `number`."""
-        return self._buckets[number].numbers if number in self._buckets else (number,)
+    def _together(self, number: int, kind: Pass) -> Sequence[int]:
+        """The units that come with unit `number` in such a pass; a schedule gathers each by itself."""
+        return self._buckets[number].numbers if number in self._buckets and kind is not Pass.SCHEDULE else (number,)
 
     def finish(self, unit: Unit) -> None:
         """`unit` ended its forward in a pass that a backward follows."""
@@ -170,7 +164,8 @@ class Prefetch:
     def foretells(self, unit: Unit) -> bool:
         """Whether the record says that `unit`, just released, is among what the pass needs next."""
         record = self._records[self._kind]
-        upcoming = list(islice(record.ahead(), record.depth))
+        upcoming = list(islice(record.ahead(), 1))
+        upcoming += [each.number for each in self._wanted(record)]
         if not upcoming and self._kind is Pass.FORWARD and record.on_track:
             backward = self._records[Pass.BACKWARD]
             free = (number for number in backward.latest if (other := self._units[number]()) and not other.holders)
@@ -182,11 +177,11 @@ class Prefetch:
         unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
         ahead = {
             (here, coming)
-            for record in self._records.values()
+            for kind, record in self._records.items()
             for position, visited in enumerate(record.latest, start=1)
-            for following in self._look_ahead(self._beyond(visited, record.latest[position:]), record.depth)
-            for here in self._together(visited)
-            for coming in (*self._together(following.number), *self._together(visited))
+            for following in self.behind(self._together(visited, kind), record.latest[position:], record.depth)
+            for here in self._together(visited, kind)
+            for coming in self._together(following.number, kind)
         }
 
         def together(one: Transient, other: Transient) -> bool:
@@ -206,17 +201,25 @@ class Prefetch:
         for record in self._records.values():
             record.forget()
 
-    def _beyond(self, visited: int, upcoming: Sequence[int]) -> Iterable[int]:
-        with_it = self._together(visited) if visited in self._buckets else ()
-        return (number for number in upcoming if number not in with_it)
+    def behind(self, here: Sequence[int], upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
+        """The units to gather ahead once those `here` are visited, which may come again at once, to be recomputed."""
+        return self._look_ahead(dropwhile(here.__contains__, upcoming), depth)
+
+    def _wanted(self, record: Itinerary) -> Iterator[Unit]:
+        """The units that should be here, or on their way, besides those that are held."""
+        here: Sequence[int] = record.visited[-1:]
+        if here and here[0] in self._buckets and self._buckets[here[0]].gathered:
+            here = self._together(here[0], self._kind)
+        return self.behind(here, record.ahead(), record.depth)
 
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
-        spent = 0
+        spent, seen = 0, set()
         for number in upcoming if self.budget is not None else islice(upcoming, depth):
             following = self._units[number]()
-            if following is None:  # its module was replaced
+            if following is None or number in seen:  # its module was replaced
                 continue
+            seen.add(number)
             spent += following.gathered_bytes
             if self.budget is not None and spent > self.budget:
                 return
