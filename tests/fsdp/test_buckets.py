@@ -156,7 +156,7 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
         return (0, 1) if dist.get_rank() else ()
 
     together = train(model(2 * bytes_of_a_layer()), steps=2, skip=skip)
-    assert (lookout().joins > 0) == (dist.get_rank() == 1)
+    assert lookout().joins > 0 or dist.get_rank() == 0
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=skip))
 
 
