@@ -129,14 +129,15 @@ def test_without_overlap_nothing_of_another_microbatch_runs_beside_an_exchange()
 
 
 @distributed(2)
-def test_the_sizes_of_an_exchange_are_awaited_in_the_step_that_asks_for_them_after_the_shared_expert():
+def test_the_sizes_of_an_exchange_are_awaited_when_rows_leave_after_the_shared_expert():
     events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2))
     counts = [ticket for ticket, lane in events.lanes.items() if lane == "counts"]
     assert len(counts) == 2 * 2
     for ticket in counts:
         step = events[events.issued[ticket]]
         assert (step.direction, step.slot) == (FORWARD, "attend")
-        assert events.awaited[ticket] == events.issued[ticket]
+        assert events.awaited[ticket] == events.issued[ticket] + 1
+        assert events[events.awaited[ticket]] == Step(FORWARD, step.microbatch, step.layer, "dispatch", "exchange")
 
 
 @distributed(2)

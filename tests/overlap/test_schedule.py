@@ -30,6 +30,7 @@ from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.models import HybridModel
 from weft.models.layers import Attention
+from weft.models.prediction import PredictionDepth
 from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer
@@ -239,6 +240,24 @@ def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strat
     losses = forward_backward(model, microbatches, trace=trace)
     assert all(loss < other for loss, other in zip(losses, apart[0]))
     assert not any(step.layer is not None and step.layer > 1 for step in trace)  # depths count in training only
+
+
+def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
+    model, microbatches = HybridModel(DEPTHS), [torch.zeros(2, 2, 6, dtype=torch.int64).unbind()]
+
+    def refused(kind, message):
+        with pytest.raises(kind, match=message):
+            forward_backward(model, microbatches, overlap=False)
+
+    with mock.patch.object(HybridModel, "depths", [nn.Linear(2, 2)]):
+        refused(TypeError, r"depth 0, a Linear, is no weft\.overlap\.StagedDepth, it lacks staged_layers, enter, leave")
+    with mock.patch.object(PredictionDepth, "staged_layers", []):
+        refused(ValueError, "depth 0, a PredictionDepth, has no layers: give it at least one")
+    hook = model.depths[1].register_forward_hook(print)
+    refused(ValueError, r"mtp\.layers\.1 \(PredictionDepth\) has hooks")
+    hook.remove()
+    model.mtp.layers[1] = checkpoint_wrapper(model.depths[1])
+    refused(ValueError, "depth 1 is inside an activation checkpoint: recompute inside the stages")
 
 
 @distributed(2)
