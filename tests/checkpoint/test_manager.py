@@ -1,3 +1,4 @@
+import os
 import random
 from pathlib import Path
 
@@ -212,6 +213,23 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
             second.save(2, {"numbers": {"value": torch.ones(2)}})
     second.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
     assert second.steps() == [1, 2]
+
+
+def test_a_process_forked_meanwhile_keeps_nobody_from_writing(tmp_path, monkeypatch):
+    """As the workers of a loader, which may live on after the run."""
+    monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
+    manager = CheckpointManager(tmp_path)
+    manager.claim()
+    reads, writes = os.pipe()
+    if not (worker := os.fork()):
+        os.close(writes)
+        os.read(reads, 1)  # until the end of the test
+        os._exit(0)
+    manager.close()
+    with CheckpointManager(tmp_path) as other:
+        other.claim()
+    os.close(writes)
+    os.waitpid(worker, 0)
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):

@@ -56,6 +56,20 @@ def test_a_pair_runs_in_the_order_of_the_table(stages):
     assert all(step.microbatch == (1 if step.direction == FORWARD else 0) for step in pair)
 
 
+@pytest.mark.parametrize("delay_wgrad, early_release", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("partner", [EXPERTS, DENSE, ALONE])
+def test_where_a_device_computes_beside_the_host_only_the_dispatch_of_a_forward_is_issued_later(
+    partner, delay_wgrad, early_release
+):
+    switches = {"delay_wgrad": delay_wgrad, "early_release": early_release}
+    parts = Part(1, layers(EXPERTS)), Part(0, layers(partner))
+    plain, queued = (spelled(combined_order(*parts, **switches, queues=queues)) for queues in (False, True))
+    plain.remove("F0.dispatch")
+    place = queued.index("F0.dispatch")
+    assert queued[:place] + queued[place + 1 :] == plain
+    assert queued[place - 1] == ("F0.attend" if partner == ALONE else "B0.experts")
+
+
 def test_layers_pair_first_with_last_and_the_model_s_ends_stand_around_them():
     three = layers(ALONE, DENSE, ALONE)
     steps = combined_order(Part(1, three), Part(0, three), delay_wgrad=False, early_release=False)
@@ -153,6 +167,10 @@ def test_the_parts_of_a_backward_are_its_steps_apart():
     entries = [(Action(kind, 0, 0),) for kind in "IW"]
     steps = list(table_order(entries, lambda *_: part, overlap=True, delay_wgrad=False, early_release=False))
     whole = list(combined_order(None, part, delay_wgrad=True, early_release=False))
-    assert set(steps) == set(whole) and len(steps) == len(whole)
-    weights = [step for step in steps if step.slot.endswith(".weights")]
-    assert steps[-4:] == weights == [step for step in whole if step.slot.endswith(".weights")]
+    head = Step(BACKWARD, 0, None, "head.weights", order.COMPUTE)
+    assert set(steps) == {*whole, head} and len(steps) == len(whole) + 1
+    weights = [step for step in whole if step.slot.endswith(".weights")]
+    assert len(weights) == 4 and steps[-6:] == [head, *weights, part.before(BACKWARD)]
+    inside = Part(0, part.layers, first=False, last=False)
+    steps = list(table_order(entries, lambda *_: inside, overlap=True, delay_wgrad=False, early_release=False))
+    assert steps[-4:] == weights and head not in steps

@@ -16,10 +16,10 @@ from tests.train.test_loop import StopAt
 from weft.train.activations import Activations
 from weft.train.config import load_config
 from weft.train.errors import ConfigError
-from weft.train.loggers import check
 from weft.train.loop import Trainer
-from weft.train.metrics import Metrics
-from weft.train.profile import Operations
+from weft.train.record.loggers import check
+from weft.train.record.metrics import Metrics
+from weft.train.record.profile import Operations
 from weft.train.run.runs import Run
 from weft.train.spikes import Spikes
 from weft.train.state import Position

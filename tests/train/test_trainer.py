@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.train.command import metrics
@@ -120,7 +121,19 @@ def go_on_stateful(folder, steps, resume):
     return fit(folder, steps, resume=resume, data=stateful)
 
 
-@pytest.mark.parametrize("how", [go_on, go_on_stateful])
+def go_on_shuffled(folder, steps, resume):
+    """A loader without a state, in the second of its passes; the model draws random numbers too."""
+
+    def shuffled(rank, ranks):
+        x, y = (torch.cat(parts) for parts in zip(*batches(rank, ranks)))
+        return DataLoader(TensorDataset(x, y), batch_size=8 // ranks, shuffle=True)
+
+    torch.manual_seed(3)
+    model = nn.Sequential(make_model(), nn.Dropout(0.1))
+    return fit(folder, steps, model, resume=resume, data=shuffled)
+
+
+@pytest.mark.parametrize("how", [go_on, go_on_stateful, go_on_shuffled])
 def test_a_run_of_one_s_own_goes_on_bit_for_bit(pool, tmp_path, how):
     whole = pool.run(2, how, tmp_path / "whole", 9, False)[0]
     pool.run(2, how, tmp_path / "parts", 7, "or-start")
@@ -204,6 +217,13 @@ def test_what_cannot_work_is_one_line(pool, tmp_path):
 def test_data_that_yields_nothing_is_an_error():
     with pytest.raises(ConfigError, match="data: yields no microbatch"):
         Stream([], 1).next_step()
+
+
+def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
+    stream = Stream([0] * 9, 7)
+    stream.next_step()
+    with pytest.raises(ConfigError, match="behind 7 microbatches of a pass, and this data has 5"):
+        Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 
 def test_every_pass_through_the_data_has_a_number():

@@ -88,7 +88,7 @@ def flush_directory(directory: Path) -> None:
 
 
 def lock(directory: Path, *, timeout: float) -> IO[str]:
-    """Become the only writer of `directory` until the returned file is closed or this process ends.
+    """Become the only writer of `directory` until `unlock` gets the returned file or this process ends.
 
     A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds. Raises
     CheckpointError when another process still writes there.
@@ -112,3 +112,10 @@ def lock(directory: Path, *, timeout: float) -> IO[str]:
     stream.write(f"{os.getpid()} on {os.uname().nodename}\n")
     stream.flush()
     return stream
+
+
+def unlock(stream: IO[str]) -> None:
+    """Let others write. Processes forked since then, such as the workers of a loader, have the file open too: closing
+    it here alone would leave it locked as long as they live."""
+    fcntl.flock(stream, fcntl.LOCK_UN)
+    stream.close()

@@ -9,11 +9,13 @@
     `lend`                    `record_stream`               freed behind both streams              -
     `host_memory`             pinned                        memory of the host, for the checker    plain memory
     `taken`                   -                             a write to the place                   -
+    `unawaited`               -                             counts it                              -
 
 Whoever orders work does it by these: then the order can be checked without a device.
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -49,6 +51,9 @@ class Checker(Protocol):
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
         """`memory` gets another use."""
 
+    def note_unawaited(self, what: str) -> None:
+        """Nobody waited for `what`, or gave it up."""
+
 
 _checker: Checker | None = None
 
@@ -73,7 +78,22 @@ def new(name: str, device: torch.device) -> Any:
     """
     if _checker is not None:
         return _checker.new(name)
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None
+
+
+_in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_POOL = 32
+"""How many streams of a priority torch hands out before it begins anew with the first."""
+
+
+def _unused(make: Callable[[], Any]) -> Any:
+    """One that no other lane has, as long as there is one: on a shared one lanes would wait for each other."""
+    for _ in range(_POOL):
+        stream = make()
+        if stream.cuda_stream not in _in_use:
+            break
+    _in_use.setdefault(stream.cuda_stream, stream)
+    return stream
 
 
 def current(device: torch.device) -> Any:
@@ -134,6 +154,12 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
     """`memory` is used for something else from here on, `describe()`, behind all uses before."""
     if _checker is not None:
         _checker.taken(memory, describe)
+
+
+def unawaited(what: str, event: Any) -> None:
+    """`what`, over with `event`, is forgotten although nobody waited for it, or gave it up: some wait is missing."""
+    if _checker is not None and not event.query():  # the host may know that it is over
+        _checker.note_unawaited(what)
 
 
 _NOTHING: AbstractContextManager = nullcontext()

@@ -66,19 +66,19 @@ def fully_shard(
             message names the value, the rule and the fix.
         TypeError: an argument of the wrong type.
     """
-    request = Request.of(
+    request = Request(
         module,
-        mesh=mesh,
-        strategy=strategy,
-        outer_strategy=outer_strategy,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        gradient_divide_factor=gradient_divide_factor,
-        runtime=runtime,
-        dp_mesh_dims=dp_mesh_dims,
+        mesh,
+        strategy,
+        outer_strategy,
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        gradient_divide_factor,
+        runtime,
+        dp_mesh_dims,
     )
     modules, below = request.modules, drivers_under(request.modules)
     for inner in below:

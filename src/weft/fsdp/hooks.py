@@ -299,7 +299,6 @@ class HookDriver:
         self._stretch.end()
 
     def _leave(self) -> None:
-        """The forward is over."""
         self._stretch.end()
         unit, runtime = self.unit, self.started
         call, self._call = self._call, None

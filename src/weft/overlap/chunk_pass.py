@@ -18,11 +18,13 @@ from weft.overlap.layer_pass import LayerPass
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD, Step
 from weft.overlap.units import ModelUnits
+from weft.overlap.wgrad import DelayedWeights
 
 
 class ChunkPass:
     """The steps of one microbatch in one chunk, each called once. What a layer holds goes with its last backward step.
 
+    `delay_wgrad`: weight gradients of layers are computed apart; `apart`: those of the head, too.
     `before`, `behind`: its borders, None where the model ends. `key`: the same for microbatches of one shape.
     `check`: search for tensors that took a way of their own.
     """
@@ -42,6 +44,7 @@ class ChunkPass:
         behind: Border | None,
         key: Hashable,
         delay_wgrad: bool,
+        apart: bool,
         loss_scale: float,
         check: bool,
     ) -> None:
@@ -59,7 +62,8 @@ class ChunkPass:
         self._loss_scale = loss_scale
         self._check = check
         self._embed = ComputeNode(f"{self._name}, embed")
-        self._head = ComputeNode(f"{self._name}, head")
+        self._head_weights = DelayedWeights() if apart else None
+        self._head = ComputeNode(f"{self._name}, head", self._head_weights)
         self._passes: dict[int, LayerPass] = {}
         self._depths: dict[int, DepthPass] = {}
         self._previous: list[Value] = []
@@ -70,7 +74,7 @@ class ChunkPass:
     def run(self, step: Step) -> None:
         """Run one step."""
         if step.layer is None:
-            getattr(self, f"_{step.slot}_{step.direction}")()
+            getattr(self, f"_{step.slot}_{step.direction}".replace(".", "_"))()
         elif step.slot.partition(".")[0] in ("enter", "leave"):
             self._run_depth(step, step.layer)
         else:
@@ -150,6 +154,10 @@ class ChunkPass:
     def _head_backward(self) -> None:
         self._scored.gradient = torch.full_like(self.loss, self._loss_scale)
         self._head.backward()
+
+    def _head_weights_backward(self) -> None:
+        assert self._head_weights is not None
+        self._head_weights.run()
 
     def _embed_backward(self) -> None:
         self._embed.backward()

@@ -30,7 +30,8 @@ depth is entered before its first layer and left behind its last. Around the lay
     others      receive: they come         send
     the last    receive                    head: with the loss
 
-and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there.
+and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there. Where a table has
+weight gradients apart, those of the head are computed with them (head.weights), and all of the backward of embed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,16 +165,24 @@ def table_order(
             if "W" in parts:
                 yield from weights_order(parts["W"])
                 continue
-            delayed = delay_wgrad and "B" in parts
-            yield from combined_order(parts.get("F"), parts.get("B") or parts.get("I"), delay_wgrad=delayed, **switches)
+            backward = parts.get("B") or parts.get("I")
+            switches |= {"delay_wgrad": delay_wgrad and "B" in parts, "apart": "I" in parts}
+            yield from combined_order(parts.get("F"), backward, **switches)
 
 
 def combined_order(
-    ahead: Part | None, behind: Part | None, *, delay_wgrad: bool, early_release: bool, queues: bool = False
+    ahead: Part | None,
+    behind: Part | None,
+    *,
+    delay_wgrad: bool,
+    early_release: bool,
+    queues: bool = False,
+    apart: bool = False,
 ) -> Iterator[Step]:
     """The forward of `ahead` beside the backward of `behind`; None: there is no such.
 
-    Pairs come first, then the layers that one side has more of, backward first.
+    Pairs come first, then the layers that one side has more of, backward first. `apart`: the table has the weight
+    gradients of `behind` elsewhere.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]
@@ -198,7 +207,8 @@ def combined_order(
             for direction, slot in BACKWARD_ALONE:
                 if delay_wgrad or "." not in slot:
                     yield from behind.through(direction, layer, slot)
-        yield behind.before(BACKWARD)
+        if not (apart and behind.first):
+            yield behind.before(BACKWARD)
     if ahead is not None and not leaves:
         for layer in to_come[pairs:]:
             for direction, slot in FORWARD_ALONE:
@@ -208,6 +218,10 @@ def combined_order(
 
 def weights_order(behind: Part) -> Iterator[Step]:
     """The weight gradients that a backward has left for later, in its order."""
+    if behind.last:
+        yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):
         for direction, slot in WEIGHTS:
             yield from behind.through(direction, layer, slot)
+    if behind.first:
+        yield behind.before(BACKWARD)

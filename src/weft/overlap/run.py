@@ -54,8 +54,10 @@ class ScheduledRun:
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
+        self._delayed: set[tuple[int, int]] = set()
+        """The microbatches and chunks whose layers' weight gradients are computed apart."""
         self._apart: set[tuple[int, int]] = set()
-        """The microbatches and chunks whose weight gradients are computed apart."""
+        """Those of which the table has them apart, also those of the head."""
         self._losses: dict[int, Tensor] = {}
 
     def forward_backward(
@@ -65,7 +67,8 @@ class ScheduledRun:
         entries = table.ranks[self._cut.rank]
         switches = {"overlap": overlap, "delay_wgrad": delay_wgrad, "early_release": early_release}
         steps = table_order(entries, self._part, **switches, queues=streams.has_streams(self._device))
-        self._apart = {action[1:] for entry in entries for action in entry if delay_wgrad or action.kind == "W"}
+        self._apart = {action[1:] for entry in entries for action in entry if action.kind == "W"}
+        self._delayed = {action[1:] for entry in entries for action in entry if delay_wgrad} | self._apart
         ends = SharedEnds(self._model, self._cut, self._transport)
         with torch.enable_grad():
             self._carry_out(list(steps), trace)
@@ -110,7 +113,7 @@ class ScheduledRun:
             step = around.step
             place = step.microbatch, step.chunk
             if place not in passes:
-                passes[place] = self._pass(step, delay_wgrad=place in self._apart)
+                passes[place] = self._pass(step)
             current = passes[place]
             try:
                 self._units.before(around, current, last=step.microbatch == last[step.chunk])
@@ -128,9 +131,9 @@ class ScheduledRun:
             if not left[place]:
                 del passes[place]
 
-    def _pass(self, step: Step, *, delay_wgrad: bool) -> ChunkPass:
+    def _pass(self, step: Step) -> ChunkPass:
         number, stage = step.microbatch, self._cut.stage(step.chunk)
-        last = len(self._borders)
+        last, place = len(self._borders), (step.microbatch, step.chunk)
         return ChunkPass(
             self._model,
             self._layers,
@@ -140,7 +143,8 @@ class ScheduledRun:
             before=self._borders[stage - 1] if stage else None,
             behind=self._borders[stage] if stage < last else None,
             key=self._key(number),
-            delay_wgrad=delay_wgrad,
+            delay_wgrad=place in self._delayed,
+            apart=place in self._apart,
             loss_scale=self._scales[number],
             check=number < self._unchecked and torch.is_grad_enabled(),
         )

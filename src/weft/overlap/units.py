@@ -107,7 +107,7 @@ class ModelUnits:
         ends = {
             each.step.microbatch: each
             for each in around
-            if each.step.direction == BACKWARD and each.step.slot in ("embed", "enter", "head")
+            if each.step.direction == BACKWARD and each.step.slot in ("embed", "enter", "head", "head.weights")
         }
         for each in ends.values():  # the last of a microbatch that reads what is outside of layers
             each.reduce.extend(self.outside)
@@ -173,7 +173,8 @@ class ModelUnits:
             watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
-        """The units that are gathered at once, at each acquisition, with what is gathered ahead."""
+        """The units that are here at once, at each acquisition, with what is gathered ahead or stays for later."""
+        assert self.runtime is not None
         visits = [unit for each in program for unit, _ in each.acquire]
         held: Counter[Unit] = Counter()
         position = 0
@@ -181,7 +182,8 @@ class ModelUnits:
             for unit, _ in each.acquire:
                 held[unit] += 1
                 position += 1
-                yield held.keys() | set(visits[position : position + AHEAD])
+                coming = (visits[at].number for at in range(position, len(visits)))
+                yield held.keys() | set(self.runtime.prefetch.behind((unit.number,), coming, AHEAD))
             for unit, _ in each.release:
                 held[unit] -= 1
                 if not held[unit]:

@@ -29,12 +29,12 @@ from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
-from weft.train.loggers import check as check_loggers
-from weft.train.metrics import Metrics
 from weft.train.optimizers import make_optimizer, optimizer_bytes
 from weft.train.own_numbers import OwnNumbers
-from weft.train.profile import Operations, ProfilerWindow
-from weft.train.progress import Progress
+from weft.train.record.loggers import check as check_loggers
+from weft.train.record.metrics import Metrics
+from weft.train.record.profile import Operations, ProfilerWindow
+from weft.train.record.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
@@ -235,7 +235,7 @@ class Trainer:
         complete = position.step == config.train.steps or self._is_settled()
         if self._is_settled():
             self.say(f"ended early: {self._settled()}")
-        if complete and self.rank == 0:
+        if complete and self.stages.have_first_rank:
             self._report()
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
@@ -452,17 +452,29 @@ class Trainer:
         keep_facts(folder, facts)
 
     def _report(self) -> None:
+        """All ranks of the first rank's pipeline call this."""
+        memory = weft.memory_report(self.model)
+        memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
+        if self.activations is not None:
+            memory["transient"]["activations"] = {"peak": self.activations.peak}
+        told = self.stages.all_of((weft.describe(self.model), memory))
+        if self.rank:
+            return
         baseline = self.task.baseline()
         if baseline is not None:
             self.say(
                 f"validation loss {self.position.validation_loss:.4f} nats per byte, "
                 f"bigram table of the same text {baseline:.4f}"
             )
-        memory = weft.memory_report(self.model)
-        memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
-        if self.activations is not None:
-            memory["transient"]["activations"] = {"peak": self.activations.peak}
-        facts: dict[str, Any] = {"description": weft.describe(self.model), "memory": memory, "baseline": baseline}
+        description = "\n\n".join(
+            f"rank {rank} of the pipeline\n\n{units}" if len(told) > 1 else units
+            for rank, (units, _) in enumerate(told)
+        )
+        facts: dict[str, Any] = {
+            "description": description,
+            "memory": [found for _, found in told] if len(told) > 1 else memory,
+            "baseline": baseline,
+        }
         keep_facts(self.run_place.directory, {**facts, "seconds": self.position.seconds})
         path = write_report(self.run_place.directory, **facts)
         if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):

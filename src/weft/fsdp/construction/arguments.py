@@ -1,14 +1,12 @@
 """What `fully_shard` was asked for: its arguments, checked, as far as that needs no parameter."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from weft.fsdp.construction.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.construction.parameters import ignore
@@ -21,31 +19,15 @@ from weft.memory.offload import OffloadPolicy, offload_of
 DEFAULT_STRATEGY = "optim_grads_params"
 
 
-@dataclass(frozen=True)
 class Request:
-    """One call of `fully_shard`.
+    """One call of `fully_shard`. Raises ValueError and TypeError as that does.
 
     `ignored`: ids of parameters. `replicas`: the data-parallel axes, by name, of a mesh that has others too.
     """
 
-    modules: list[nn.Module]
-    mesh: DeviceMesh
-    strategy: str | Placements
-    outer_strategy: str
-    reshard_after_forward: bool | int | None
-    choose: Callable[[nn.Parameter], Any] | None
-    policy: MixedPrecisionPolicy
-    offload: CPUOffloadPolicy | None
-    ignored: set[int]
-    divide_factor: float | None
-    options: RuntimeOptions
-    replicas: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         module: Any,
-        *,
         mesh: DeviceMesh | None,
         strategy: str | Placements,
         outer_strategy: str,
@@ -57,44 +39,34 @@ class Request:
         gradient_divide_factor: float | None,
         runtime: RuntimeOptions | None,
         dp_mesh_dims: Any,
-    ) -> "Request":
-        """The arguments of `fully_shard`. Raises ValueError and TypeError as that does."""
-        modules = _checked_modules(module)
+    ) -> None:
+        self.modules = _checked_modules(module)
+        self.divide_factor = gradient_divide_factor
         if gradient_divide_factor is not None:
-            gradient_divide_factor = checked_factor("gradient_divide_factor=", gradient_divide_factor)
+            self.divide_factor = checked_factor("gradient_divide_factor=", gradient_divide_factor)
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh={mesh!r}: pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks")
         if runtime is not None and not isinstance(runtime, RuntimeOptions):
             raise TypeError(f"runtime={runtime!r}: pass weft.RuntimeOptions(...)")
+        self.options = runtime or RuntimeOptions()
         if shard_placement_fn is not None and not callable(shard_placement_fn):
             raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: pass a function of one parameter")
-        ignored = _checked_ignored(ignored_params)
-        policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
-        offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
-        replicas: tuple[str, ...] = ()
+        self.choose = shard_placement_fn
+        self.ignored = _checked_ignored(ignored_params)
+        self.policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
+        self.offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
+        self.replicas: tuple[str, ...] = ()
         if dp_mesh_dims is not None:
-            replicas = axes_of(dp_mesh_dims)
+            self.replicas = axes_of(dp_mesh_dims)
             if mesh is None:
                 raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
             mesh = data_parallel_mesh(mesh, dp_mesh_dims)
             if dp_mesh_dims.shard is None and strategy == DEFAULT_STRATEGY:
                 strategy = "no_shard"
-        mesh = _whole_world(modules) if mesh is None else checked_mesh(mesh)
-        placements = placements_of(strategy, outer_strategy, mesh.ndim)
-        return cls(
-            modules,
-            mesh,
-            strategy,
-            outer_strategy,
-            _checked_reshard(reshard_after_forward, placements, mesh.size(mesh.ndim - 1)),
-            shard_placement_fn,
-            policy,
-            offload,
-            ignored,
-            gradient_divide_factor,
-            runtime or RuntimeOptions(),
-            replicas,
-        )
+        self.mesh = _whole_world(self.modules) if mesh is None else checked_mesh(mesh)
+        self._strategies = strategy, outer_strategy
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        self.reshard_after_forward = _checked_reshard(reshard_after_forward, self.placements_on(self.mesh), shards)
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +76,7 @@ class Request:
 
     def placements_on(self, mesh: DeviceMesh) -> Placements:
         """What the strategies mean on the mesh of some of the parameters."""
-        return placements_of(self.strategy, self.outer_strategy, mesh.ndim)
+        return placements_of(*self._strategies, mesh.ndim)
 
     def checked_own_mesh(self, own: DeviceMesh) -> DeviceMesh:
         """`own`, which a parameter has in place of `mesh`, if that goes together with the other arguments."""
@@ -138,7 +110,6 @@ def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _checked_modules(module: Any) -> list[nn.Module]:
-    """The modules of one call, as a list."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
         if not isinstance(one, nn.Module):

@@ -21,10 +21,11 @@ from weft.fsdp.construction.arguments import Request
 from weft.fsdp.construction.assignment import copy_assigned
 from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
+from weft.fsdp.construction.originals import place_of, settle
 from weft.fsdp.construction.parameters import checked_parameter
+from weft.fsdp.construction.start import equalize
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
-from weft.fsdp.originals import place_of, settle
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import Recipe, keeps_dtype
 from weft.fsdp.slots import Slot
@@ -109,6 +110,7 @@ class Members:
         for group, members in zip(unit.groups, self._members):
             for original, sharded, slot in zip(members, group.sharded_parameters, group.slots):
                 settle(original, sharded, unit, slot)
+            equalize(group)
             group.register(full=False)
         for parameter, (other, theirs) in self._tied.items():
             mine = self._found[parameter]

@@ -52,7 +52,7 @@ def _figures(
             ("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm, resumed))
         )
     if memory:
-        found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
+        found.append(("memory", "Memory by role", figures.memory(memory)))
     return found
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from weft.train.progress import format_bytes, format_count
+from weft.train.record.progress import format_bytes, format_count
 from weft.train.report.numbers import median
 
 
@@ -175,7 +175,7 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        axes.set_title("Memory by role, one rank")
+        axes.set_title("Memory by role" if len(groups) > 2 else "Memory by role, one rank")
         axes.grid(visible=False)
         labels: list[str] = []
         largest = max((v for roles in groups.values() for v in roles.values()), default=0) or 1
@@ -198,7 +198,7 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
         axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         if len(groups) > 1:
-            figure.legend(loc="outside lower left", ncols=len(groups), labelcolor=theme.quiet)
+            figure.legend(loc="outside lower left", ncols=min(len(groups), 4), labelcolor=theme.quiet)
 
     return draw
 

@@ -8,10 +8,13 @@ from typing import Any
 Curve = list[tuple[float, float]]
 
 
-def memory_groups(memory: Mapping[str, Any] | None) -> dict[str, dict[str, float]]:
-    """group -> role -> bytes, without roles that take nothing."""
+def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
+    """group -> role -> bytes, without roles that take nothing. Several reports are those of a pipeline's ranks."""
     if not memory:
         return {}
+    if not isinstance(memory, Mapping):
+        of_ranks = [memory_groups(each) for each in memory]
+        return {f"rank {n}, {group}": roles for n, groups in enumerate(of_ranks) for group, roles in groups.items()}
     groups: dict[str, Mapping[str, float]] = {"by role": memory}
     if "persistent" in memory:
         peaks = {role: counts["peak"] for role, counts in memory.get("transient", {}).items()}

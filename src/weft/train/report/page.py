@@ -3,13 +3,13 @@
 import base64
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.train.files import replace_text
-from weft.train.metrics import read_metrics
-from weft.train.progress import format_bytes, format_count, format_time
+from weft.train.record.metrics import read_metrics
+from weft.train.record.progress import format_bytes, format_count, format_time
 from weft.train.report.facts import read_facts
 from weft.train.report.numbers import counted, curve, loss_unit, losses, median, memory_groups
 from weft.train.report.settings import in_use
@@ -22,15 +22,15 @@ def write_report(
     run_directory: str | Path,
     *,
     description: str = "",
-    memory: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     baseline: Mapping[str, float] | float | None = None,
 ) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
 
-    description: the text of `weft.describe`. memory: `weft.memory_report`, or bytes by role. baseline: the
-    validation loss of the bigram table in nats per byte, or such losses by name. Metrics and configuration
-    come from the folder. What is missing is left out; without matplotlib, the pictures. The same inputs give the same
-    bytes.
+    description: the text of `weft.describe`. memory: `weft.memory_report`, those of a pipeline's ranks, or
+    bytes by role. baseline: the validation loss of the bigram table in nats per byte, or such losses by name. Metrics
+    and configuration come from the folder. What is missing is left out; without matplotlib, the pictures. The same
+    inputs give the same bytes.
     """
     folder = Path(run_directory)
     records = read_metrics(folder)

@@ -1,12 +1,13 @@
 """A model and data of one's own."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import weft
+from weft.checkpoint import RandomState
 from weft.models import HybridModel
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
@@ -24,6 +25,7 @@ class OwnTask:
     """One rank's part of training `model` on `data`; the arguments are those of `weft.train.Trainer`."""
 
     unit = "samples"
+    at_once = 1
     adds_losses = False
 
     def __init__(
@@ -66,6 +68,9 @@ class OwnTask:
         found = self._loss(self.model, microbatch)
         return found if isinstance(found, tuple) else (found, {})
 
+    def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
+        return [self.loss(microbatch) for microbatch in microbatches]
+
     def validation_values(self, loss: float) -> dict[str, float]:
         return {"loss": loss}
 
@@ -77,7 +82,8 @@ class Stream:
     """Microbatches of any iterable, again and again; its position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Another one is gone through again up to where
-    it was: it must yield the same microbatches each time, or after `set_epoch(n)`, where it has that, the same for n.
+    it was, with the random generators as they were when that pass began, so that a loader which shuffles has the same
+    order. It must yield the same microbatches then, or after `set_epoch(n)`, where it has that, the same for n.
     """
 
     per_rank = True
@@ -86,6 +92,9 @@ class Stream:
         self.source, self.microbatches_per_step = source, microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._iterator: Iterator[Any] | None = None
+        self._random = RandomState()
+        self._begun: dict[str, Any] | None = None
+        """The random generators when this pass began."""
 
     def next_step(self) -> list[Any]:
         return [self._next() for _ in range(self.microbatches_per_step)]
@@ -107,6 +116,7 @@ class Stream:
 
     def _start(self) -> Iterator[Any]:
         self._set_epoch()
+        self._begun = None if hasattr(self.source, "state_dict") else self._random.state_dict()
         return iter(self.source)
 
     def _set_epoch(self) -> None:
@@ -115,20 +125,29 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any]:
         own = self.source.state_dict() if hasattr(self.source, "state_dict") else None
-        return {"epoch": self.epoch, "taken": self.taken, "own": [own]}
+        return {"epoch": self.epoch, "taken": self.taken, "own": [own, self._begun]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.taken = int(state["epoch"]), int(state["taken"])
-        (own,) = state["own"]
+        own, *begun = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
         self._set_epoch()  # first: some loaders begin the epoch anew with it
         if own is not None:
             self.source.load_state_dict(own)  # type: ignore[attr-defined]
-        self._iterator = iter(self.source)
-        if own is None:
-            for _ in range(self.taken):
-                next(self._iterator)
+            self._iterator = iter(self.source)
+        elif self.taken:
+            now = self._random.state_dict()
+            self._begun = begun[0] if begun else now  # a checkpoint of before has none
+            self._random.load_state_dict(self._begun)
+            self._iterator = iter(self.source)
+            for done in range(self.taken):
+                if next(self._iterator, self) is self:
+                    raise ConfigError(
+                        f"data: the checkpoint stands behind {self.taken} microbatches of a pass, and this data has "
+                        f"{done}; go on with the data that it was saved with"
+                    )
+            self._random.load_state_dict(now)
 
     def load_from_other_ranks(self, state: dict[str, Any], rank: int, ranks: int) -> None:
         raise ConfigError(f"data: its position was saved by another number of ranks than {ranks}; resume on as many")
