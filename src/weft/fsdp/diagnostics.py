@@ -124,6 +124,8 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     Raises TypeError for a model without sharded modules.
     """
     found = _nonfinite_here(model)
+    if not any(unit.groups for unit in _units(model)):  # a stage without parameters
+        return found
     groups = _groups_to_all_ranks(model)
     channel = min(group.channel for unit in _units(model) for group in unit.groups)
     if not any(agree([bool(found)], [], groups, "search for values that are not finite", channel=channel)[0]):
