@@ -1,10 +1,12 @@
-# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | kills | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
+# The tests with ranks in one process, which has the pool, beside those without in another.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long kills fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -28,13 +30,16 @@ train-pipeline: install
 	$(BIN)/weft train configs/stdlib-pipeline.toml --ranks 2
 
 test: install lint
-	$(BIN)/python -m pytest -m 'not long'
+	$(PYTEST) -m 'not long'
 
 test-fast: install lint
-	$(BIN)/python -m pytest -m 'not slow and not long'
+	$(PYTEST) -m 'not slow and not long'
 
 test-long: install
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
+
+kills: install
+	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often
 
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py

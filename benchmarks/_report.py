@@ -1,5 +1,6 @@
 """What benchmarks of two sides share: turns within each round, and the lines that say where and with what ratio."""
 
+import argparse
 import os
 import platform
 import statistics
@@ -8,6 +9,17 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+
+
+def parser(description: str | None, *, rounds: int = 5, steps: int = 0, link: str = "") -> argparse.ArgumentParser:
+    """The options of a benchmark: its `rounds`, and where they have defaults or an example its `steps` and `link`."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=rounds)
+    if steps:
+        made.add_argument("--steps", type=int, default=steps, help="steps per side and round")
+    if link:
+        made.add_argument("--link", metavar="RATE", help=f'limit each rank\'s network to this rate, as in "{link}"')
+    return made
 
 
 def slowest(work: Callable[[], object], times: int) -> float:

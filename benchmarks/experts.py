@@ -8,7 +8,6 @@ is forward and backward of all microbatches. An exchange counts as hidden while 
 exposed while it waits for communication of whatever kind.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -73,10 +72,7 @@ def lanes(step: Callable[[], object]) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Measure and print, on rank 0, seconds per step, ratios, what delaying gains, what was hidden, and memory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "800mbit"')
-    options = parser.parse_args()
+    options = _report.parser(__doc__, link="800mbit").parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):
         generator = torch.Generator().manual_seed(dist.get_rank())

@@ -9,7 +9,6 @@ round's time is that of the slowest rank, a side's figure the median over rounds
 without communication, and the gathers and reductions of ZeRO-3 without computation.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
@@ -63,11 +62,7 @@ SIDES: dict[str, Callable[[], Callable[[], None]]] = {
 
 def main() -> None:
     """Measure and print, on rank 0, seconds per step and the ratios of weft to each side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="steps per side and round")
-    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "4gbit"')
-    options = parser.parse_args()
+    options = _report.parser(__doc__, steps=2, link="4gbit").parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):
         taken = _report.in_turn({name: make() for name, make in SIDES.items()}, options.rounds, options.steps)

@@ -1,17 +1,24 @@
 """What one GPU can show beside torch FSDP2 and DDP: host time per unit, launches, a step, memory, lanes beside it.
 
-    weft bench gpu --ranks 1
-    WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny, on the CPU: whether it runs, not how fast
+weft bench gpu --ranks 1
+weft bench gpu --ranks 2                        # real ranks that share the card
+WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny, on the CPU: whether it runs, not how fast
 
-Host time and lanes: with seven of eight ranks pretended, so that units are gathered and reduced but nothing travels;
-the lanes then copy on the device what would have arrived. Step, launches and memory: one real rank over NCCL.
+ranks    host time, lanes                              launches, memory and time of a step
+-------  --------------------------------------------  ---------------------------------------------------------
+1        seven of eight ranks are pretended: units     over NCCL, with nobody else
+         are gathered and reduced, nothing travels,
+         and lanes copy what would have arrived
+several  -                                             over gloo, which copies through the host: NCCL wants a card
+                                                       for each rank. What is sharded, sent and waited for is real,
+                                                       the time is not that of a network
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -168,49 +175,75 @@ def lanes() -> None:
     print(f"both lanes at once: {overlap(intervals, 'gather', 'reduce') * 1e3:.2f} ms")
 
 
-def steps(rounds: int) -> None:
-    """Seconds per step and peak memory of one rank."""
-    dist.init_process_group("gloo" if REHEARSES else "cpu:gloo,cuda:nccl")
+SIDES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "weft": partial(sharded, fully_shard=weft.fully_shard),
+    "FSDP2": partial(sharded, fully_shard=torch_fully_shard),
+    "DDP": DistributedDataParallel,
+    "plain": partial(sharded, fully_shard=None),
+}
+
+
+def steps(rounds: int, backend: str) -> None:
+    """Seconds per step, launches and peak memory of this rank, printed by the first."""
+    dist.init_process_group(backend, timeout=timedelta(minutes=2))
     try:
-        sides: dict[str, Callable[[nn.Sequential], nn.Module]] = {
-            "weft": partial(sharded, fully_shard=weft.fully_shard),
-            "FSDP2": partial(sharded, fully_shard=torch_fully_shard),
-            "DDP": DistributedDataParallel,
-            "plain": partial(sharded, fully_shard=None),
-        }
-        print(f"\nlaunches and memory of a step, {LAYERS} transformer layers, one rank over NCCL")
-        print(f"{'side':10}{'launches':>10}{'peak MiB':>12}")
-        for name, wrap in sides.items():
-            before = allocated()
-            step = step_of(transformer(wrap))
-            for _ in range(3):
-                step()
-            peak = allocated(of=step) - before
-            print(f"{name:10}{launches(step):10}{peak / 2**20:12,.0f}")
-            del step
-        print(f"\nstep of the same, medians of {rounds}")
-        made = {name: step_of(transformer(wrap)) for name, wrap in sides.items()}
-        _report.table(_report.in_turn(made, rounds, 5), "weft", "ms/step", 1e3)
+        ranks, say = dist.get_world_size(), print if dist.get_rank() == 0 else _say_nothing
+        over = (
+            "one rank over NCCL" if ranks == 1 else f"{ranks} ranks over gloo that share the card, of which the first"
+        )
+        say(f"\nlaunches and memory of a step, {LAYERS} transformer layers, {over}")
+        say(f"{'side':10}{'launches':>10}{'peak MiB':>12}")
+        able = {}
+        for name, wrap in SIDES.items():
+            try:
+                started, peak = launches_and_peak(wrap)
+            except RuntimeError as error:
+                if name == "weft":
+                    raise
+                say(f"{name:10} cannot: {str(error).splitlines()[0]}")
+                continue
+            able[name] = wrap
+            say(f"{name:10}{started:10}{peak / 2**20:12,.0f}")
+        say(f"\nstep of the same, medians of {rounds}")
+        taken = _report.in_turn({name: step_of(transformer(wrap)) for name, wrap in able.items()}, rounds, 5)
+        if dist.get_rank() == 0:
+            _report.table(taken, "weft", "ms/step", 1e3)
     finally:
         dist.destroy_process_group()
 
 
+def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module]) -> tuple[int, int]:
+    """Of a step, warmed up."""
+    before = allocated()
+    step = step_of(transformer(wrap))
+    for _ in range(3):
+        step()
+    peak = allocated(of=step) - before
+    return launches(step), peak
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
 def main() -> None:
     """Everything, one after another, on the first GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = _report.parser(__doc__).parse_args()
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if REHEARSES:
         card = "a rehearsal without a card: no figure means anything"
     elif torch.cuda.is_available():
         torch.cuda.set_device(0)
+        torch.cuda.init()  # so that no mesh takes the card of the rank's number
         card = torch.cuda.get_device_name()
     else:
         raise SystemExit("no GPU here: this benchmark needs one")
-    print(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, medians of {options.rounds}")
-    host_time(options.rounds)
-    lanes()
-    steps(options.rounds)
+    if rank == 0:
+        print(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, medians of {options.rounds}")
+    if ranks == 1:
+        host_time(options.rounds)
+        lanes()
+    steps(options.rounds, "cpu:gloo,cuda:nccl" if ranks == 1 and not REHEARSES else "gloo")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ compared. The CPU time of a step is beside the time that it takes: on a machine 
 groups beside the same symbols without.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -178,10 +177,7 @@ def compare(name: str, sides: dict[str, Any], data: list, rounds: int) -> None:
 
 def main() -> None:
     """Measure and print, on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "800mbit"')
-    options = parser.parse_args()
+    options = _report.parser(__doc__, rounds=31, link="800mbit").parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):
         meshes = weft.init_meshes("cpu", ep=dist.get_world_size())

@@ -6,7 +6,6 @@ A step is forward, backward and nothing more; the time of the same layers withou
 process, which counts what the host has to do and no other process.
 """
 
-import argparse
 import os
 import platform
 import statistics
@@ -15,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from _report import parser
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -46,10 +46,7 @@ def seconds(net: nn.Module, steps: int) -> float:
 
 def main() -> None:
     """Measure in turn and print microseconds per unit and step, and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10, help="steps per side and round")
-    options = parser.parse_args()
+    options = parser(__doc__, rounds=9, steps=10).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     sides = {"plain": model(None), "weft": model(weft.fully_shard), "FSDP2": model(torch_fully_shard)}

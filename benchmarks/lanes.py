@@ -75,9 +75,7 @@ def draw(path: Path, sides: dict[str, list[Interval]]) -> None:
 
 def main() -> None:
     """Measure in turn, print on rank 0, draw the last step of each side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "4gbit"')
+    parser = _report.parser(__doc__, link="4gbit")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw one step of each side into this PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -6,14 +6,13 @@ Mamba-2 (chunked) beside Nemotron-H's, the gated delta net (chunked) beside Qwen
 default path. The memory is what autograd keeps from forward to backward.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _report import in_turn, machine, table
+from _report import in_turn, machine, parser, table
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMamba2Mixer
@@ -105,10 +104,7 @@ def kept(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 def main() -> None:
     """Measure in turn and print milliseconds per step, the ratio to theirs, and the memory of both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps per side and round")
-    options = parser.parse_args()
+    options = parser(__doc__, steps=3).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")

@@ -7,12 +7,11 @@ step is the clipping of the model-wide norm and AdamW; gradients are there alrea
 the fused and the foreach form of AdamW: the target, 0.3, is for the faster one.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _report import in_turn, machine, table
+from _report import in_turn, machine, parser, table
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -58,10 +57,7 @@ def per_parameter(fully_shard: Callable, **form: bool) -> Callable[[], None]:
 
 def main() -> None:
     """Measure in turn and print, on rank 0, milliseconds per step and the ratios to weft's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="steps per side and round")
-    options = parser.parse_args()
+    options = parser(__doc__, steps=5).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     sides = {

@@ -6,12 +6,11 @@ Two models in which next to nothing is computed: 150 units of eight parameters, 
 backward, clipping and AdamW as people call it, `torch.optim.AdamW(model.parameters())`.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _report import in_turn, machine, table
+from _report import in_turn, machine, parser, table
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -51,10 +50,7 @@ def sharded(fully_shard: Callable) -> Callable[[nn.Sequential], nn.Module]:
 
 def main() -> None:
     """Measure in turn and print, on rank 0, milliseconds and the ratios to weft's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="steps per side and round")
-    options = parser.parse_args()
+    options = parser(__doc__, steps=5).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     wraps = {

@@ -51,6 +51,7 @@ part() {
     part "Tests" "$PYTHON" -m pytest -q tests/gpu
     part "Tests under torch's stream sanitizer" env $sanitizer "$PYTHON" -m pytest -q tests/gpu/test_engine.py
     part "Beside torch FSDP2" "$PYTHON" -m weft bench gpu --ranks 1
+    part "Beside torch FSDP2, two ranks on one card" "$PYTHON" -m weft bench gpu --ranks 2
 } >"$output"
 cat "$output"
 mkdir -p "$(dirname "$target")"

@@ -24,6 +24,11 @@ from typing import Any
 
 import pytest
 
+from weft.fsdp.runtime import options
+
+if os.environ.get("WEFT_BUCKETS") != "1":
+    options.BUCKET_BYTES = 0  # the models of tests are tiny: their units travel by themselves, unless a test says other
+
 MAX_RANKS = 4
 TIMEOUT_S = 120
 
@@ -162,8 +167,9 @@ def _run_job(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        with weft.debug.check_streams() if checked else contextlib.nullcontext():
+        with weft.debug.check_streams() if checked else contextlib.nullcontext() as checker:
             result = getattr(body, "body", body)(*args, **kwargs)
+            assert checker is None or not checker.unawaited, checker.unawaited
         dist.barrier()
         return result
     finally:

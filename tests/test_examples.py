@@ -3,17 +3,22 @@
 import importlib.util
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
 import weft
 from tests.pool import distributed
+from tests.train.command import assert_same_contents, contents, metrics
+from weft.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -91,22 +96,106 @@ def test_the_tests_that_a_page_names_are_there(page):
         assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
 
 
+TRAINED = ("vision", "hf_finetune", "hf_lora")
+
+
 def test_the_trainer_s_examples_are_short():
-    for name in ("vision.py", "hf_finetune.py"):
-        assert len((EXAMPLES / name).read_text().splitlines()) < 60
+    for name in TRAINED:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+
+
+def in_process(example, folder, *arguments, interrupt_at=0):
+    """What `torchrun examples/EXAMPLE ARGUMENTS` does in `folder`, on ranks that are there; what the file then holds.
+
+    interrupt_at: the step after which somebody presses Ctrl-C; the next one is the last.
+    """
+
+    def moment(self, name, numbers):
+        if name == "step" and self.position.step == interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+        own(self, name, numbers)
+
+    own = Trainer.moment
+    (folder / "here").mkdir(exist_ok=True, parents=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Trainer, "moment", moment)
+        patched.setattr("weft.train.report.page.can_draw", lambda: False)  # pictures take seconds
+        patched.setattr(sys, "argv", [example, *arguments])
+        patched.chdir(folder / "here")
+        return runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
+
+
+def stopped_and_resumed(example, folder):
+    """Returns what the file holds after the resumed run, and the folders of that and of a run that nobody stopped."""
+    torch.manual_seed(0)
+    whole = in_process(example, folder / "whole")["trainer"]
+    torch.manual_seed(0)
+    stopped = in_process(example, folder / "parts", interrupt_at=11)["trainer"]
+    assert stopped.position.step == 12
+    names = in_process(example, folder / "parts", "--resume")
+    runs = [each.run_place.directory for each in (names["trainer"], whole)]
+    return names, *(folder / place / "here" / run for place, run in zip(("parts", "whole"), runs))
+
+
+def loss_of_first_batch(names, model):
+    """Of the data of rank 0, on every rank."""
+    torch.manual_seed(0)
+    data = names.get("sentences") or names["images"]
+    with torch.no_grad():
+        value = names["trainer"].task._loss(model.eval(), data(0, 2)[0])
+    return value[0] if isinstance(value, tuple) else value
+
+
+def goes_on_and_loads(example, folder):
+    names, parts, whole = stopped_and_resumed(example, folder)
+    step = names["trainer"].position.step
+    assert metrics(parts) == metrics(whole) and len(metrics(whole)) == step
+    checkpoints = [run / "checkpoints" / f"step-{step:08d}" for run in (parts, whole)]
+    if dist.get_rank() == 0:
+        assert_same_contents(*map(contents, checkpoints))
+    expected = loss_of_first_batch(names, names["trainer"].model)
+    plain = {"vision": plain_classifier, "hf_finetune": plain_llama, "hf_lora": plain_adapter}[example]
+    torch.testing.assert_close(loss_of_first_batch(names, plain(names, parts, checkpoints[0])), expected)
+    first, last = metrics(whole)[0]["loss"], metrics(whole)[-1]["loss"]
+    assert expected < first and last < first
+
+
+def filled(model, checkpoint):
+    """A plain model with the weights of a checkpoint, read by torch alone."""
+    state = {"model": {name: torch.full_like(value, torch.nan) for name, value in model.state_dict().items()}}
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def plain_classifier(names, run, checkpoint):
+    return filled(names["Classifier"](), checkpoint)
+
+
+def plain_llama(names, run, checkpoint):
+    return filled(transformers.LlamaForCausalLM(names["CONFIG"]), checkpoint)
+
+
+def plain_adapter(names, run, checkpoint):
+    import peft
+
+    adapted = filled(names["adapted"](), checkpoint)
+    base = adapted.unload()  # as it was: adapters alone are trained
+    return peft.PeftModel.from_pretrained(base, run / "adapter")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", TRAINED)
+@distributed(2)
+def test_own_models_and_data_train_resume_bit_for_bit_and_load_into_plain_torch(example, tmp_path):
+    goes_on_and_loads(example, tmp_path)
 
 
 @pytest.mark.long
-def test_own_models_and_data_train_resume_and_load_into_plain_torch(tmp_path, monkeypatch):
+def test_an_example_runs_under_its_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = run("vision.py")
-    assert "step 120/120  validation 0." in said
-    assert "nothing to do: the run is at step 120 of 120" in run("vision.py", "--resume")
-    checkpoint = tmp_path / "runs" / "vision" / "checkpoints" / "step-00000120"
-    weights = {"model.head.weight": torch.zeros(3, 48), "model.blocks.2.norm2.bias": torch.zeros(48)}
-    dcp.load(weights, checkpoint_id=checkpoint, no_dist=True)
-    assert all(value.abs().sum() > 0 for value in weights.values())
-    assert "trained up to step 60" in run("hf_finetune.py")
+    assert "step 60/60" in run("hf_lora.py")
+    assert "nothing to do: the run is at step 60 of 60" in run("hf_lora.py", "--resume")
 
 
 @pytest.mark.long

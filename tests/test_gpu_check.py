@@ -19,9 +19,13 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
         "Tests",
         "Tests under torch's stream sanitizer",
         "Beside torch FSDP2",
+        "Beside torch FSDP2, two ranks on one card",
     ]
-    assert "failed" not in report.lower()
-    assert "host time" in parts[2] and "step of the same" in parts[2] and "weft / side" in parts[2]
+    assert "failed" not in report.lower() and "cannot" not in report
+    assert "host time" in parts[2] and "one rank over NCCL" in parts[2] and "2 ranks over gloo" in parts[3]
+    for part in parts[2:]:
+        compared = part.split("step of the same")[1]
+        assert "weft / side" in compared and all(side in compared for side in ("FSDP2", "DDP", "plain"))
 
 
 def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         keep_dtype,
         memory_report,
         padding_of,
-        parameter_norms,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
     from weft.mesh import Meshes, init_meshes
+    from weft.optim import parameter_norms
 
 __all__ = [
     "BlockAtomic",
@@ -80,10 +80,10 @@ _ROOMS = [
     "pipeline",
     "train",
 ]
-_MESH = ["Meshes", "init_meshes"]
-_FSDP = [name for name in __all__ if name not in _ROOMS + _MESH]
+_HOMES = {"weft.mesh": ["Meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
+_HOMES["weft.fsdp"] = [name for name in __all__ if not any(name in each for each in (_ROOMS, *_HOMES.values()))]
 
-__getattr__ = exports("weft", {"weft.mesh": _MESH, "weft.fsdp": _FSDP}, _ROOMS)
+__getattr__ = exports("weft", _HOMES, _ROOMS)
 
 
 def __dir__() -> list[str]:

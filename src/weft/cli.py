@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.train.run.output import outlive_readers
 
@@ -50,9 +50,23 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Completion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: object = None) -> NoReturn:
+        from weft.completion import script
+
+        print(script(parser, shell), end="")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of weft, Python and torch")
+    parser.add_argument(
+        "--completion",
+        action=_Completion,
+        choices=("bash", "zsh", "fish"),
+        help="print what makes this shell complete commands, options and settings",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
@@ -259,7 +273,7 @@ def _eval(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> int:
-    from weft.train.metrics import FILE
+    from weft.train.record.metrics import FILE
     from weft.train.report import write_report
     from weft.train.report.facts import read_facts
 
@@ -375,7 +389,7 @@ def _save_picture(found: "Simulation", target: Path) -> None:
         from weft.train.report import figures, pipeline_figure
     except ImportError as error:
         raise ValueError(f"--save {target}: a picture needs matplotlib ({error}); install weft[train]") from error
-    _write(target, figures.render(pipeline_figure.pipeline(found), figures.LIGHT, pipeline_figure.size(found)))
+    _write(target, figures.render(pipeline_figure.pipeline(found), figures.LIGHT, pipeline_figure.size(found), "png"))
 
 
 def _write(target: Path, content: bytes) -> None:

@@ -1,12 +1,15 @@
 """Groups beside others are like them, and a group that is gone is named."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import weft
 from tests.pool import distributed
+from weft.checkpoint import CheckpointManager
 from weft.comm import groups
 from weft.comm.groups import check_alive, exchange_objects, host_group, neighbours, next_channel, tag_of, twin_group
 from weft.comm.watch.lookout import lookout
@@ -40,6 +43,52 @@ def test_the_hosts_group_beside_one_of_devices_has_its_timeout_and_description()
     finally:
         groups.backend_of = backend_of
     assert host is not mine and host.group_desc == "shards" and timeout_of(host) == timedelta(seconds=44)
+
+
+@distributed(4)
+def test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others():
+    world, rank = dist.group.WORLD, dist.get_rank()
+    dist.new_group([0, 1])
+    dist.new_group([1, 2])  # as in a pipeline, where the one in the middle has two neighbours
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    backend_of, groups.backend_of = groups.backend_of, lambda group, device: "nccl"
+    try:
+        made = [
+            neighbours(world, 4),
+            host_group(world),
+            host_group(halves[rank // 2]),
+            host_group(neighbours(world, 2)),
+        ]
+    finally:
+        groups.backend_of = backend_of
+    for group in made:
+        ranks = dist.get_process_group_ranks(group)
+        told = [None] * len(ranks)
+        dist.all_gather_object(told, (rank, group.group_name), group=group)
+        assert told == [(each, group.group_name) for each in ranks]
+    assert len({group.group_name for group in made}) == len(made)
+
+
+@distributed(4)
+def test_some_ranks_keep_checkpoints_of_their_own_whatever_groups_others_have_made(tmp_path):
+    rank = dist.get_rank()
+    dist.new_group([0, 1])
+    mine = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    for _ in range(2):
+        with CheckpointManager(tmp_path / str(rank // 2), process_group=mine) as manager:
+            assert exchange_objects(rank, manager._group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert exchange_objects(rank, manager._writers) == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def test_a_group_that_only_its_own_ranks_make_gets_its_name_in_one_place():
+    """Torch's name for one has the number of groups that a rank has, which may not be the same on all."""
+    source = Path(weft.__file__).parent
+    local = {
+        str(file.relative_to(source)): count
+        for file in source.rglob("*.py")
+        if (count := file.read_text().count("use_local_synchronization"))
+    }
+    assert local == {"comm/groups.py": 1}
 
 
 def test_a_group_that_was_destroyed_is_named_with_what_to_do():

@@ -1,5 +1,7 @@
 """The checker of streams finds what is out of order, and nothing else."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -60,6 +62,35 @@ def test_events_order_what_comes_before_them_and_nothing_behind():
         with pytest.raises(StreamOrderError):
             y.sum()
         streams.current(CPU).wait_stream(side)
+
+
+def test_new_memory_may_have_been_somebody_elses_on_its_stream():
+    """Another stream that writes to it comes behind that, not only behind what it itself reads."""
+    with check_streams():
+        side = streams.new("side", CPU)
+        x = torch.ones(4)
+        there = streams.moment(CPU)
+        output = torch.empty(4)
+        side.wait_event(there)
+        with streams.on(side), pytest.raises(StreamOrderError, match=r"copy_ on the stream side writes .* aten::empty"):
+            output.copy_(x)
+        with streams.on(side):
+            own = torch.empty(4)
+            own.copy_(x)
+        streams.current(CPU).wait_stream(side)
+
+
+def test_memory_that_is_lent_to_another_stream_goes_back_behind_that():
+    for lends in (False, True):
+        with nullcontext() if lends else pytest.raises(StreamOrderError, match="frees"), check_streams():
+            home, side = streams.current(CPU), streams.new("side", CPU)
+            with streams.on(side):
+                x = torch.ones(4)
+            if lends:
+                streams.lend(x, home)
+            home.wait_stream(side)
+            x.sum()
+            del x
 
 
 def test_ranges_of_one_storage_are_apart():

@@ -29,6 +29,7 @@ def train(net, optimizer, checker: StreamChecker, steps: int = 4) -> dict[str, i
         nets.loss_of(net, batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert not checker.unawaited
     return dict(checker.waits)
 
 
@@ -147,11 +148,41 @@ def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_wai
     layers = sum("E" in layer.symbols for layer in model.staged_layers)
     assert sum(checker.waits.values()) == microbatches * layers, checker.waits
     assert all("ready" in what for what in checker.waits)
+    assert not checker.unawaited
     exchanges = [each for each in checker.work if each.stream.endswith("exchange") and "alltoall" in each.operator]
     products = [each for each in checker.work if each.stream.endswith("compute") and each.operator in COMPUTATION]
     assert len(exchanges) == microbatches * layers * 4
     hidden = [one for one in exchanges if any(one.beside(each) for each in products)]
     assert len(hidden) >= (microbatches - 1) * layers * 4, "those of the pairs"
+
+
+@pytest.mark.parametrize("early_release", [False, True])
+@distributed(2)
+def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel(early_release):
+    """The device has its backward of experts to compute when the host waits; what leaves then waits for none of it."""
+    microbatches = 3
+    with weft.debug.check_streams(record=True) as checker:
+        model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+        for _ in range(2):
+            checker.work.clear()
+            weft.overlap.forward_backward(model, data(microbatches), early_release=early_release)
+    layers = sum("E" in layer.symbols for layer in model.staged_layers)
+    work = checker.work
+    waits = [place for place, each in enumerate(work) if each.stream == "the host" and "wait" in each.operator]
+    assert len(waits) == microbatches * layers
+    beside, alone = 0, 0
+    for place in waits:
+        counts = next(e for e in reversed(work[:place]) if e.stream.endswith("counts") and "alltoall" in e.operator)
+        rows = next(e for e in work[place:] if e.stream.endswith("exchange") and "alltoall" in e.operator)
+        earlier = [e for e in work[: work.index(counts)] if e.stream.endswith("compute")]
+        assert all(each.before(counts) for each in earlier), "and so who read the rows before: their memory is free"
+        queued = [e for e in work[work.index(counts) : place] if e.stream.endswith("compute")]
+        experts = [e for e in queued if e.operator == "aten::_grouped_mm"]
+        assert all(each.beside(counts) for each in queued), "the sizes do not wait for what is queued"
+        assert all(each.beside(rows) for each in experts), "and neither do the rows"
+        assert all(each.before(rows) for each in queued if not experts), "those wait for what is sent"
+        beside, alone = (beside + 1, alone) if experts else (beside, alone + 1)
+    assert (beside, alone) == ((microbatches - 1) * layers, layers), "all but the first forward have one beside them"
 
 
 @distributed(2)
@@ -174,6 +205,38 @@ def test_a_device_is_not_asked_by_a_rank_without_rows():
 
 
 @distributed(2)
+def test_weights_that_come_for_a_unit_that_does_not_run_are_awaited():
+    with weft.debug.check_streams() as checker:
+        net = nets.shard(nets.make(depth=3), strategy="optim")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        train(net, optimizer, checker, steps=2)
+        every, net.blocks = net.blocks, net.blocks[:2]
+        train(net, optimizer, checker, steps=2)
+        net.blocks = every
+        train(net, optimizer, checker, steps=2)
+
+
+@distributed(2)
+def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_handed_back_behind_them():
+    def fail(gradient):
+        raise RuntimeError("no")
+
+    with weft.debug.check_streams() as checker:
+        net = nets.shard(nets.make(depth=4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        train(net, optimizer, checker, steps=2)
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        handle = net.blocks[0].register_forward_hook(lambda block, args, output: output.register_hook(fail) and None)
+        with pytest.raises(RuntimeError, match="no"):
+            nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        handle.remove()
+        for parameter in net.blocks.parameters():  # those of the backward before it are handed back at once
+            parameter.grad.to_local().sum()
+        optimizer.zero_grad()
+        train(net, optimizer, checker, steps=2)
+
+
+@distributed(2)
 def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it():
     with weft.debug.check_streams(record=True) as checker:
         net = nets.shard(nets.make())
@@ -185,7 +248,7 @@ def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_re
 
 @distributed(2)
 def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies():
-    with weft.debug.check_streams():
+    with weft.debug.check_streams() as checker:
         lane, side = Lane("gather", CPU), streams.new("side", CPU)
         full = torch.zeros(4)
         ticket = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
@@ -198,8 +261,11 @@ def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_as
             full.sum()
         streams.current(CPU).wait_stream(side)
         again = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
+        assert not checker.unawaited
         with streams.on(side):
             del again
+        (what,) = checker.unawaited
+        assert what.startswith("all_gather on gather, forgotten by ") and "debug/test_order_of_work.py:" in what
         full.sum()
         with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
             full.sum()

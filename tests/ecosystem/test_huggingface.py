@@ -4,7 +4,6 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 import weft
+from tests.ecosystem.accelerated import prepared
 from tests.fsdp import nets
 from tests.pool import distributed
 
@@ -76,33 +75,12 @@ def compare(script: Callable[[], nn.Module]) -> None:
 
 
 def accelerated(efficient: bool) -> nn.Module:
-    """Prepared by Accelerate's FSDP2 plugin; `efficient`: only rank 0 has loaded weights."""
-    from accelerate.utils import fsdp_utils
-
+    """Prepared by Accelerate; `efficient`: only rank 0 has loaded weights."""
     model = llama()
     if efficient and dist.get_rank():
         for parameter in model.parameters():
             nn.init.constant_(parameter, torch.nan)
-    layers = type(model.model.layers[0])
-    plugin = SimpleNamespace(
-        set_auto_wrap_policy=lambda model: None,
-        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layers}),
-        transformer_cls_names_to_wrap=[layers.__name__],
-        reshard_after_forward=True,
-        cpu_offload=torch_fsdp.OffloadPolicy(),
-        mixed_precision_policy=None,
-        ignored_modules=None,
-        cpu_ram_efficient_loading=efficient,
-    )
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
-        mixed_precision="no",
-        is_main_process=dist.get_rank() == 0,
-        device=torch.device("cpu"),
-    )
-    return fsdp_utils.fsdp2_prepare_model(accelerator, model)
+    return prepared(model, efficient=efficient)
 
 
 @needs("accelerate")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later
 from tests.pool import distributed
 
 
@@ -470,20 +471,6 @@ def test_gradients_of_inputs_are_right():
 # --- exceptions -----------------------------------------------------------------------------------------------------
 
 
-class Oops(Exception):
-    pass
-
-
-class _Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
-
-
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_training_goes_on_after_an_exception_in_forward(strategy):
@@ -510,7 +497,7 @@ def test_training_goes_on_after_an_exception_in_backward_and_a_reset(strategy):
 
     def work(model, batch, part, step):
         if model is sharded and step in (1, 2):
-            handle = model.blocks[1].register_forward_hook(lambda module, args, output: _Fail.apply(output))
+            handle = model.blocks[1].register_forward_hook(fails_later)
             loss = nets.loss_of(model, part(batch))
             with pytest.raises(Oops):
                 loss.backward()

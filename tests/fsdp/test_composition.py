@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 import weft
 from tests.fsdp import nets
@@ -68,8 +69,32 @@ def test_a_model_is_sharded_by_one_of_the_two_libraries():
             weft.fully_shard(model)
     model = make()
     weft.fully_shard(model[0])
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"torch's fully_shard around parameter 'weight' of .*Linear.*weft.drop_in"):
         torch_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+@distributed(2)
+def test_a_parametrization_comes_before_sharding():
+    class Twice(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    model = make()
+    weft.fully_shard(model[0])
+    weft.fully_shard(model)
+    for gathered in (False, True):
+        if gathered:
+            model[0].unshard()
+        with pytest.raises(ValueError, match=r"a parametrization of parameter 'weight' of .*before fully_shard"):
+            parametrize.register_parametrization(model[0], "weight", Twice())
+    model[0].reshard()
+    torch.testing.assert_close(backward(model, mine(rows())), backward(make(), rows()))
+    plain, sharded = make(), make()
+    for each in (plain, sharded):
+        parametrize.register_parametrization(each[0], "weight", Twice())
+    weft.fully_shard(sharded[0])
+    weft.fully_shard(sharded)
+    torch.testing.assert_close(backward(sharded, mine(rows())), backward(plain, rows()))
 
 
 @distributed(2)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.lookout import DELAY_S, lookout
 
 RESIDENT = ["no_shard", "optim", "optim_grads"]
 
@@ -131,6 +131,7 @@ def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others()
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     assert lookout().joins > 0
+    assert lookout().delay() < DELAY_S / 5, "where ranks joined, they speak of shorter waits"
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 import weft
+from tests.ecosystem.accelerated import prepared
 from tests.fsdp import nets
 from tests.pool import distributed
 
@@ -236,30 +235,9 @@ def test_accelerate_runs_the_loop_around_a_sharded_model():
 
 
 def prepared_by_accelerate(fsdp: ModuleType) -> nn.Module:
-    """Llama in units of Accelerate's choosing, with the names that it imports from torch taken from `fsdp`."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    model = llama(tie_word_embeddings=True)
-    layers = type(model.model.layers[0])
-    plugin = SimpleNamespace(
-        set_auto_wrap_policy=lambda model: None,
-        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layers}),
-        transformer_cls_names_to_wrap=[layers.__name__],
-        reshard_after_forward=True,
-        cpu_offload=torch_fsdp.OffloadPolicy(),
-        mixed_precision_policy=None,
-        ignored_modules=None,
-        cpu_ram_efficient_loading=False,
-    )
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
-        mixed_precision="no",
-        is_main_process=False,
-    )
+    """Llama, with the names that Accelerate imports from torch taken from `fsdp`."""
     with mock.patch.multiple(torch_fsdp, fully_shard=fsdp.fully_shard, FSDPModule=fsdp.FSDPModule):
-        return fsdp2_prepare_model(accelerator, model)
+        return prepared(llama(tie_word_embeddings=True))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

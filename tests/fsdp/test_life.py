@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later, throw
 from tests.pool import distributed
 from weft.comm.watch.lookout import Lookout
 
@@ -159,7 +160,7 @@ def forward_without_backward(net) -> list:
 
 def failed_forward(net) -> list:
     step(net)
-    handle = net.blocks[1].down.register_forward_pre_hook(fail)
+    handle = net.blocks[1].down.register_forward_pre_hook(throw)
     with pytest.raises(Oops):
         net(nets.data(1, 4)[0])
     handle.remove()
@@ -167,7 +168,7 @@ def failed_forward(net) -> list:
 
 
 def failed_backward(net) -> list:
-    handle = net.blocks[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    handle = net.blocks[1].register_forward_hook(fails_later)
     with pytest.raises(Oops):
         step(net)
     handle.remove()
@@ -177,24 +178,6 @@ def failed_backward(net) -> list:
 
 def state_dict(net) -> list:
     return list(net.state_dict().values())
-
-
-class Oops(Exception):
-    pass
-
-
-def fail(module, args) -> None:
-    raise Oops
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
 
 
 USES = [

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later, throw
 from tests.fsdp.seams.truth import STRATEGIES
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.passes import Pass
@@ -266,28 +267,6 @@ def _part_of(r: Random, m: int) -> tuple:
             lambda: (Forward(0), some(), Forward(1), some("backward of both")),
         ]
     )()
-
-
-class Oops(Exception):
-    pass
-
-
-def throw(*_: Any) -> None:
-    raise Oops
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
-
-
-def fails_later(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return FailsInBackward.apply(output)
 
 
 class Pair:

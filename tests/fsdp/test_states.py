@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later, throw
 from weft.fsdp import unit as weights
 from weft.fsdp.gradients import group as gradients
 from weft.fsdp.gradients.group import GroupGradients, Where
@@ -24,28 +25,6 @@ from weft.fsdp.runtime import passes
 from weft.fsdp.runtime.passes import Pass, Passes
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import UNTIL_BACKWARD, USER, Hold, State, Unit
-
-
-class Oops(Exception):
-    pass
-
-
-def throw(*_: Any) -> None:
-    raise Oops
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
-
-
-def fails_later(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return FailsInBackward.apply(output)
 
 
 @pytest.fixture

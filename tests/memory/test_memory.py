@@ -1,7 +1,9 @@
 """Where memory goes in a step: planned transients, whatever the units' sizes and whatever happens between steps."""
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.memory.pool import Pool
 
 WIDTH = 64
 
@@ -284,3 +287,37 @@ def test_events_change_no_number_are_counted_and_lead_to_a_plan_that_knows_them(
             weights, dict(plain.model.state_dict()), msg=lambda text, event=event: f"{event}: {text}"
         )
         torch.testing.assert_close(sharded.validations, plain.validations)
+
+
+class Fork(nn.Module):
+    """Two branches that run in either order, and meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.join = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, left_first: bool) -> torch.Tensor:
+        branches = (self.left, self.right) if left_first else (self.right, self.left)
+        return self.join(sum(branch(x) for branch in branches))
+
+
+@distributed(2)
+def test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead():
+    """The last backward foretells `left` behind `join`, whose place it shares: no pass has had both."""
+    torch.manual_seed(0)
+    plain = Fork()
+    sharded = copy.deepcopy(plain)
+    for part in (sharded.left, sharded.right, sharded.join):
+        weft.fully_shard(part)
+    weft.fully_shard(sharded)
+    refused = []
+    has_room = Pool.has_room
+    with mock.patch.object(
+        Pool, "has_room", lambda pool, each: (found := has_room(pool, each)) or refused.append(each) or found
+    ):
+        for left_first in (True, False, True):
+            for net in (plain, sharded):
+                net(torch.ones(2, 6).requires_grad_(), left_first=left_first).sum().backward()
+    assert refused == sharded.left._weft_unit.gathered
+    for one, other in zip(sharded.parameters(), plain.parameters()):
+        torch.testing.assert_close(nets.full(one.grad), other.grad)

@@ -14,7 +14,7 @@ from tests.fsdp import nets
 from tests.fsdp.side_by_side import assert_same, batches, bottom_up, kinds, make, steps
 from tests.pool import distributed
 from weft.comm import streams
-from weft.fsdp.construction import bring_buffers
+from weft.fsdp.construction.first_values import bring_buffers
 
 pytestmark = pytest.mark.slow
 

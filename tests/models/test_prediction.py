@@ -155,6 +155,14 @@ def test_the_trunk_is_walked_once_where_it_is_sharded_and_overlapped():
     assert len(calls) == 2 * 4
 
 
+def test_stages_are_cut_so_that_the_last_has_time_for_its_depths():
+    sizes = []
+    for depths in range(4):
+        cut = HybridModel(small("[*-]" * 6 + "/[*-]" * depths), chunks=2).cut
+        sizes.append([len(segment) for segment in cut.segments])
+    assert sizes == [[3, 3], [4, 2], [5, 1], [5, 1]]
+
+
 def test_keys_of_depths_are_numbered_from_0():
     keys = HybridModel(small("[*-]/-/-")).state_dict().keys()
     assert {key.split(".")[2] for key in keys if key.startswith("mtp.")} == {"0", "1"}

@@ -53,10 +53,8 @@ def test_rows_arrive_grouped_by_rank_and_expert_and_return_to_their_places():
         counts = some_counts(case, dispatcher.num_experts, ranks)
         rows = labelled(rank, counts[rank])
         handle = dispatcher.plan(counts[rank])
-        with pytest.raises(RuntimeError, match=r"call handle\.ready\(\) first"):
-            dispatcher.dispatch(rows, handle)
-        handle.ready()
-        handle.ready()
+        for _ in range(case % 3):  # whoever needs the sizes first waits for them, and again is free
+            handle.ready()
         arrived = dispatcher.dispatch(rows, handle).wait()
         assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts))
         assert (handle.sent, handle.received) == (len(rows), len(arrived))

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from tests.moe.reference import enlarge
 from weft.moe import GroupedExperts
 from weft.moe import experts as experts_module
+from weft.moe.experts import leaves_zeros
 
 COUNTS = {
     "all have rows": [3, 1, 4, 2],
@@ -51,6 +52,19 @@ def test_sizes_that_the_grouped_product_refuses_take_the_loop_and_say_so(dtype, 
     expected, expected_gradients = run("loop", [3, 0, 2], dtype, inner=inner)
     assert torch.equal(output, expected)
     assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, expected_gradients))
+
+
+def test_a_device_whose_product_leaves_gradients_of_experts_without_rows_as_they_were_is_found(monkeypatch):
+    assert leaves_zeros(torch.device("cpu"), torch.bfloat16)
+    right = torch._grouped_mm
+
+    def wrong(x, y, offsets):
+        product = right(x, y, offsets)
+        product[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(torch, "_grouped_mm", wrong)
+    assert not leaves_zeros.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "loop"])

@@ -188,12 +188,17 @@ def test_the_parts_driven_by_a_schedule_give_what_forward_gives_bit_for_bit():
 def test_ranks_exchange_counts_while_the_shared_expert_is_computed():
     layer = make({"shared_intermediate_size": 8})
     order = []
-    for owner, name in ((layer.dispatcher, "plan"), (layer.shared_expert, "forward")):
+    dispatcher = layer.dispatcher
+    for owner, name in ((dispatcher, "plan"), (layer.shared_expert, "forward"), (dispatcher, "dispatch")):
         setattr(owner, name, recorded(getattr(owner, name), name, order))
     plan = layer.dispatcher.plan
     layer.dispatcher.plan = lambda counts: watched(plan(counts), order)
     layer(batch())
-    assert order == ["plan", "forward", "ready"]
+    assert order == ["plan", "forward", "dispatch"], "the sizes are asked for behind that"
+    layer.router.capacity_factor = 0.5
+    order.clear()
+    layer(batch())
+    assert order == ["plan", "forward", "ready", "dispatch"], "how many rows are left must be known to sort them"
 
 
 def recorded(function, name, order):

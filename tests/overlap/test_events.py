@@ -12,26 +12,17 @@ import torch
 import torch.distributed as dist
 
 import weft
+from tests.overlap.small import build, config
 from tests.pool import distributed
 from weft.comm.lanes import Lane, Ticket
-from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
 from weft.overlap.order import BACKWARD, FORWARD, Step
 from weft.overlap.wgrad import DelayedWeights
 
-CFG = HybridConfig(
-    pattern="[*E]*[*E]",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=8,
-)
-ATTENTION, SHARED, ROUTER, MLP, EXPERTS = 4, 3, 1, 3, 3
+CFG = config("[*E]*[*E]", shared_expert_intermediate_size=8)
+ATTENTION, SHARED, ROUTER, MLP, EXPERTS, PROJECT = 4, 3, 1, 3, 3, 1
 """Products with weights in each part."""
+DEPTHS = dataclasses.replace(CFG, pattern="[*E][*E]/[*E]/[*E]")
 
 
 class Events(list):
@@ -70,12 +61,6 @@ class Events(list):
     def exchanges(self):
         """Each transfer of rows: the step that issued it and the step that waited for it, by number."""
         return [(self.issued[t], self.awaited[t]) for t, lane in self.lanes.items() if lane == "exchange"]
-
-
-def build(cfg, meshes, **options):
-    torch.manual_seed(0)
-    model = HybridModel(cfg, meshes=meshes)
-    return weft.models.shard(model, meshes, **options) if options else model
 
 
 def data(count):
@@ -127,20 +112,32 @@ def test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_
 
 
 @distributed(2)
+def test_the_exchanges_of_prediction_depths_are_hidden_like_those_of_other_layers():
+    meshes = weft.init_meshes("cpu", ep=2)
+    events = recorded(build(DEPTHS, meshes, strategy="optim_grads_params"), data(3), delay_wgrad=True)
+    hidden = dict.fromkeys(range(4), 0)  # of the trunk, and of each depth
+    for issued, awaited in events.exchanges():
+        step, computed = events[issued], events[issued + 1 : awaited]
+        hidden[step.layer] += any(each.microbatch != step.microbatch and each.lane == "compute" for each in computed)
+    assert hidden == dict.fromkeys(range(4), 2 * 2 * 2)  # in each of two pairs, both ways in both directions
+
+
+@distributed(2)
 def test_without_overlap_nothing_of_another_microbatch_runs_beside_an_exchange():
     events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2), overlap=False)
     assert [awaited - issued for issued, awaited in events.exchanges()] == [1] * 2 * 2 * 4
 
 
 @distributed(2)
-def test_the_sizes_of_an_exchange_are_awaited_in_the_step_that_asks_for_them_after_the_shared_expert():
+def test_the_sizes_of_an_exchange_are_awaited_when_rows_leave_after_the_shared_expert():
     events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2))
     counts = [ticket for ticket, lane in events.lanes.items() if lane == "counts"]
     assert len(counts) == 2 * 2
     for ticket in counts:
         step = events[events.issued[ticket]]
         assert (step.direction, step.slot) == (FORWARD, "attend")
-        assert events.awaited[ticket] == events.issued[ticket]
+        assert events.awaited[ticket] == events.issued[ticket] + 1
+        assert events[events.awaited[ticket]] == Step(FORWARD, step.microbatch, step.layer, "dispatch", "exchange")
 
 
 @distributed(2)
@@ -154,7 +151,12 @@ def test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute():
 def due(cfg, model, microbatches):
     """The weight gradients of each slot: of a layer's `*`, `-` and `E`."""
     found = {}
-    for number, layer in enumerate(model.staged_layers):
+    depths = [depth.staged_layers for depth in model.depths]
+    entered = len(model.staged_layers)
+    for depth in depths:
+        found[entered, "enter"] = PROJECT
+        entered += len(depth)
+    for number, layer in enumerate([*model.staged_layers, *(layer for depth in depths for layer in depth)]):
         attend = ATTENTION * ("*" in layer.symbols)
         if layer.symbols[-1] == "E":
             attend += SHARED + ROUTER
@@ -171,20 +173,22 @@ def due(cfg, model, microbatches):
 
 @pytest.mark.parametrize("recompute", [(), ("attend", "experts")])
 def test_each_delayed_product_runs_in_its_slot(recompute):
-    cfg = dataclasses.replace(CFG, pattern="[*E]*[*-]-E", recompute=recompute)
+    cfg = dataclasses.replace(CFG, pattern="[*E]*[*-]-E/[*E]/[*E]", recompute=recompute)
     model = build(cfg, None)
     events = recorded(model, data(3), overlap=False, delay_wgrad=True)
     assert events.products == due(cfg, model, 3)
-    assert sum(events.products.values()) == 3 * (3 * ATTENTION + 2 * (SHARED + ROUTER + EXPERTS) + 2 * MLP)
+    assert sum(events.products.values()) == 3 * (
+        5 * ATTENTION + 4 * (SHARED + ROUTER + EXPERTS) + 2 * MLP + 2 * PROJECT
+    )
     assert not recorded(model, data(3), overlap=False).products
 
 
 @distributed(2)
 def test_each_delayed_product_of_a_sharded_model_runs_in_its_slot():
     meshes = weft.init_meshes("cpu", ep=2)
-    for strategy in ("no_shard", "optim_grads_params"):
-        model = build(CFG, meshes, strategy=strategy)
-        assert recorded(model, data(2), delay_wgrad=True).products == due(CFG, model, 2)
+    for cfg, strategy in ((CFG, "no_shard"), (CFG, "optim_grads_params"), (DEPTHS, "optim_grads_params")):
+        model = build(cfg, meshes, strategy=strategy)
+        assert recorded(model, data(2), delay_wgrad=True).products == due(cfg, model, 2)
 
 
 @distributed(2)

@@ -9,9 +9,12 @@ from weft.overlap import order
 from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
 from weft.pipeline import Action
 
+WEIGHTS = ("attend.weights", "experts.weights", "enter.weights")
+
 EXPERTS = ("attend", "dispatch", "experts", "combine", "finish")
 DENSE = ("attend", "experts", "finish")
 ALONE = ("attend",)
+DEPTH = ("enter", *EXPERTS, "leave")
 
 
 def layers(*stages):
@@ -34,19 +37,37 @@ def spelled(steps):
 
 def table():
     """The rows of the module's own table, the exchange before the computation that it runs under."""
-    rows = re.findall(r"^    ([BF]\.[a-z.]+)(?: \(if delayed\))? *([BF]\.[a-z]+)?$", order.__doc__, re.MULTILINE)
+    rows = re.findall(
+        r"^    ([BF]\.[a-z.]+)(?: \((?:if delayed|of a depth)\))? *([BF]\.[a-z]+)?$", order.__doc__, re.MULTILINE
+    )
     return [entry for compute, exchange in rows for entry in (exchange, compute) if entry]
 
 
-def test_a_pair_runs_in_the_order_of_the_table():
-    steps = combined_order(Part(1, layers(EXPERTS)), Part(0, layers(EXPERTS)), delay_wgrad=True, early_release=False)
+@pytest.mark.parametrize("stages", [EXPERTS, DEPTH])
+def test_a_pair_runs_in_the_order_of_the_table(stages):
+    steps = combined_order(Part(1, layers(stages)), Part(0, layers(stages)), delay_wgrad=True, early_release=False)
     pair = [step for step in steps if step.layer is not None]
     said = [f"{step.direction[0].upper()}.{step.slot}" for step in pair]
-    assert len(table()) == 12
     # An exchange is issued as soon as what it carries is there; within a row that is before the computation.
-    assert said == table()
+    expected = [entry for entry in table() if entry[2:].partition(".")[0] in stages]
+    assert len(table()) == 17 and len(expected) == (17 if stages == DEPTH else 12)
+    assert said == expected
     assert all((step.lane == "exchange") == (step.slot in ("dispatch", "combine")) for step in pair)
     assert all(step.microbatch == (1 if step.direction == FORWARD else 0) for step in pair)
+
+
+@pytest.mark.parametrize("delay_wgrad, early_release", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("partner", [EXPERTS, DENSE, ALONE])
+def test_where_a_device_computes_beside_the_host_only_the_dispatch_of_a_forward_is_issued_later(
+    partner, delay_wgrad, early_release
+):
+    switches = {"delay_wgrad": delay_wgrad, "early_release": early_release}
+    parts = Part(1, layers(EXPERTS)), Part(0, layers(partner))
+    plain, queued = (spelled(combined_order(*parts, **switches, queues=queues)) for queues in (False, True))
+    plain.remove("F0.dispatch")
+    place = queued.index("F0.dispatch")
+    assert queued[:place] + queued[place + 1 :] == plain
+    assert queued[place - 1] == ("F0.attend" if partner == ALONE else "B0.experts")
 
 
 def test_layers_pair_first_with_last_and_the_model_s_ends_stand_around_them():
@@ -102,7 +123,7 @@ def test_without_overlap_each_microbatch_ends_before_the_next_begins():
 def test_every_node_runs_once_in_each_direction_and_after_what_it_needs(
     microbatches, overlap, delay_wgrad, early_release
 ):
-    stack = layers(EXPERTS, ALONE, DENSE, EXPERTS)
+    stack = layers(EXPERTS, ALONE, DENSE, EXPERTS, DEPTH, ("enter", *ALONE), (*EXPERTS, "leave"))
     steps = list(one_piece(stack, microbatches, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release))
     assert len(set(steps)) == len(steps)
     for microbatch in range(microbatches):
@@ -114,7 +135,7 @@ def test_every_node_runs_once_in_each_direction_and_after_what_it_needs(
         assert [entry for entry in backward if "." not in entry[1]] == through[::-1]
         delayed = [entry for entry in backward if "." in entry[1]]
         weights = [(layer.number, f"{slot}.weights") for layer in stack for slot in layer.stages]
-        expected = [(number, slot) for number, slot in weights if slot in ("attend.weights", "experts.weights")]
+        expected = [(number, slot) for number, slot in weights if slot in WEIGHTS]
         assert sorted(delayed) == sorted(expected if delay_wgrad else [])
         for number, slot in delayed:
             assert backward.index((number, slot)) > backward.index((number, slot.partition(".")[0]))
@@ -146,6 +167,10 @@ def test_the_parts_of_a_backward_are_its_steps_apart():
     entries = [(Action(kind, 0, 0),) for kind in "IW"]
     steps = list(table_order(entries, lambda *_: part, overlap=True, delay_wgrad=False, early_release=False))
     whole = list(combined_order(None, part, delay_wgrad=True, early_release=False))
-    assert set(steps) == set(whole) and len(steps) == len(whole)
-    weights = [step for step in steps if step.slot.endswith(".weights")]
-    assert steps[-4:] == weights == [step for step in whole if step.slot.endswith(".weights")]
+    head = Step(BACKWARD, 0, None, "head.weights", order.COMPUTE)
+    assert set(steps) == {*whole, head} and len(steps) == len(whole) + 1
+    weights = [step for step in whole if step.slot.endswith(".weights")]
+    assert len(weights) == 4 and steps[-6:] == [head, *weights, part.before(BACKWARD)]
+    inside = Part(0, part.layers, first=False, last=False)
+    steps = list(table_order(entries, lambda *_: inside, overlap=True, delay_wgrad=False, early_release=False))
+    assert steps[-4:] == weights and head not in steps

@@ -13,26 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import weft
+import weft.debug
+from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
 from weft.comm.watch.rules import CollectiveMismatch
-from weft.models import HybridConfig, HybridModel
+from weft.models import HybridModel
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
 from weft.pipeline import Action, Cut, Table, balanced
 
-CFG = HybridConfig(
-    pattern="[*-]*[*-]-",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-)
+CFG = config("[*-]*[*-]-")
 
 
 def data(count, cfg=CFG, rank=0):
@@ -45,42 +37,25 @@ def build(cfg, meshes=None, **how):
     return HybridModel(cfg, meshes, **how)
 
 
-def plain(model, microbatches):
-    losses = []
-    for tokens, labels in microbatches:
-        loss = model(tokens, labels)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def gradients(model):
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    model.zero_grad()
-    return found
-
-
 def same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def in_stages(cfg, meshes, schedule, count, expected, rounds=1, **how):
+def in_stages(cfg, meshes, schedule, count, expected, rounds=1, switches=None, **how):
     """A model in stages under `schedule`: losses and gradients are the `expected` ones."""
     model = build(cfg, meshes, **how)
     losses, whole = expected
     for _ in range(rounds):
         trace = []
-        same(forward_backward(model, data(count, cfg), schedule=schedule, trace=trace), losses)
-        same(gradients(model), {name: whole[name] for name, _ in model.named_parameters()})
+        found = forward_backward(model, data(count, cfg), schedule=schedule, trace=trace, **(switches or {}))
+        same(found, losses)
+        same(gradients(model, whole=True), {name: whole[name] for name, _ in model.named_parameters()})
     return model, trace
 
 
 def one_piece(cfg, count):
     whole = build(cfg)
-    return plain(whole, data(count, cfg)), gradients(whole)
+    return plain(whole, data(count, cfg)), gradients(whole, whole=True)
 
 
 @distributed(2, 4)
@@ -109,7 +84,9 @@ def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
         how = {"chunks": 2, "placement": placement}
         _, trace = in_stages(CFG, meshes, schedule, 2 * ranks + 1, expected, **how)
         apart = [step for step in trace if step.slot.endswith(".weights")]
-        assert not apart or placement == "v"
+        assert bool(apart) == (placement == "v")
+        if schedule == "zbv" and dist.get_rank() == 0:
+            assert sum(step.slot == "head.weights" for step in apart) == 2 * ranks + 1
         if placement == "v" and dist.get_rank() == ranks - 1:  # the turn: both stages are here
             assert not any(step.slot in ("embed", "head") for step in trace)
 
@@ -155,12 +132,58 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
         copies = dist.get_rank() == 1 and not how
         assert (model.embedding is not None) == (dist.get_rank() == 0 or copies)
         assert (model.mtp is not None) == (model.decoder.final_layernorm is not None)
-        mine = gradients(model)
+        mine = gradients(model, whole=True)
         torch.testing.assert_close(mine, {name: whole[name] for name in mine})
         both = [None, None]
         dist.all_gather_object(both, mine.get("embedding.weight"))
         if copies:
             same(*both)
+
+
+@distributed(4)
+def test_tied_weights_and_a_prediction_depth_on_four_ranks():
+    meshes = weft.init_meshes("cpu", pp=4)
+    cfg = dataclasses.replace(CFG, pattern="[*-]*[*-]-/*-", tie_word_embeddings=True)
+    losses, whole = one_piece(cfg, 8)
+    for schedule, how in (("1f1b", {}), ("interleaved", {"chunks": 2}), ("zbv", {"chunks": 2, "placement": "v"})):
+        model = build(cfg, meshes, **how)
+        same(forward_backward(model, data(8, cfg), schedule=schedule), losses)
+        mine = gradients(model, whole=True)
+        torch.testing.assert_close(mine, {name: whole[name] for name in mine})
+        assert (model.embedding is not None) == (dist.get_rank() in ((0,) if "placement" in how else (0, 3)))
+
+
+@distributed(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "combined", "dualpipev", "zbv"])
+def test_every_schedule_delays_releases_early_and_recomputes(schedule):
+    """Bit for bit, with experts that are all here."""
+    how = {"placement": "v"} if schedule in ("dualpipev", "zbv") else {}
+    meshes = weft.init_meshes("cpu", pp=2)
+    cfg = dataclasses.replace(CFG, pattern="[*E]*[*-][*E]")
+    expected = one_piece(cfg, 5)
+    chunks = 1 if schedule == "1f1b" else 2
+    for switches in ({"delay_wgrad": True}, {"early_release": True}, {"delay_wgrad": True, "early_release": True}):
+        for recompute in ((), ("attend", "experts")):
+            cfg = dataclasses.replace(cfg, recompute=recompute)
+            _, trace = in_stages(cfg, meshes, schedule, 5, expected, switches=switches, chunks=chunks, **how)
+            apart = {step.microbatch for step in trace if step.slot.endswith(".weights")}
+            assert schedule in ("dualpipev", "zbv") or apart == (set(range(5)) if "delay_wgrad" in switches else set())
+
+
+@distributed(2, 4)
+def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
+    """What a device would run beside: the order is right, however fast each stream is."""
+    ranks = dist.get_world_size()
+    for schedule, how in (("1f1b", {}), ("combined", {"chunks": 2}), ("zbv", {"chunks": 2, "placement": "v"})):
+        expected = one_piece(CFG, 2 * ranks)
+        with weft.debug.check_streams():
+            meshes = weft.init_meshes("cpu", pp=2)
+            model = weft.models.shard(build(CFG, meshes, **how), meshes, strategy="optim_grads_params")
+            for _ in range(2):
+                losses = forward_backward(model, data(2 * ranks), schedule=schedule)
+                same(losses, expected[0])
+                found = gradients(model, whole=True)
+                torch.testing.assert_close(found, {name: expected[1][name] for name in found})
 
 
 @distributed(2)
@@ -268,6 +291,12 @@ def test_what_does_not_fit_is_refused():
         build(CFG, chunks=2, placement="w")
 
 
+@distributed(4)
+def test_tensor_parallelism_inside_of_stages_is_refused():
+    with pytest.raises(ValueError, match="tp=2: hybrid models cannot be split over tp yet; use tp=1"):
+        build(CFG, weft.init_meshes("cpu", pp=2, tp=2))
+
+
 @pytest.mark.parametrize(
     "costs, last, expected", [([1, 1, 1, 1], 0, [2, 2]), ([1, 1, 1, 1], 2, [3, 1]), ([1], 0, [0, 1])]
 )
@@ -319,12 +348,12 @@ class OwnModel(nn.Module):
 def test_a_model_of_ones_own_says_how_it_is_cut():
     cfg = dataclasses.replace(CFG, vocab_size=11)
     whole = OwnModel()
-    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole)
+    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole, whole=True)
     mesh = weft.init_meshes("cpu", pp=2).pp
     segments = range(2), range(2, 5)
     model = OwnModel(Cut(segments, 2, mesh.get_local_rank(), group=mesh.get_group()))
     same(forward_backward(model, data(3, cfg), schedule="1f1b"), losses)
-    same(gradients(model), {name: expected[name] for name, _ in model.named_parameters()})
+    same(gradients(model, whole=True), {name: expected[name] for name, _ in model.named_parameters()})
     model.layers.pop(next(iter(model.layers)))
     with pytest.raises(ValueError, match=r"OwnModel: its cut has \d layers on rank \d of the pipeline"):
         forward_backward(model, data(3, cfg), schedule="1f1b")

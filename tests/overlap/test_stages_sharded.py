@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import weft
-from tests.overlap.test_stages import CFG, build, data, gradients
+from tests.overlap.small import gradients
+from tests.overlap.test_stages import CFG, build, data
 from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import units_under
@@ -33,7 +34,7 @@ def of_the_whole(cfg, parts, count):
             loss = whole(tokens, labels)
             (loss / parts).backward()
             losses[-1].append(loss.detach())
-    return losses, gradients(whole)
+    return losses, gradients(whole, whole=True)
 
 
 def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, **how):
@@ -42,7 +43,7 @@ def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, *
     mine = data(count, cfg, meshes.dp_rank)
     losses = forward_backward(model, mine, schedule=schedule, trace=trace, **(switches or {}))
     torch.testing.assert_close(losses, expected[0][meshes.dp_rank])
-    found = gradients(model)
+    found = gradients(model, whole=True)
     torch.testing.assert_close(found, {name: expected[1][name] for name in found})
     return model, trace
 
@@ -116,6 +117,32 @@ def test_experts_on_two_ranks_in_two_stages():
             assert inside, "no forward ran inside of a backward"
 
 
+DEPTHS = dataclasses.replace(MIXED, pattern="[*E]*[*-]/[*E]/[*E]", recompute=("experts",))
+
+
+@distributed(2)
+@pytest.mark.parametrize("schedule, how", [("1f1b", {}), ("zbv", {"chunks": 2, "placement": "v"})])
+def test_prediction_depths_stand_behind_the_last_stage(schedule, how):
+    meshes = weft.init_meshes("cpu", pp=2)
+    expected = of_the_whole(DEPTHS, 1, 4)
+    model, trace = in_stages(DEPTHS, meshes, "optim_grads_params", schedule, 4, expected, {"delay_wgrad": True}, **how)
+    entered = [step for step in trace if step.slot == "enter"]
+    assert len(entered) == (4 * 2 * 2 if len(model.depths) else 0)  # microbatches, depths, directions
+    assert len(model.depths) == (2 if model.cut.is_last else 0)
+
+
+@pytest.mark.slow
+@distributed(4)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_prediction_depths_with_experts_on_two_ranks(pp):
+    """pp 2 x ep 2, and ep 2 x two ranks that have the same experts; the depths are with the last stage."""
+    meshes = weft.init_meshes("cpu", pp=pp, ep=2)
+    cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0, pattern="[*E]*[*-][*E]/[*E][*E]")
+    expected = of_the_whole(cfg, meshes.dp_size, 4)
+    for schedule, placement in (("interleaved", "loop"), ("combined", "loop"), ("dualpipev", "v"), ("zbv", "v")):
+        in_stages(cfg, meshes, "optim_grads", schedule, 4, expected, chunks=2, placement=placement)
+
+
 @distributed(2)
 def test_the_losses_of_routers_reach_the_last_stage():
     meshes = weft.init_meshes("cpu", pp=2)
@@ -129,55 +156,98 @@ def test_the_losses_of_routers_reach_the_last_stage():
 @pytest.mark.parametrize("tied", [False, True])
 def test_clipped_steps_equal_those_of_one_process(tied):
     """A copy counts once in the norm, and stays equal to what it is a copy of."""
-    meshes, steps = weft.init_meshes("cpu", pp=2), 3
+    meshes = weft.init_meshes("cpu", pp=2)
     cfg = dataclasses.replace(CFG, tie_word_embeddings=tied)
-    whole = build(cfg)
-    one = torch.optim.AdamW(whole.parameters(), lr=0.01)
     model = shard(build(cfg, meshes), meshes)
-    other = weft.optim.flat(torch.optim.AdamW, model, lr=0.01)
-    for step in range(steps):
-        pairs = data(3, cfg, step)
-        for tokens, labels in pairs:
-            whole(tokens, labels).backward()
+    norms = clipped_steps(cfg, meshes, model, "1f1b")
+    both = [None, None]
+    dist.all_gather_object(both, norms)
+    assert both[0] == both[1] and min(norms) > 0.5
+
+
+def clipped_steps(cfg, meshes, model, schedule, **switches):
+    """Five steps of clipped AdamW leave the weights and the optimizer's state of one process; the norms."""
+    whole, norms, parts = build(cfg), [], meshes.dp_size
+    one, other = torch.optim.AdamW(whole.parameters(), lr=0.01), weft.optim.flat(torch.optim.AdamW, model, lr=0.01)
+    for step in range(5):
+        shares = [data(4, cfg, parts * step + part) for part in range(parts)]
+        for tokens, labels in (pair for share in shares for pair in share):
+            (whole(tokens, labels) / parts).backward()
         expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        forward_backward(model, pairs, schedule="1f1b")
-        norm = weft.optim.clip_grad_norm_(model, 0.5)
-        torch.testing.assert_close(norm, expected)
-        norms = [None, None]
-        dist.all_gather_object(norms, norm)
-        assert norms[0] == norms[1] > 0.5
+        forward_backward(model, shares[meshes.dp_rank], schedule=schedule, **switches)
+        norms.append(weft.optim.clip_grad_norm_(model, 0.5))
+        torch.testing.assert_close(norms[-1], expected)
         for optimizer in (one, other):
             optimizer.step()
             optimizer.zero_grad()
+    state = other.state_dict()["state"]
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.full_tensor(), whole.get_parameter(name).detach())
+        original = whole.get_parameter(name)
+        torch.testing.assert_close(parameter.full_tensor(), original.detach())
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(state[name][moment].full_tensor(), one.state[original][moment])
+    return norms
+
+
+@pytest.mark.slow
+@distributed(4)
+@pytest.mark.parametrize("pp, schedule, strategy", [(2, "combined", "optim_grads_params"), (1, "dualpipev", "optim")])
+def test_clipped_steps_of_experts_on_several_ranks_equal_those_of_one_process(pp, schedule, strategy):
+    """pp 2 x ep 2, and two stages on each rank with ep 2 x two ranks that have the same experts."""
+    meshes = weft.init_meshes("cpu", pp=pp, ep=2)
+    cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0, pattern="[*E]*[*-][*E]/[*E]", tie_word_embeddings=True)
+    how = {"chunks": 2, "placement": "v" if schedule == "dualpipev" else "loop"}
+    model = shard(build(cfg, meshes, **how), meshes, strategy=strategy)
+    clipped_steps(cfg, meshes, model, schedule, delay_wgrad=schedule == "combined")
+
+
+def trained(model, optimizer, schedule):
+    forward_backward(model.train(), data(4, model.cfg), schedule=schedule)
+    optimizer.step()
+    optimizer.zero_grad()
+    return evaluate(model.eval(), data(3, model.cfg))
+
+
+def goes_on_elsewhere(folder, cfg, begins, others):
+    """A model saved in the stages that `begins` says goes on in `others`: (configuration, meshes, schedule, how)."""
+    (meshes, schedule, how), losses = begins, []
+    model = shard(build(cfg, meshes, **how), meshes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses.append(trained(model, optimizer, schedule))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    losses.append(trained(model, optimizer, schedule))
+    for other_cfg, meshes, schedule, how in others:
+        torch.manual_seed(7)  # other weights to begin with
+        other = shard(weft.models.HybridModel(other_cfg, meshes, **how), meshes)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
+        weights, state = get_state_dict(other, theirs)
+        loaded = {"model": weights, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=folder)
+        set_state_dict(other, theirs, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        torch.testing.assert_close(evaluate(other.eval(), data(3, cfg)), losses[0])
+        moments = [state["exp_avg"].full_tensor().abs().sum() for state in theirs.state.values()]
+        assert len(moments) == len(list(other.parameters())) and all(moments)
+        torch.testing.assert_close(trained(other, theirs, schedule), losses[1])
 
 
 @distributed(2)
 def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path):
     pieces = weft.init_meshes("cpu", pp=2)
-    model = shard(build(CFG, pieces), pieces)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    forward_backward(model, data(3), schedule="1f1b")
-    optimizer.step()
-    optimizer.zero_grad()
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
-    expected = evaluate(model.eval(), data(3))
-    for meshes, how in (
-        (weft.init_meshes("cpu"), {}),
-        (pieces, {"chunks": 2, "placement": "v"}),
-    ):
-        torch.manual_seed(7)  # other weights to begin with
-        other = shard(weft.models.HybridModel(CFG, meshes, **how), meshes)
-        theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
-        weights, state = get_state_dict(other, theirs)
-        loaded = {"model": weights, "optimizer": state}
-        dcp.load(loaded, checkpoint_id=tmp_path)
-        set_state_dict(other, theirs, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-        torch.testing.assert_close(evaluate(other.eval(), data(3)), expected)
-        moments = [state["exp_avg"].full_tensor().abs().sum() for state in theirs.state.values()]
-        assert len(moments) == len(list(other.parameters())) and all(moments)
+    one_rank = CFG, weft.init_meshes("cpu"), "combined", {"chunks": 2}
+    v = CFG, pieces, "zbv", {"chunks": 2, "placement": "v"}
+    goes_on_elsewhere(tmp_path, CFG, (pieces, "1f1b", {}), [one_rank, v])
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_a_checkpoint_goes_on_with_other_ranks_of_pipelines_and_of_experts(tmp_path):
+    cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0)
+    both, deep, wide = (weft.init_meshes("cpu", pp=pp, ep=ep) for pp, ep in ((2, 2), (4, 1), (1, 4)))
+    cut = dataclasses.replace(cfg, pattern="[*E]*||[*-]|[*E]")
+    others = [(cfg, deep, "1f1b", {}), (cut, deep, "1f1b", {}), (cut, both, "interleaved", {})]
+    others.append((cfg, wide, "combined", {"chunks": 2}))
+    goes_on_elsewhere(tmp_path, cfg, (both, "dualpipev", {"chunks": 2, "placement": "v"}), others)
 
 
 @distributed(2)

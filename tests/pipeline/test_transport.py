@@ -1,7 +1,10 @@
 """What is sent over a border arrives in order, beside the computation, and its shape is told once."""
 
+import time
+import weakref
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +65,27 @@ def test_borders_and_directions_do_not_hold_each_other_up():
 
 
 @distributed(2)
+def test_the_memory_of_a_message_goes_when_it_has_arrived():
+    """Not with the next message, nor at the end of a schedule."""
+    channel = transport().channel(0, BACKWARD)
+    channel.knows(1, (((3,), torch.float32),))
+    if dist.get_rank():
+        memory = numpy.ones(3, dtype=numpy.float32)
+        sent = weakref.ref(memory)
+        channel.send(1, [torch.from_numpy(memory)])
+        del memory
+        deadline = time.monotonic() + 20
+        while sent() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert sent() is None
+    else:
+        channel.foresee([1])
+        channel.take()
+    dist.barrier()
+    channel.finish()
+
+
+@distributed(2)
 def test_another_shape_for_what_is_known_is_refused():
     channel = transport().channel(0, FORWARD)
     if dist.get_rank():
@@ -77,6 +101,14 @@ def test_another_shape_for_what_is_known_is_refused():
 
 
 @distributed(2)
-def test_pretended_streams_are_refused():
-    with weft.debug.check_streams(), pytest.raises(RuntimeError, match="run a model in stages outside of it"):
-        transport()
+def test_what_leaves_on_a_stream_is_kept_until_the_stream_is_past_it():
+    with weft.debug.check_streams():
+        channel = transport().channel(0, FORWARD)
+        if dist.get_rank():
+            channel.foresee([1, 1])
+            assert [channel.take()[0].sum().item() for _ in range(2)] == [0.0, 8.0]
+        else:
+            for number in range(2):
+                channel.send(1, [torch.full((4,), 2.0 * number)])
+            assert len(channel._sent) == 2
+            channel.finish()

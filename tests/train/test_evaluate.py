@@ -1,8 +1,10 @@
 import pytest
+import torch
 
 from tests.train.command import metrics, write_config
 from weft.cli import main
 from weft.train.config import load_config
+from weft.train.evaluate import validate
 from weft.train.loop import train
 
 
@@ -48,6 +50,33 @@ def test_a_report_is_written_again_the_same(pool, tmp_path, capsys):
     assert page.read_text() == before
     for words in ("A training run of weft, 3 steps of a model with", "1 rank, CPU", "torch ", "<details><summary>"):
         assert words in before
+
+
+class FiveMicrobatches:
+    """A task whose validation set are the numbers 0 to 4."""
+
+    at_once = 2
+
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+        self.validation = list(torch.arange(5.0))
+        self.together = []
+
+    def validation_losses(self, microbatches):
+        self.together.append(len(microbatches))
+        return [(number, {"twice": 2 * number}) for number in microbatches]
+
+    def validation_values(self, loss):
+        return {"loss": loss}
+
+
+def validated():
+    task = FiveMicrobatches()
+    return validate(task, torch.device("cpu"), lambda: None), task.together
+
+
+def test_a_validation_computes_as_many_microbatches_at_once_as_its_task_says(pool):
+    assert pool.run(1, validated) == [({"loss": 2.0, "twice": 4.0}, [2, 2, 1])]
 
 
 @pytest.mark.parametrize("command", ["eval", "report"])

@@ -1,6 +1,8 @@
 """Training with experts on several ranks, the exchange under computation."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +52,45 @@ def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, 
     assert all(sum(load) == 8 * 16 * 2 for line in loads for load in line["load"].values())
 
 
+SMALL = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "mamba_num_heads": 2,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 4,
+    "chunk_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("pattern", ["", "[ME][*E]/[*E]"])
+def test_the_hybrid_of_make_train_hybrid_goes_on_bit_for_bit(pool, tmp_path, pattern):
+    """Mamba, attention, spread experts and a depth, overlapped: as configured, and with experts in the depth too."""
+    with (ROOT / "configs" / "stdlib-hybrid.toml").open("rb") as file:
+        given = tomllib.load(file)
+    model = {**given["model"], **SMALL, **({"pattern": pattern} if pattern else {})}
+    kept = {"overlap": True, "delay_wgrad": True, "log_every": 1, "validate_every": 2, "steps": 6}
+    path = write_config(
+        tmp_path,
+        **{f"model__{name}": value for name, value in model.items()},
+        **{f"sharding__{name}": value for name, value in given["sharding"].items()},
+        **{f"train__{name}": value for name, value in kept.items()},
+        checkpoint__every=3,
+    )
+    assert all(given["train"][name] for name in ("overlap", "delay_wgrad")) and given["sharding"]["ep"] == 2
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
+    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=6, resume_from=3)[0]
+    assert parts[:2] == whole[:2] and len(whole[0]) == 6
+    assert all(line["loss_depth_1"] > 0 for line in whole[0])
+    for mine, theirs in zip(parts[2:4], whole[2:4]):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 def predictions(path, directory, overrides):
     """What the model of a checkpoint says of some tokens, and its state."""
     trainer = Trainer(load_config(path, overrides), Run(directory, 8), say=lambda line: None)
@@ -71,7 +112,7 @@ def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_wit
     assert resumed.returncode == 0, resumed.stderr
     assert f"going on with {parts} from step 4" in resumed.stdout
     assert re.search(r"tokens were on their way between ranks for \d+ ms, \d+% of it under computation", resumed.stdout)
-    assert (parts / "experts.png").exists() and (parts / "lanes.png").exists()
+    assert (parts / "experts.svg").exists() and (parts / "lanes.svg").exists()
     for kind in ("train", "validation", "experts"):
         assert metrics(parts, kind) == metrics(whole, kind)
     assert_same_contents(*(contents(run / "checkpoints" / "step-00000008") for run in (parts, whole)))

@@ -9,15 +9,17 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.train.command import committed, metrics, write_config
 from tests.train.test_loop import StopAt
+from weft.train.activations import Activations
 from weft.train.config import load_config
 from weft.train.errors import ConfigError
-from weft.train.loggers import check
 from weft.train.loop import Trainer
-from weft.train.metrics import Metrics
-from weft.train.profile import Operations
+from weft.train.record.loggers import check
+from weft.train.record.metrics import Metrics
+from weft.train.record.profile import Operations
 from weft.train.run.runs import Run
 from weft.train.spikes import Spikes
 from weft.train.state import Position
@@ -192,6 +194,25 @@ def test_a_window_of_steps_leaves_a_trace_of_each_rank_and_utilisation_is_logged
         seconds = 8 * 16 / line["tokens_per_second"]
         assert line["mfu"] == pytest.approx(total / seconds / 1e9, rel=1e-3)
     assert "10^12 operations (" in json.loads((tmp_path / "run" / "facts.json").read_text())["operations"]
+
+
+def test_activations_are_what_operations_make_and_leave_again():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(6)))
+    x, kept = torch.ones(100, 16), torch.empty(5000)
+    peaks = []
+    for recomputed in (False, True):
+        with Activations() as found:
+            value = x
+            for block in model:
+                value = checkpoint(block, value, use_reentrant=False) if recomputed else block(value)
+            kept.view(50, 100).add_(1)  # memory that was there before
+            value.sum().backward()
+        peaks.append(found.peak)
+    one = 100 * (64 + 16) * 4  # what a block keeps: of the ReLU, and its output
+    assert 6 * one <= peaks[0] < 6 * one + 4 * 100 * 64 * 4 + 1000
+    assert peaks[1] < peaks[0] / 2
+    with Activations():
+        nn.functional.embedding(torch.tensor([1]), torch.ones(3, 4, requires_grad=True), sparse=True).sum().backward()
 
 
 def test_operations_are_those_of_the_products_and_of_attention():

@@ -25,11 +25,13 @@ from tests.train.command import (
     weft,
     write_config,
 )
+from tests.train.kills import Starts, kill_and_resume
 from weft.checkpoint import CheckpointManager, committed_steps, verify
 
 pytestmark = pytest.mark.long
 
-MOMENTS = 40
+MOMENTS = 16
+ROOT = Path(__file__).parents[2]
 
 
 def value_of(step, rank):
@@ -98,6 +100,54 @@ def save_until_killed(directory, store, before, moments, *, both):
 
 def died(ranks):
     return any(rank.exitcode is not None for rank in ranks)
+
+
+KILLS = int(os.environ.get("WEFT_KILLS", "12"))
+"""Over both examples."""
+SMALL = {
+    "stdlib": ["model.pattern=[*-][*-]", "model.hidden_size=20", "model.intermediate_size=24"],
+    "stdlib-moe": ["model.pattern=[*E][*E]", "model.hidden_size=16", "model.moe_intermediate_size=8"],
+}
+"""Example -> what makes it quick."""
+
+
+@pytest.mark.parametrize("example", SMALL)
+def test_however_often_a_run_is_killed_it_ends_as_if_nothing_was(tmp_path, example):
+    kills = KILLS // len(SMALL)
+    steps = 10 * kills + 20
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of {n * n % 97} words, mod {n % 7}\n" for n in range(400)))
+    runs = tmp_path / "runs"
+
+    def starts(name):
+        changes = [
+            *SMALL[example],
+            *(f'data.paths=["{text}"]', f"data.cache_dir={tmp_path}/cache", "data.sequence_length=16"),
+            *(
+                f"train.steps={steps}",
+                "train.global_batch_size=8",
+                "train.microbatch_size=2",
+                "schedule.warmup_steps=3",
+                "train.log_every=2",
+            ),
+            *("train.validate_every=5", "train.validation_batches=1", "checkpoint.every=2", "run.loggers=[]"),
+            *(f"run.directory={runs}", f"run.name={name}"),
+        ]
+        arguments = [str(ROOT / "configs" / f"{example}.toml"), "--resume-or-start"]
+        (tmp_path / name).mkdir()
+        return Starts(tmp_path / name, runs, name, [*arguments, *(part for c in changes for part in ("--set", c))])
+
+    whole = starts("whole").to_the_end()
+    killed = starts("killed")
+    found = kill_and_resume(killed, kills, seed=len(example))
+    print(f"{example}: {found}")
+    end = killed.to_the_end()
+    for kind in ("train", "validation", "experts"):
+        assert metrics(end, kind) == metrics(whole, kind)
+    assert [line["step"] for line in metrics(end)] == list(range(1, steps + 1))
+    last = f"checkpoints/step-{steps:08d}"
+    assert_same_contents(contents(end / last), contents(whole / last))
+    assert found.in_flight >= kills // 6 and found.without_progress >= kills // 6
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,8 +1,8 @@
 import base64
 import json
 import re
-import struct
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -12,11 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from weft.comm.timeline import Interval
-from weft.train.metrics import FILE
+from weft.train.config import parse_config, to_toml
+from weft.train.record.metrics import FILE
+from weft.train.report import expert_figures, figures
 from weft.train.report.facts import keep_facts
 from weft.train.report.figures import LIGHT
+from weft.train.report.numbers import median
 from weft.train.report.page import write_report
 from weft.train.report.pattern_figure import pattern
+from weft.train.report.settings import in_use
 from weft.train.report.timeline import read_timeline, write_timeline
 
 
@@ -75,9 +79,9 @@ def read(path):
 
 
 def pictures(page):
-    """The embedded PNGs, light and dark in turn."""
+    """The embedded pictures, light and dark in turn."""
     found = [value for tag, attributes in page.tags for name, value in attributes.items() if name in ("src", "srcset")]
-    assert all(value.startswith("data:image/png;base64,") for value in found)
+    assert all(value.startswith("data:image/svg+xml;base64,") for value in found)
     return [base64.b64decode(value.split(",", 1)[1]) for value in found]
 
 
@@ -90,12 +94,12 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     assert not re.search(r"https?:|//|@import|url\(", re.sub(r"base64,[A-Za-z0-9+/=]+", "", html))
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
     embedded = set(pictures(page))
-    beside = {file.read_bytes() for file in tmp_path.glob("*.png")}
+    beside = {file.read_bytes() for file in tmp_path.glob("*.svg")}
     assert embedded == beside and len(beside) == 8
     for picture in embedded:
-        assert picture.startswith(b"\x89PNG\r\n")
-        width, height = struct.unpack(">II", picture[16:24])
-        assert width >= 1000 and height >= 500
+        drawn = ElementTree.fromstring(picture)
+        assert drawn.tag.endswith("svg")
+        assert float(drawn.get("width").removesuffix("pt")) < 400, "10 points are not much less on a phone's screen"
     assert 'name = "a <b> & c"' in page.text and "unit 0 <root>" in page.text
     assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
 
@@ -112,10 +116,10 @@ def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path):
 def test_the_losses_of_long_tokens_are_shown_in_nats_per_byte(tmp_path):
     log(tmp_path)
     write_report(tmp_path)
-    want = (tmp_path / "loss.png").read_bytes()
+    want = (tmp_path / "loss.svg").read_bytes()
     log(tmp_path, bytes_per_token=4.0)
     write_report(tmp_path)
-    assert (tmp_path / "loss.png").read_bytes() == want
+    assert (tmp_path / "loss.svg").read_bytes() == want
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path):
@@ -130,7 +134,7 @@ def test_light_and_dark_pictures_differ(tmp_path):
     log(tmp_path)
     write_report(tmp_path)
     for name in ("loss", "throughput", "rate"):
-        assert (tmp_path / f"{name}.png").read_bytes() != (tmp_path / f"{name}-dark.png").read_bytes()
+        assert (tmp_path / f"{name}.svg").read_bytes() != (tmp_path / f"{name}-dark.svg").read_bytes()
 
 
 def test_a_run_without_numbers_still_has_a_report(tmp_path):
@@ -156,12 +160,12 @@ def test_a_run_without_numbers_still_has_a_report(tmp_path):
 def test_what_is_missing_is_left_out(tmp_path, records, names):
     (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
     write_report(tmp_path, baseline=2.0)
-    assert {file.stem for file in tmp_path.glob("*.png")} == names | {f"{name}-dark" for name in names}
+    assert {file.stem for file in tmp_path.glob("*.svg")} == names | {f"{name}-dark" for name in names}
 
 
 def test_memory_may_be_plain_bytes_by_role(tmp_path):
     _, page = read(write_report(tmp_path, memory={"weights": 1 << 30, "gradients": 0}))
-    assert len(pictures(page)) == 2 and (tmp_path / "memory.png").exists()
+    assert len(pictures(page)) == 2 and (tmp_path / "memory.svg").exists()
 
 
 @pytest.mark.slow
@@ -185,7 +189,82 @@ def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     assert read_timeline(tmp_path) == intervals
     _, page = read(write_report(tmp_path))
     assert "tokens were on their way between ranks for 200 ms, 50% of it under computation" in page.text
-    assert (tmp_path / "lanes.png").exists()
+    assert (tmp_path / "lanes.svg").exists()
+
+
+def figure_of(draw):
+    figure = Figure()
+    draw(figure, LIGHT)
+    return figure
+
+
+def test_the_step_shows_where_computation_idles_and_which_exchange_is_exposed():
+    intervals = [
+        Interval("compute", "microbatch 1/layer 0/forward.attend", 0.0, 0.0, 0.3),
+        Interval("compute", "microbatch 0/layer 0/backward.experts", 0.5, 0.5, 1.0),
+        Interval("exchange", "microbatch 1/layer 0/forward.dispatch", 0.2, 0.2, 0.4),
+        Interval("wait", "microbatch 0/layer 0/backward.experts", 0.9, 0.9, 1.0),
+    ]
+    legend = [text.get_text() for text in figure_of(expert_figures.lanes(intervals, 0.5)).legends[0].get_texts()]
+    shares = dict(label.rsplit("  ", 1) for label in legend)
+    busy = {"forward": "30%", "backward": "40%", "idle": "30%"}
+    assert shares == {**busy, "hidden exchange": "10%", "exposed exchange": "10%"}
+
+
+def test_loads_of_experts_are_in_multiples_of_a_balanced_one_on_one_scale():
+    loads = {"layer 0": [[1, 1, 1, 1], [1, 1, 1, 1]], "layer 1": [[0, 0, 0, 8], [2, 2, 2, 2]]}
+    figure = figure_of(expert_figures.expert_load([1, 2], loads))
+    meshes = [axes.collections[0] for axes in figure.axes[:2]]
+    assert [mesh.get_array().max() for mesh in meshes] == [1, 4]
+    assert meshes[0].get_clim() == meshes[1].get_clim() == (0, 4)
+    assert figure.axes[2].get_ylabel() == "times balanced"
+
+
+def test_resumes_are_marked_in_every_chart_over_steps(tmp_path):
+    curve = [(step, float(step)) for step in range(1, 9)]
+    for draw in (
+        figures.loss(curve, [], {}, "nats", [3, 5]),
+        figures.throughput(curve, "tokens", [3, 5]),
+        figures.rate_and_norm(curve, curve, [3, 5]),
+    ):
+        for axes in figure_of(draw).axes:
+            assert {3, 5} <= {line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2}
+    log(tmp_path)
+    write_report(tmp_path)
+    plain = (tmp_path / "loss.svg").read_bytes()
+    keep_facts(tmp_path, {"resumed": [7]})
+    write_report(tmp_path)
+    assert (tmp_path / "loss.svg").read_bytes() != plain
+
+
+def test_the_page_and_its_picture_have_one_median(tmp_path):
+    speeds = [100, None, 300, 900, 200]
+    records = [{"step": s, "kind": "train", "loss": 1.0, "tokens_per_second": v} for s, v in enumerate(speeds, 1)]
+    (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "tokens per second250median" in read(write_report(tmp_path))[1].text
+    curve = [(s, float("nan") if v is None else v) for s, v in enumerate(speeds, 1)]
+    assert median(curve) == 250
+    (axes,) = figure_of(figures.throughput(curve, "tokens")).axes
+    assert axes.get_title(loc="right") == "median 250"
+
+
+def test_a_long_curve_keeps_its_extremes_and_its_gap_in_few_points():
+    values = [float(step % 7) for step in range(100_000)]
+    values[50_000] = 1000.0
+    values[70_000:70_900] = [float("nan")] * 900
+    (axes,) = figure_of(figures.throughput(list(enumerate(values)), "tokens")).axes
+    drawn = axes.lines[0].get_ydata()
+    assert len(drawn) <= 2 * figures.POINTS and 1000.0 in drawn and any(value != value for value in drawn)
+
+
+def test_the_shown_configuration_is_what_the_run_used():
+    text = to_toml(parse_config('[model]\npattern = "[*-]"\nnum_experts = 4\n[train]\nskip_spikes = 5.0\n'))
+    shown = in_use(text)
+    for line in ('pattern = "[*-]"', "num_attention_heads = 4", "intermediate_size = 256", "skip_spikes = 5.0", "lr ="):
+        assert line in shown
+    for name in ("mamba", "expert", "ema_decay", "profile"):
+        assert name in text and name not in shown
+    assert in_use("no = toml = at all") == "no = toml = at all"
 
 
 def drawn(text):
@@ -214,8 +293,8 @@ def test_a_long_pattern_takes_several_lines_and_loses_no_layer():
 def test_a_run_of_a_hybrid_has_its_pattern_as_a_picture_and_others_have_none(tmp_path):
     log(tmp_path)
     plain = len(pictures(read(write_report(tmp_path))[1]))
-    assert not (tmp_path / "pattern.png").exists()
+    assert not (tmp_path / "pattern.svg").exists()
     keep_facts(tmp_path, {"pattern": "M[*E]"})
     html, page = read(write_report(tmp_path))
     assert len(pictures(page)) == plain + 2 and "The layers of the pattern M[*E]" in html
-    assert (tmp_path / "pattern.png").read_bytes() in pictures(page)
+    assert (tmp_path / "pattern.svg").read_bytes() in pictures(page)

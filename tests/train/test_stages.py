@@ -7,6 +7,7 @@ import torch
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import reference, train_on
+from weft.train.report.facts import read_facts
 from weft.train.report.stages import read_stages
 
 pytestmark = pytest.mark.slow
@@ -98,4 +99,8 @@ def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
         if action.kind == "F"
     }
     assert all(ends[m, stage][1] > ends[m, stage - 1][0] for m, stage in ends if stage)
-    assert (tmp_path / "run" / "stages.png").exists()
+    assert (tmp_path / "run" / "stages.svg").exists()
+    facts = read_facts(tmp_path / "run")
+    first, last = facts["description"].split("rank 1 of the pipeline")
+    assert "rank 0 of the pipeline" in first and "decoder.layers.0" in first and "decoder.layers.1" in last
+    assert [each["persistent"]["optimizer state"] > 0 for each in facts["memory"]] == [True, True]

@@ -87,7 +87,7 @@ def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGrou
         if size > 1:
             dist.all_gather_into_tensor(full, slices[rank], group=group)
         return Pending()
-    works = _swap(slices, [source] * size, group, tag)
+    works = swap(slices, [source] * size, group, tag)
     if not in_place:
         slices[rank].copy_(source)
     return Pending(works)
@@ -137,7 +137,7 @@ def reduce_scatter(
     if not sends_directly(group, partial.device):
         return _built_in_reduce_scatter(output, partial, group, scale, accumulate, inbox, sum_only)
     terms = _terms(slices[rank], inbox, rank, size)
-    return Pending(_swap(terms, slices, group, tag), lambda: _add_up(output, terms, scale, accumulate))
+    return Pending(swap(terms, slices, group, tag), lambda: add_up(output, terms, scale, accumulate))
 
 
 def all_reduce(
@@ -171,17 +171,17 @@ def all_reduce(
         return Pending(works, lambda: _accumulate(output, partial, scale, accumulate))
     if size == 2:
         terms = _terms(partial, inbox, rank, size)
-        return Pending(_swap(terms, [partial] * size, group, tag), lambda: _add_up(output, terms, scale, accumulate))
+        return Pending(swap(terms, [partial] * size, group, tag), lambda: add_up(output, terms, scale, accumulate))
     slices = partial.tensor_split(size)
     own = slices[rank]
     terms = _terms(own, inbox, rank, size)
 
     def go_round(tag: int) -> Pending:
         _sum_into(own, terms, scale)
-        works = _swap(slices, [own] * size, group, tag)
+        works = swap(slices, [own] * size, group, tag)
         return Pending(works, lambda: _accumulate(output, partial, 1.0, accumulate))
 
-    return Pending(_swap(terms, slices, group, tag), second=lambda: go_round(tag + SECOND_ROUND))
+    return Pending(swap(terms, slices, group, tag), second=lambda: go_round(tag + SECOND_ROUND))
 
 
 def inbox_numel(
@@ -239,7 +239,7 @@ def all_to_all(
         return Pending()
     rank = dist.get_rank(group)
     arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
-    works = _swap(arriving, leaving, group, tag)
+    works = swap(arriving, leaving, group, tag)
     arriving[rank].copy_(leaving[rank])
     return Pending(works)
 
@@ -281,7 +281,7 @@ def all_gather_uneven(
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         if sends_directly(group, parts[rank].device):
-            Pending(_swap(parts, [parts[rank]] * len(parts), group, tag_of(UNEVEN_TAGS, kind))).complete()
+            Pending(swap(parts, [parts[rank]] * len(parts), group, tag_of(UNEVEN_TAGS, kind))).complete()
             return
         width = max(part.numel() for part in parts)
         padded = _movable(parts[rank].new_zeros(len(parts), width), group)
@@ -348,7 +348,7 @@ def _built_in_reduce_scatter(
     return Pending()
 
 
-def _add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
+def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
     """`output` (+)= `scale` times the sum of `terms`, in this order."""
     first, *rest = terms
     _accumulate(output, first, scale, accumulate)
@@ -378,7 +378,7 @@ def _accumulate(output: torch.Tensor, value: torch.Tensor, scale: float, accumul
 _Parts = Sequence[torch.Tensor] | torch.Tensor
 
 
-def _swap(arriving: _Parts, leaving: _Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
+def swap(arriving: _Parts, leaving: _Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
     """Start filling `arriving[r]` from every other rank r, and sending `leaving[r]` to it; nothing empty travels."""
     peers = _peers(dist.get_rank(group), len(arriving))
     works = [group.recv([arriving[peer]], peer, tag) for peer in peers if arriving[peer].numel()]

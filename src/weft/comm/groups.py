@@ -10,9 +10,13 @@ tag of a message = CHANNEL_STRIDE * channel + a number below it that says what i
 """
 
 import copy
+import threading
 import weakref
 import zlib
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -102,7 +106,45 @@ def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "",
     if not backend:
         backend = dist.distributed_c10d._world.pg_map[group][0]
         options["pg_options"] = _options(group)
-    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, group_desc=group.group_desc, **options)
+    options.setdefault("timeout", _timeout(group))
+    return dist.new_group(ranks, backend=backend, group_desc=group.group_desc, **options)
+
+
+def _made_within(group: dist.ProcessGroup, ranks: list[int], purpose: str, **options: Any) -> Any:
+    """A group like `group` of `ranks`, which are some of its own: only these call this, once for each `purpose`."""
+    name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
+    with _named(name):
+        made = _made_like(group, ranks, use_local_synchronization=True, **options)
+    if made.group_name != name:
+        raise RuntimeError(
+            f"torch {torch.__version__} names a process group itself: it calls {name!r} {made.group_name!r}, and ranks "
+            "might wait for each other under different names; use a version that weft is tested with"
+        )
+    return made
+
+
+_naming = threading.Lock()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside, a group that this thread makes is called `name`.
+
+    Ranks find each other by the name. Torch's has the number of groups that a rank has made, and in a pipeline that is
+    not the same on all ranks: they would wait for each other without end.
+    """
+    c10d, caller = dist.distributed_c10d, threading.get_ident()
+    with _naming:
+        named = c10d._process_group_name
+
+        def give(ranks: Any, use_hashed_name: bool) -> Any:
+            return name if threading.get_ident() == caller else named(ranks, use_hashed_name)
+
+        c10d._process_group_name = give  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            c10d._process_group_name = named
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
@@ -155,7 +197,7 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
     if size not in made:
         first = group.rank() // size * size
         ranks = dist.get_process_group_ranks(group)[first : first + size]
-        made[size] = _made_like(group, ranks, use_local_synchronization=True)
+        made[size] = _made_within(group, ranks, "neighbours")
     return made[size]
 
 
@@ -183,6 +225,17 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> l
     return found
 
 
+_beside: MutableMapping[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
+    """A new gloo group of the ranks of `group`, which all ask for one in the same order for each `purpose`."""
+    made = _beside.setdefault(group, Counter())
+    made[purpose] += 1
+    ranks = dist.get_process_group_ranks(group)
+    return _made_within(group, ranks, f"{purpose} {made[purpose]}", backend="gloo", timeout=timeout)
+
+
 _host_groups: dict[dist.ProcessGroup, Any] = {}
 
 
@@ -197,7 +250,7 @@ def host_group(group: dist.ProcessGroup) -> Any:
         for other in [each for each in _host_groups if each not in dist.distributed_c10d._world.pg_map]:
             del _host_groups[other]
         ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = _made_like(group, ranks, backend="gloo", use_local_synchronization=True)
+        _host_groups[group] = _made_within(group, ranks, "hosts", backend="gloo")
     return _host_groups[group]
 
 

@@ -38,17 +38,24 @@ class Ticket:
         call: Call | None = None,
         after: "Ticket | None" = None,
         home: Any = None,
+        name: str = "",
     ) -> None:
-        """`home`: the stream that asked for it, whose memory it uses."""
+        """`home`: the stream that asked for it, whose memory it uses. `name`: what a checker of streams calls it."""
         self._transfer = transfer
         self._event = event
         self._call = call
         self._after = after
         self._home = home
+        self._name = name
         self._behind: set[Any] = set()
         """The streams that have waited for it."""
+        self._settled = False
+        """Whether somebody has waited for it, or given it up."""
 
     def __del__(self) -> None:
+        """What nobody waits for ends all the same, but somebody should have said so: a checker of streams counts it."""
+        if self._event is not None and not self._settled:
+            streams.unawaited(self._name, self._event)
         self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
@@ -56,6 +63,7 @@ class Ticket:
 
         Their messages would pair with those of whoever uses the lane next.
         """
+        self._settle()
         self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -63,8 +71,16 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether its memory is free: on CUDA when the device is past it, on CPU when somebody has waited for it."""
-        return self._event.query() if self._event is not None else self._transfer is None
+        """Whether its memory is free: on CUDA when the device is past it, on CPU when somebody has waited for it, or a
+        thread since `end_by_itself`."""
+        if self._event is not None and not self._event.query():
+            return False
+        return self._transfer is None or self._transfer.has_ended
+
+    def end_by_itself(self) -> None:
+        """Nobody needs to wait for it: without streams a thread does, and its memory goes as soon as it has ended."""
+        if self._transfer is not None:
+            self._transfer.end_by_itself()
 
     def order(self) -> None:
         """Where there are streams: let the one that asked for it go on behind it. The host waits for nothing."""
@@ -72,14 +88,15 @@ class Ticket:
 
     def wait(self) -> None:
         """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
+        if self._transfer is not None:
+            with span("wait"):
+                self._collect()
         if self._event is not None:
+            self._settle()
             stream = streams.current(self._home.device)
             if stream not in self._behind:
                 with span("wait"):
                     self._order(stream)
-        elif self._transfer is not None:
-            with span("wait"):
-                self._collect()
 
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""
@@ -97,6 +114,13 @@ class Ticket:
             while each is not None:
                 each._behind.add(stream)
                 each = each._after
+
+    def _settle(self) -> None:
+        """It is dealt with, and so is what it comes behind."""
+        each: Ticket | None = self
+        while each is not None and not each._settled:
+            each._settled = True
+            each = each._after
 
     def _collect(self) -> None:
         """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
@@ -122,10 +146,23 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
     return run
 
 
+_OF_UNITS = {"gather", "gathers", "reduce", "reductions", "outer"}
+
+
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {"gather": 101, "reduce": 102, "outer": 103, "exchange": 104, "counts": 105, "download": 106, "stage": 107}
+    TAGS = {
+        "gather": 101,
+        "reduce": 102,
+        "outer": 103,
+        "exchange": 104,
+        "counts": 105,
+        "download": 106,
+        "stage": 107,
+        "gathers": 108,
+        "reductions": 109,
+    }
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
@@ -135,6 +172,8 @@ class Lane:
         self.tag = self.TAGS[name]
         self.stream = streams.new(name, device)
         self._device = device
+        self._waits_later = name == "stage" and device.type == "cpu"
+        """Whether streams that are pretended go on where the host would wait: both ends begin to receive, then send."""
 
     def run(
         self,
@@ -142,13 +181,16 @@ class Lane:
         *args: Any,
         channel: int = 0,
         after: Ticket | None = None,
+        behind: Any = None,
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
 
         `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
-        `after`: and behind the end of that, for which nobody else need wait. `prepare()` runs on the lane right before
+        `after`: and behind the end of that, for which nobody else need wait. `behind`: a moment (`streams.moment`) when
+        all that it reads was there: where there are streams it waits for that alone, whatever was computed since, and
+        what it writes is `memory` of the lane. `prepare()` runs on the lane right before
         the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
         """
         if (self.stream is not None) != streams.has_streams(self._device):
@@ -172,17 +214,36 @@ class Lane:
                     explain(error, call)
                     raise
 
-            behind = after._transfer if after is not None else None
-            return Ticket(Transfer(begin, (group, self.tag, channel), behind), call=call, after=after)
+            earlier = after._transfer if after is not None else None
+            return Ticket(Transfer(begin, (group, self.tag, channel), earlier), call=call, after=after)
         home = streams.current(self._device)
-        self.stream.wait_stream(home)
+        if behind is None:
+            self.stream.wait_stream(home)
+        else:
+            self.stream.wait_event(behind)
         if after is not None:
             self.stream.wait_event(after._event)
         with streams.on(self.stream):
             if prepare is not None:
                 prepare()
-            start().complete()
-            return Ticket(None, self.stream.record_event(), call, after, home)
+            pending, name = start(), f"{collective.__name__} on {self.name}"
+            if self._waits_later:
+                transfer = Transfer(lambda: pending, (group, self.tag, channel))
+                return Ticket(transfer, self.stream.record_event(), call, after, home, name)
+            pending.complete()
+            return Ticket(None, self.stream.record_event(), call, after, home, name)
+
+    def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
+        """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
+
+        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait. The
+        lane's goes back to the lane once the stream is past it, so that one piece serves exchange after exchange.
+        """
+        home = streams.current(self._device)
+        with streams.on(self.stream):
+            made = like.new_empty(size)
+            streams.lend(made, home)
+        return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
         """What the collectives of a channel are called among the ranks."""
@@ -192,7 +253,7 @@ class Lane:
         watch = lookout()
         if watch is None or group is None or group.size() == 1:
             return None
-        name = f"{self.name} of {watch.subject}" if self.name in ("gather", "reduce", "outer") else self.title
+        name = f"{self.name} of {watch.subject}" if self.name in _OF_UNITS else self.title
         return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(
@@ -204,7 +265,7 @@ class Lane:
         def run(*args: Any, **kwargs: Any) -> Pending:
             entry = timeline.begin(self.name, label, group if self.title == self.name else self.title)
             pending = collective(*args, **kwargs)
-            if self.stream is not None:
+            if self.stream is not None and not self._waits_later:
                 pending.complete()
                 pending = Pending()
             return timeline.noting(entry, pending, self.title)

@@ -5,13 +5,17 @@
     `has_streams`             yes                           yes, of CPU tensors                    no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
     `wait_on_host`            asks the event, and a watch   merges the clocks, and counts          -
+    `moment`                  an event                      a clock                                None
+    `lend`                    `record_stream`               freed behind both streams              -
     `host_memory`             pinned                        memory of the host, for the checker    plain memory
     `taken`                   -                             a write to the place                   -
+    `unawaited`               -                             counts it                              -
 
 Whoever orders work does it by these: then the order can be checked without a device.
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -41,11 +45,14 @@ class Checker(Protocol):
         """Inside, what is computed is the host's, in memory of the host."""
         ...
 
-    def is_host(self, memory: torch.Tensor) -> None:
-        """`memory` is the host's."""
+    def lend(self, memory: torch.Tensor, stream: Any) -> None:
+        """`stream` uses `memory`, too."""
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
         """`memory` gets another use."""
+
+    def note_unawaited(self, what: str) -> None:
+        """Nobody waited for `what`, or gave it up."""
 
 
 _checker: Checker | None = None
@@ -71,7 +78,22 @@ def new(name: str, device: torch.device) -> Any:
     """
     if _checker is not None:
         return _checker.new(name)
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None
+
+
+_in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_POOL = 32
+"""How many streams of a priority torch hands out before it begins anew with the first."""
+
+
+def _unused(make: Callable[[], Any]) -> Any:
+    """One that no other lane has, as long as there is one: on a shared one lanes would wait for each other."""
+    for _ in range(_POOL):
+        stream = make()
+        if stream.cuda_stream not in _in_use:
+            break
+    _in_use.setdefault(stream.cuda_stream, stream)
+    return stream
 
 
 def current(device: torch.device) -> Any:
@@ -93,6 +115,24 @@ def on_host() -> AbstractContextManager:
     return _checker.on_host() if _checker is not None else _NOTHING
 
 
+def moment(device: torch.device) -> Any:
+    """The moment behind all that `device` computes so far, None where it has no streams."""
+    return current(device).record_event() if has_streams(device) else None
+
+
+def lend(memory: torch.Tensor, stream: Any) -> None:
+    """`stream` uses `memory` of the current one, too; nobody else gets it before that is past what it has by its end.
+
+    None: nothing to do.
+    """
+    if stream is None:
+        return
+    if _checker is not None:
+        _checker.lend(memory, stream)
+    else:
+        memory.record_stream(stream)
+
+
 def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
     """Make the host wait for `event`, calling `check`, which may raise, now and then."""
     if check is None or _checker is not None:
@@ -106,16 +146,20 @@ def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
 
 def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bool = True) -> torch.Tensor:
     """CPU memory that `device` copies to or from beside the host, in pages that stay if they can be `pinned` for it."""
-    memory = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
-    if _checker is not None:
-        _checker.is_host(memory)
-    return memory
+    with on_host():
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
     """`memory` is used for something else from here on, `describe()`, behind all uses before."""
     if _checker is not None:
         _checker.taken(memory, describe)
+
+
+def unawaited(what: str, event: Any) -> None:
+    """`what`, over with `event`, is forgotten although nobody waited for it, or gave it up: some wait is missing."""
+    if _checker is not None and not event.query():  # the host may know that it is over
+        _checker.note_unawaited(what)
 
 
 _NOTHING: AbstractContextManager = nullcontext()

@@ -41,6 +41,10 @@ class Interval(NamedTuple):
     end: float
 
 
+Piece = tuple[float, float]
+"""Start and end, in seconds since the recording began."""
+
+
 @dataclass
 class _Entry:
     """An interval under way: moments are seconds (CPU) or CUDA events."""
@@ -206,7 +210,7 @@ def span(lane: str, label: str = "") -> AbstractContextManager:
 
 def busy(intervals: Iterable[Interval], *lanes: str) -> float:
     """Seconds during which any of `lanes` is busy."""
-    return sum(stop - start for start, stop in _union(intervals, *lanes))
+    return sum(stop - start for start, stop in pieces(intervals, *lanes))
 
 
 def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str = "") -> float:
@@ -214,6 +218,31 @@ def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str
     intervals = list(intervals)
     alone = busy(intervals, one, without) + busy(intervals, other, without) - busy(intervals, without)
     return alone - busy(intervals, one, other, without)
+
+
+def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
+    """The moments at which any of the lanes is busy, as disjoint pieces in order."""
+    found: list[Piece] = []
+    for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
+    """What is left of disjoint pieces when others, disjoint and in order too, are taken out."""
+    left = []
+    for start, stop in those:
+        for begin, end in others:
+            if start < begin < stop:
+                left.append((start, begin))
+            if begin < stop and end > start:
+                start = max(start, end)
+        if start < stop:
+            left.append((start, stop))
+    return left
 
 
 _NOTHING: AbstractContextManager = nullcontext()
@@ -235,17 +264,6 @@ def _span(timeline: Timeline, lane: str, label: str) -> Iterator[None]:
         yield
     finally:
         timeline.end(entry)
-
-
-def _union(intervals: Iterable[Interval], *lanes: str) -> list[tuple[float, float]]:
-    """The moments at which any of the lanes is busy, as disjoint pieces."""
-    pieces: list[tuple[float, float]] = []
-    for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
-        if pieces and start <= pieces[-1][1]:
-            pieces[-1] = (pieces[-1][0], max(pieces[-1][1], stop))
-        else:
-            pieces.append((start, stop))
-    return pieces
 
 
 def _event() -> Any:

@@ -8,7 +8,8 @@
     any of them, while an earlier one of the     behind that one: messages of one tag pair in the order
       same ranks and tag has not begun             in which they are sent, which is so the same on all ranks
 
-Nobody has to wait for any of them to go on. Who does end them is whoever waits first.
+Nobody has to wait for any of them to go on. Who does end them is whoever waits first; for one that nobody will wait
+for, a thread of the crew does.
 """
 
 import atexit
@@ -38,6 +39,8 @@ class Transfer:
         """Set when its last transfers have begun, or it has failed; None: they began at once."""
         self._pending: Pending | None = None
         self._failure: BaseException | None = None
+        self.has_ended = False
+        """Whether its memory is not in use any more; known once somebody has waited."""
         needs = after.complete if after is not None and not after._ends_at_once() else None
         if needs is None and key not in _turns:
             self._begin(start())
@@ -81,8 +84,17 @@ class Transfer:
                     pending.complete()
                 except BaseException as error:
                     self._failure = error
+            self.has_ended = True
             if self._failure is not None:
                 raise self._failure
+
+    def end_by_itself(self) -> None:
+        """Let a thread of the crew wait for it, so that its memory goes as soon as it can."""
+        _crew.start(self._complete_for_nobody)
+
+    def _complete_for_nobody(self) -> None:
+        with contextlib.suppress(BaseException):  # belongs to whoever asks
+            self.complete()
 
     def abandon(self, timeout: timedelta) -> None:
         """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""

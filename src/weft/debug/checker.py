@@ -38,41 +38,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import streams
-from weft.debug.clocks import HOST, CheckedStream, Clock, Host
+from weft.debug.clocks import HOST, CheckedStream, Clock, Host, merge
 from weft.debug.memory import Access, Memory, Site, StreamOrderError
-
-_WRITTEN_BY_COLLECTIVES = {
-    "_allgather_base_": 1,
-    "_reduce_scatter_base_": 1,
-    "allgather_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "alltoall_base_": 1,
-    "alltoall_": 1,
-    "gather_": 1,
-    "scatter_": 1,
-    "send": 0,
-}
-"""How many of the first arguments each writes to; the others write to all."""
-_TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that give memory to a tensor and neither read nor write it."""
-_ASK_THE_DEVICE = {
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-}
-"""Operators whose result, or its size, the host must know."""
+from weft.debug.operators import (
+    TOUCH_NOTHING,
+    asks_device,
+    bytes_of,
+    has_memory,
+    inside_collective,
+    made_of_others,
+    tensors_in,
+    written_by,
+)
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A piece of work: its stream, operator, and what it reads and writes, by the names of weft's buffers."""
+    """A piece of work: its stream, operator, and what it reads and writes, by the names of weft's buffers.
+
+    A wait of the host is one, too, with the clock that the host had before.
+    """
 
     stream: str
     operator: str
@@ -94,11 +79,14 @@ class Ran:
 class StreamChecker:
     """The streams of one check.
 
-    `waits`: how often the host waited, by what for and where. `work`: what ran, if `record`.
+    `waits`: how often the host waited, by what for and where. `unawaited`: how often something on a lane was forgotten
+    before anybody waited for it or gave it up, by what and where that was: it is then ordered all the same, by the end
+    of its ticket, which may come later than its first reader. `work`: what ran, if `record`.
     """
 
     def __init__(self, record: bool = False) -> None:
         self.waits: Counter[str] = Counter()
+        self.unawaited: Counter[str] = Counter()
         self.work: list[Ran] = []
         self._record = record
         self._host = Host(self.current, self._note_wait)
@@ -140,43 +128,49 @@ class StreamChecker:
         finally:
             self._as_host = around
 
-    def is_host(self, memory: torch.Tensor) -> None:
-        """`memory` is the host's."""
-        self._memory_of(memory.untyped_storage())
-        self._of_host.add(memory.untyped_storage()._cdata)
+    def lend(self, memory: torch.Tensor, stream: CheckedStream) -> None:
+        """`stream` uses `memory`, too."""
+        self._memory_of(memory.untyped_storage()).lent.add(stream.actor)
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
         """`memory` gets another use, on the current stream."""
         if not memory.numel():
             return
-        known, (begin, end) = self._memory_of(memory.untyped_storage()), _bytes_of(memory)
+        known, (begin, end) = self._memory_of(memory.untyped_storage()), bytes_of(memory)
         access, clock = self._access("taking it from the pool")
         known.write(begin, end, access, clock)
         known.call(begin, end, describe)
+
+    def note_unawaited(self, what: str) -> None:
+        """Nobody waited for `what`, or gave it up."""
+        self.unawaited[f"{what}, forgotten by {_site()}"] += 1
 
     # --- what runs ---------------------------------------------------------------------------------------------------
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Operator `func` has run."""
         self._raise_pending()
-        given = list(_tensors_in((args, kwargs)))
-        written = _written(func, args, kwargs)
-        there = {each.untyped_storage()._cdata for each in given if _has_memory(each)}
-        made = [each for each in _tensors_in(result) if _has_memory(each)]
+        given = tensors_in((args, kwargs))
+        written = written_by(func, args, kwargs)
+        there = {each.untyped_storage()._cdata for each in given if has_memory(each)}
+        made = [each for each in tensors_in(result) if has_memory(each)]
         fresh = [each for each in made if each.untyped_storage()._cdata not in there]
         if not written and made and not fresh:
             return  # a view
         host = self._as_host or self._only_host(given)
         if host:
             for each in fresh:
-                self.is_host(each)
+                self._belongs_to_host(each)
         else:
             for each in fresh:
                 self._memories.pop(each.untyped_storage()._cdata, None)
                 self._memory_of(each.untyped_storage(), self._current.actor)
         name = func._schema.name
         access, clock = self._access(name, host)
-        if not name.startswith(_TOUCH_NOTHING):
+        if name.startswith(TOUCH_NOTHING):
+            for each in fresh if not host else ():
+                self._use(each, Memory.write, access, clock)
+        else:
             wrote = [*written, *fresh]
             reads = [each for each in given if not any(each is other for other in written)]
             if host:  # numbers of others are brought by whoever asks for them
@@ -187,12 +181,12 @@ class StreamChecker:
                 self._use(each, Memory.write, access, clock)
             if self._record:
                 self._note(name, access, clock, reads, wrote)
-        if not host and self._asks_device(func, args, kwargs, given, made):
+        if not host and asks_device(func, args, kwargs, [*given, *made], self._is_host):
             self._host.wait(dict(clock), name)
 
     def asked(self, tensor: torch.Tensor, name: str) -> None:
         """The host reads all of `tensor` by a call that is no operator on the CPU."""
-        if self._as_host or not _has_memory(tensor):
+        if self._as_host or not has_memory(tensor):
             return
         if self._is_host(tensor):
             self._use(tensor, Memory.read, *self._access(name, host=True))
@@ -200,9 +194,13 @@ class StreamChecker:
             self._use(tensor, Memory.read, *self._access(name))
             self._host.wait(dict(self._current.clock), name)
 
+    def _belongs_to_host(self, memory: torch.Tensor) -> None:
+        self._memory_of(memory.untyped_storage())
+        self._of_host.add(memory.untyped_storage()._cdata)
+
     def _only_host(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the host computes this: a number may lie anywhere."""
-        wide = [each for each in tensors if _has_memory(each) and each.ndim] or [e for e in tensors if _has_memory(e)]
+        wide = [each for each in tensors if has_memory(each) and each.ndim] or [e for e in tensors if has_memory(e)]
         return bool(wide) and all(self._is_host(each) for each in wide)
 
     def freed(self, storage: Any) -> None:
@@ -211,15 +209,16 @@ class StreamChecker:
 
     def allocated(self, storage: Any) -> None:
         """`storage` got memory, for the current stream."""
-        self._memories[storage._cdata] = Memory(self._current.actor)
+        known = self._memories[storage._cdata] = Memory(self._current.actor)
+        known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
         """Raise what was found where nothing can be raised."""
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
-        if _has_memory(tensor) and tensor.numel():
-            use(self._memory_of(tensor.untyped_storage()), *_bytes_of(tensor), access, clock)
+        if has_memory(tensor) and tensor.numel():
+            use(self._memory_of(tensor.untyped_storage()), *bytes_of(tensor), access, clock)
 
     def _access(self, operator: str, host: bool = False) -> tuple[Access, Clock]:
         actor = HOST if host else self._current.actor
@@ -248,6 +247,8 @@ class StreamChecker:
             return
         home = self._by_actor[memory.home]
         clock = dict(home.now())
+        for actor in memory.lent:  # the allocator takes it back when they are past what they have now
+            merge(clock, self._by_actor[actor].now())
         time = clock.get(home.actor, 0)
         try:
             memory.free(
@@ -259,31 +260,19 @@ class StreamChecker:
     def _is_host(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._of_host
 
-    def _asks_device(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> bool:
-        name = func._schema.name
-        if name in ("aten::copy_", "aten::_to_copy"):
-            sides = {self._is_host(each) for each in (*given, *made) if _has_memory(each)}
-            blocking = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
-            return len(sides) == 2 and blocking
-        if name in ("aten::index", "aten::index_put_"):
-            return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
-        if name == "aten::repeat_interleave":
-            return kwargs.get("output_size") is None
-        return name in _ASK_THE_DEVICE
-
     def _note_wait(self, what: str) -> None:
         self.waits[f"{what}, by {_site()}"] += 1
+        if self._record:
+            self.work.append(Ran("the host", f"a wait for {what}", (), (), HOST, 0, dict(self._host.clock)))
 
     def _note(
         self, name: str, access: Access, clock: Clock, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         def names(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
             found = (
-                self._memory_of(each.untyped_storage()).name_of(*_bytes_of(each))
+                self._memory_of(each.untyped_storage()).name_of(*bytes_of(each))
                 for each in tensors
-                if _has_memory(each) and each.numel()
+                if has_memory(each) and each.numel()
             )
             return tuple(dict.fromkeys(each for each in found if each))
 
@@ -305,10 +294,10 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         fake = any(issubclass(each, FakeTensor) for each in types)
-        if not fake and any(_made_of_others(each) for each in types):
+        if not fake and any(made_of_others(each) for each in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if not fake and (func.namespace == "c10d" or not _inside_collective()):
+        if not fake and (func.namespace == "c10d" or not inside_collective()):
             self._checker.ran(func, args, kwargs or {}, result)
         return result
 
@@ -355,58 +344,6 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         streams.check_with(None)
-
-
-def _made_of_others(kind: Any) -> bool:
-    plain = (torch.Tensor, torch.nn.Parameter)
-    return kind not in plain and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not _made_of_others(type(tensor))
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
-    size = tensor.element_size()
-    begin = tensor.storage_offset() * size
-    extent = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride()))
-    return int(begin), int(begin + extent * size)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that `func` writes to."""
-    schema = func._schema
-    if schema.name.startswith("c10d::"):
-        count = _WRITTEN_BY_COLLECTIVES.get(schema.name.removeprefix("c10d::"), len(args))
-        return list(_tensors_in(args[:count]))
-    values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _arguments_written(func))
-    return list(_tensors_in(list(values)))
-
-
-@cache
-def _arguments_written(func: Any) -> list[tuple[int, str]]:
-    """Number and name of the arguments that `func` writes to."""
-    return [(at, each.name) for at, each in enumerate(func._schema.arguments) if each.is_write]
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_in(each)
-
-
-def _inside_collective() -> bool:
-    """Whether an operator is how a backend does its work."""
-    frame = sys._getframe(2)
-    while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
 def _site() -> Site:

@@ -67,6 +67,8 @@ class Memory:
 
     def __init__(self, home: int) -> None:
         self.home = home
+        self.lent: set[int] = set()
+        """Actors on whose streams it is used, too, and given back behind."""
         self._segments = [_Segment(0)]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 

@@ -17,9 +17,9 @@ With tensor parallelism the mesh has one axis more, and what is cut is this rank
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,10 +47,7 @@ def spec_of(
 
 
 class RuledDTensor(DTensor):
-    """A DTensor whose operators run by weft's rules."""
-
-    _run: ClassVar[Callable[[Any, Any, tuple, dict], Any]]
-    """The rules, which know these classes: `rules.py` sets it."""
+    """A DTensor whose operators run by weft's rules, which know these classes: `rules.py` sets `__torch_dispatch__`."""
 
     @property
     def data(self) -> Any:  # type: ignore[override]
@@ -68,12 +65,6 @@ class RuledDTensor(DTensor):
     def data_ptr(self) -> int:
         """0, as for torch's: what has memory is the local tensor."""
         return 0
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        return cls._run(func, types, args, kwargs or {})
 
 
 class UnevenDTensor(RuledDTensor):

@@ -27,19 +27,17 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp import autograd, composition
-from weft.fsdp.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.diagnostics import (
     Nonfinite,
-    ParameterNorms,
     check_views,
     describe,
     find_nonfinite,
     memory_report,
-    parameter_norms,
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
-from weft.fsdp.mesh_dims import DataParallelMeshDims
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
@@ -66,10 +64,9 @@ __all__ = [
     "Placements",
     "RuntimeOptions",
     "TensorAtomic",
-    "ParameterNorms",
     "UnevenDTensor",
-    "check_views",
     "UnshardHandle",
+    "check_views",
     "describe",
     "drop_in",
     "find_nonfinite",
@@ -77,7 +74,6 @@ __all__ = [
     "keep_dtype",
     "memory_report",
     "padding_of",
-    "parameter_norms",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

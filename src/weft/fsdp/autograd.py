@@ -62,7 +62,9 @@ class FullParameters:
         _gone_versions[self._gone] = self
 
     def come(self, version: int) -> None:
-        """They are here, and the main weights are at `version`: autograd reads only what was saved at that."""
+        """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
+        WeightsWritten if somebody wrote to their memory since they left."""
+        strays = self._written() if self._versions[0] == self._gone else []
         moved, self._version = version - self._version, version
         if self._copies:
             self._versions = (version,) * len(self._parameters)
@@ -74,10 +76,17 @@ class FullParameters:
         for parameter in self._parameters:
             if issubclass(here := type(parameter), _Gone):
                 parameter.__class__ = here.__mro__[2]
+        if strays:
+            raise WeightsWritten(
+                f"{_names(strays)} was written to after its gathered weights went, through a tensor that shares their "
+                "memory, such as a detach() that was kept: what another unit had there may be lost. Write to the "
+                "sharded parameter, outside of forward"
+            )
 
     def leave(self) -> None:
         """Their memory goes."""
-        torch._C._autograd._unsafe_set_version_counter(self._parameters, (self._gone,) * len(self._parameters))
+        self._versions = (self._gone,) * len(self._parameters)
+        torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions)
         for parameter in self._parameters:
             here = type(parameter)
             if not issubclass(here, _Gone):
@@ -87,15 +96,15 @@ class FullParameters:
 
     def check_unwritten(self) -> None:
         """Raise WeightsWritten if somebody wrote to copies."""
+        if written := self._written():
+            raise lost_writes(written)
+
+    def _written(self) -> list[nn.Parameter]:
+        """The copies whose version is not as autograd was told."""
         found = tuple(parameter._version for parameter in self._parameters)
-        if self._copies and found != self._versions:
-            now = zip(self._parameters, found, self._versions)
-            names = " and ".join(_name_of(parameter) for parameter, here, told in now if here != told)
-            raise WeightsWritten(
-                f"{names} was written to while it was gathered, in a forward or under unshard(): what is gathered is a "
-                "copy, and the write would be lost. Write to the sharded parameter, outside of forward, with the same "
-                "values on all ranks: with torch.no_grad(): module.weight.clamp_(...)"
-            )
+        if not self._copies or found == self._versions:
+            return []
+        return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def named(self, shape: tuple[int, ...]) -> str:
         """Those of this shape, or its transpose, and their unit."""
@@ -103,6 +112,15 @@ class FullParameters:
         names = [repr(group.slots[number].name) for _, group, number in filter(None, homes)]
         home = home_of(self._parameters[0])
         return f"{' or '.join(names) or 'weights'} of {home[0] if home else 'a model that has gone'}"
+
+
+def lost_writes(parameters: Sequence[nn.Parameter]) -> WeightsWritten:
+    """Of those that somebody wrote to while they were gathered."""
+    return WeightsWritten(
+        f"{_names(parameters)} was written to while it was gathered, in a forward or under unshard(): what is gathered "
+        "is a copy, and the write would be lost. Write to the sharded parameter, outside of forward, with the same "
+        "values on all ranks: with torch.no_grad(): module.weight.clamp_(...)"
+    )
 
 
 class _Gone:
@@ -138,6 +156,10 @@ _HARMLESS = frozenset(
 )
 """Functions and attributes that read no values."""
 _gone: dict[type, type] = {}
+
+
+def _names(parameters: Sequence[nn.Parameter]) -> str:
+    return " and ".join(map(_name_of, parameters))
 
 
 def _name_of(parameter: Any) -> str:

@@ -3,8 +3,10 @@
     lane       carries                                          pool        holds
     --------   ----------------------------------------------   ---------   -----------------
     gather     weights over the shard axis, uploads             weights     gathered weights
+    gathers    those of several small units together
     outer      both over the outer axis of a 2-D mesh           gradients   partial gradients
     reduce     gradients over the shard axis
+    reductions those of several small units together
     download   gradients to CPU memory
 
 Messages of different models never meet: each parameter group has a channel of its own on every lane.
@@ -31,8 +33,10 @@ class Channels:
         self.weights = Pool(planned)
         self.gradients = Pool(planned)
         self.gather = Lane("gather", device)
+        self.gathers = Lane("gathers", device)
         self.outer = Lane("outer", device)
         self.reduce = Lane("reduce", device)
+        self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
         self.on_gather: Callable[[Any], None] = lambda unit: None
         """Told of each unit whose gather starts."""
@@ -40,6 +44,7 @@ class Channels:
     def share_lanes(self, other: "Channels") -> None:
         """Queue communication behind that of `other`."""
         self.gather, self.outer, self.reduce, self.download = other.gather, other.outer, other.reduce, other.download
+        self.gathers, self.reductions = other.gathers, other.reductions
 
     def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The ranks of `group`, on the communicator that gathers use."""

@@ -5,16 +5,24 @@ around a sharded child             what happens
 `replicate()`, both of torch's     leaves it alone: the composable registry says that it is sharded
 `DistributedDataParallel`,         TypeError when they are built: they would broadcast and reduce parts that
 `DataParallel`                     differ from rank to rank, and wait for each other
-torch's `fully_shard` inside or    ValueError or TypeError at the outer call: one model, one of the two
+torch's `fully_shard` inside or    ValueError at the outer call: one model, one of the two
 outside of weft's
+a parametrization of its           ValueError: it comes before `fully_shard`
+parameters
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+
+from weft.fsdp.gradients.direct import home_of
 
 SHARDED = "_weft_unit"
 
@@ -48,6 +56,39 @@ def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> A
                 )
 
 
+def _refuse_sharded(kind: type, at: int, why: Callable[[str], str]) -> None:
+    """Let `kind`, a class of torch's, refuse a sharded parameter as argument `at` of its constructor."""
+    init: Any = kind.__init__  # type: ignore[misc]
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        home = home_of(args[at]) if len(args) > at and isinstance(args[at], nn.Parameter) else None
+        if home is not None:
+            unit, group, number = home
+            raise ValueError(why(f"parameter {group.slots[number].name!r} of {unit}, which weft has sharded"))
+        init(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[misc]
+
+
 def install() -> None:
-    """Refuse wrappers that take every parameter for a replica."""
+    """Refuse what takes every parameter for a replica, or for its own."""
     register_module_module_registration_hook(_refuse_wrappers)
+    _refuse_sharded(
+        FSDPParam,
+        0,
+        lambda what: (
+            f"torch's fully_shard around {what}: call weft.fully_shard there too, or weft.drop_in() before anything is "
+            "sharded"
+        ),
+    )
+    _refuse_sharded(
+        ParametrizationList,
+        1,
+        lambda what: (
+            f"a parametrization of {what}: what it makes of the weight would be lost in the flat buffer; register it "
+            "before fully_shard, which then shards what it is computed from"
+        ),
+    )

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.groups import exchange_objects, group_of
 from weft.comm.watch.control import agree
-from weft.fsdp.gradients.norms import squared_norms
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import units_under
+from weft.fsdp.module import units_of
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool
 
@@ -22,12 +21,12 @@ from weft.memory.pool import Pool
 def describe(model: nn.Module) -> str:
     """A table of the model's units: parameters, strategy, dtypes, shards, bytes on this rank, padding.
 
-    Raises TypeError for a model without sharded modules.
+    Raises ValueError for a model without sharded modules.
     """
     rows: list[tuple[str, ...]] = [
         ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "MiB/rank", "padding")
     ]
-    for unit in _units(model):
+    for unit in units_of(model):
         for group in unit.groups:
             rows.append(_row(unit, group))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -53,7 +52,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         allocations   how often memory was asked for: for a slab, or for one buffer outside of it
         fallbacks     how often a buffer was outside of the slab because the plan did not foresee it
     """
-    units = _units(model)
+    units = units_of(model)
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:
@@ -72,32 +71,6 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             "gathered weights": _transient([each.weights for each in channels]),
             "partial gradients": _transient([each.gradients for each in channels]),
         },
-    }
-
-
-class ParameterNorms(NamedTuple):
-    """The 2-norms of a parameter and of its gradient, None where no rank has one."""
-
-    weight: float
-    gradient: float | None
-
-
-def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
-    """The norms of every sharded parameter and of its gradient by name, the same on every rank.
-
-    Nothing is gathered: one small all-reduce per mesh axis for the whole model. Collective; the host waits for it.
-    Raises TypeError for a model without sharded modules.
-    """
-    names, weights, gradients = [], [], []
-    for name, group, number in _named_slots(model):
-        parameter = group.sharded_parameters[number]
-        names.append(name)
-        weights.append((group, number, _local(parameter)))
-        gradients.append((group, number, _local(parameter.grad) if parameter.grad is not None else None))
-    roots = [math.sqrt(square) if square is not None else None for square in squared_norms([*weights, *gradients])]
-    return {
-        name: ParameterNorms(weight or 0.0, gradient)
-        for name, weight, gradient in zip(names, roots, roots[len(names) :])
     }
 
 
@@ -121,13 +94,13 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     model's order.
 
     Collective. Nothing is gathered: the hosts agree on one bit, and exchange what they found if there is anything.
-    Raises TypeError for a model without sharded modules.
+    Raises ValueError for a model without sharded modules.
     """
     found = _nonfinite_here(model)
-    if not any(unit.groups for unit in _units(model)):  # a stage without parameters
+    if not any(unit.groups for unit in units_of(model)):  # a stage without parameters
         return found
     groups = _groups_to_all_ranks(model)
-    channel = min(group.channel for unit in _units(model) for group in unit.groups)
+    channel = min(group.channel for unit in units_of(model) for group in unit.groups)
     if not any(agree([bool(found)], [], groups, "search for values that are not finite", channel=channel)[0]):
         return []
     for group in groups:
@@ -136,10 +109,10 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
 
 
 def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
-    units = {id(group): unit.name for unit in _units(model) for group in unit.groups}
+    units = {id(group): unit.name for unit in units_of(model) for group in unit.groups}
     tensors: list[tuple[str, str | None, Any, torch.Tensor]] = []
     known: set[int] = set()
-    for name, group, number in _named_slots(model):
+    for name, group, number in named_slots(model):
         parameter = group.sharded_parameters[number]
         known |= {id(parameter), id(group.full_parameters[number])}
         tensors += [(name, units[id(group)], what, each) for what, each in _both(parameter)]
@@ -170,14 +143,14 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
     """What lies here of a parameter and of its gradient."""
-    yield "weight", _local(parameter)
+    yield "weight", local_of(parameter)
     if parameter.grad is not None:
-        yield "gradient", _local(parameter.grad)
+        yield "gradient", local_of(parameter.grad)
 
 
 def _groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
     """The process groups that reach all ranks of the model, one after the other."""
-    groups = [group for unit in _units(model) for group in unit.groups]
+    groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
     everyone = set(mesh.mesh.flatten().tolist())
@@ -188,18 +161,18 @@ def _groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 def check_views(model: nn.Module) -> None:
     """Check that the sharded parameters and gradients here lie in their units' buffers, and apart from each other.
 
-    Raises RuntimeError that names the parameters, TypeError for a model without sharded modules.
+    Raises RuntimeError that names the parameters, ValueError for a model without sharded modules.
     """
     found: list[tuple[int, int, str]] = []
-    for name, group, number in _named_slots(model):
+    for name, group, number in named_slots(model):
         parameter = group.sharded_parameters[number]
         for what, tensor, buffer in (
             ("weight", parameter, group.main_weight),
             ("gradient", parameter.grad, group.gradients.main),
         ):
-            if tensor is None or not _local(tensor).numel():
+            if tensor is None or not local_of(tensor).numel():
                 continue
-            start, stop = _range(_local(tensor))
+            start, stop = _range(local_of(tensor))
             if what == "weight":
                 first, last = _range(buffer.local)  # type: ignore[union-attr]
                 if not (first <= start and stop <= last):
@@ -217,17 +190,18 @@ def check_views(model: nn.Module) -> None:
             )
 
 
-def _named_slots(model: nn.Module) -> Iterator[tuple[str, ParameterGroup, int]]:
+def named_slots(model: nn.Module) -> Iterator[tuple[str, ParameterGroup, int]]:
     """The model's names of all sharded parameters, each with its group and its number there."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit in _units(model):
+    for unit in units_of(model):
         for group in unit.groups:
             for number, both in enumerate(zip(group.sharded_parameters, group.full_parameters)):
                 name = next((names[id(each)] for each in both if id(each) in names), None)
                 yield name or f"{unit.name}.{group.slots[number].name}".lstrip("."), group, number
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies here of a tensor, without its history."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -246,13 +220,6 @@ def _transient(pools: list[Pool]) -> dict[str, int]:
         "allocations": sum(pool.allocations for pool in pools),
         "fallbacks": sum(pool.fallbacks for pool in pools),
     }
-
-
-def _units(model: nn.Module) -> list[Unit]:
-    units = units_under(model)
-    if not units:
-        raise TypeError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
-    return units
 
 
 def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ parameter moves. The full parameters have that version too while their memory is
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -29,13 +28,15 @@ from torch.distributed.tensor import DTensor
 from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
+from weft.debug.guard import guards_memory
 from weft.dtensor.tensor_parallel import TensorParallel
-from weft.fsdp.autograd import FullParameters, behind_classes
+from weft.fsdp.autograd import FullParameters, behind_classes, lost_writes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
-from weft.memory.blank import has_blank
+from weft.fsdp.slots import Slot, register
+from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
@@ -44,37 +45,6 @@ HOOK_NEVER_RUNS = (
     "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
     "gradient in parameter.grad, and may change it"
 )
-
-
-@dataclass
-class Slot:
-    """One parameter: where it is registered, its name in the unit, and what is registered there now."""
-
-    name: str
-    there: nn.Parameter | None
-    owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
-    own: tuple[nn.Parameter, ...] = ()
-    """What its group registers here."""
-
-    def register(self, parameter: nn.Parameter | None) -> bool:
-        """Put `parameter` in every place that shares it; whether nobody else had put something there."""
-        there, untouched = self.there, True
-        for owner, name in self.owners:
-            module = owner()
-            if module is not None:
-                places = module._parameters
-                found = places.get(name)
-                if found is not there and not any(found is each for each in self.own):
-                    untouched = False
-                places[name] = parameter
-        self.there = parameter
-        return untouched
-
-    def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
-        """Register the parameter in more places."""
-        known = [(module(), name) for module, name in self.owners]
-        self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
-        self.register(self.there)
 
 
 class ParameterGroup:
@@ -108,32 +78,15 @@ class ParameterGroup:
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self._staging) if each is not None]
         """The memory that comes and goes with the gathered weights."""
-        self.full_parameters = [
-            # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
-            nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
-            for view, parallel in zip(
-                FlatBuffer(self.layout, self.mesh, plan.whole, self.full.local).views(), self.tensor_parallel
-            )
-        ]
+        self.full_parameters, self.sharded_parameters = self._make_parameters(parameters)
         apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
         self.fulls = FullParameters(
             self.full_parameters, copies=apart or self.transient is not None, version=self.version
         )
-        if self.transient is not None:
-            self.transient.settle()
-        self.sharded_parameters = [
-            nn.Parameter(tensor, requires_grad=self.trainable)
-            for tensor in self.main_weight.dtensors(self.tensor_parallel)
-        ]
-        for parameter, full, sharded in zip(parameters, self.full_parameters, self.sharded_parameters):
-            vars(full).update(vars(parameter))
-            vars(sharded).update(vars(parameter))
-            sharded._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if self.recipe.main_grad != self.recipe.main:
-                sharded.grad_dtype = self.recipe.main_grad
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
         if self.transient is not None:
+            self.transient.settle()
             self.fulls.leave()
         self.gradients = GroupGradients(
             plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
@@ -142,12 +95,13 @@ class ParameterGroup:
         """Keeps its messages apart from those of other groups."""
         self._gathered_from: int | None = None
         """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
+        self._as_it_came: torch.Tensor | None = None
+        """What was gathered, where somebody looks for writes to it."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
-        self._equalize()
-        self._unfilled = [number for number, each in enumerate(slices) if each.is_meta]
-        """The parameters whose first values are still to come."""
+        self.unfilled = [number for number, each in enumerate(slices) if each.is_meta]
+        """The parameters whose first values were still to come when it was made."""
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
@@ -178,14 +132,33 @@ class ParameterGroup:
         transient = Transient(self.layout.numel, self.recipe.compute, self.device, describe=describe, filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
+    def _make_parameters(self, originals: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The full ones and the sharded ones, with whatever somebody has put on the original ones."""
+        views = FlatBuffer(self.layout, self.mesh, self.plan.whole, self.full.local).views()
+        full = [
+            # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
+            nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
+            for view, parallel in zip(views, self.tensor_parallel)
+        ]
+        sharded = [
+            nn.Parameter(tensor, requires_grad=self.trainable)
+            for tensor in self.main_weight.dtensors(self.tensor_parallel)
+        ]
+        for original, one, other in zip(originals, full, sharded):
+            vars(one).update(vars(original))
+            vars(other).update(vars(original))
+            other._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if self.recipe.main_grad != self.recipe.main:
+                other.grad_dtype = self.recipe.main_grad
+        return full, sharded
+
     def belong_to(self, owner: Any) -> None:
         """Be a group of `owner`, known only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
         if self.transient is not None:
-            follow = weakref.WeakMethod(self._follow)
-            self.transient.on_move = lambda full: (follow() or _ignore)(full)
+            self.transient.on_move = weakly(self._follow)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
-            self.transient.make_way = lambda: not ((unit := ref()) and unit.computes)
+            self.transient.make_way = lambda: (unit := ref()) is None or unit.makes_way()
 
     def _ours(self, what: str) -> Callable[[], str]:
         """What errors call `what` of the unit; known to its buffers only weakly too."""
@@ -201,32 +174,6 @@ class ParameterGroup:
                     parameter._local_tensor = view.data
                 else:
                     parameter.data = view
-
-    def _equalize(self) -> None:
-        """Replicas start alike, whatever seeds their ranks had: with the values of the first of them."""
-        for axis, group in enumerate(self.groups):
-            if axis not in self.main_weight.axes and group.size() > 1:
-                collectives.broadcast(self.main_weight.local, group)
-
-    def check_filled(self) -> None:
-        """Raise ValueError, on every rank, if a parameter from the meta device has no values yet. Collective, until all
-        have; then replicas are made alike, whatever each has filled them with."""
-        if not self._unfilled:
-            return
-        missing = torch.tensor([int(has_blank(self.main_weight.views()[number])) for number in self._unfilled])
-        missing = missing.to(self.device)
-        slices = dict.fromkeys(group_of(each.spec.mesh, 0) for each in self.tensor_parallel if each is not None)
-        for group in (*self.groups, *slices):
-            collectives.reduce_now(missing, dist.ReduceOp.MAX, group, "whether weights have values")
-        if names := [self.slots[number].name for number, empty in zip(self._unfilled, missing.tolist()) if empty]:
-            raise ValueError(
-                f"{self.owner()} is used before its parameters {', '.join(map(repr, names))} have values: they were on "
-                "the meta device when they were sharded, in modules without reset_parameters(). Call "
-                "model.to_empty(device=...) and the model's own initialisation, such as init_weights(), or load a "
-                "state dict, before the first pass"
-            )
-        self._unfilled = []
-        self._equalize()
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -284,6 +231,24 @@ class ParameterGroup:
                 main, source = source, self.full.part(self.model_weight.placements).local
                 options["prepare"] = functools.partial(source.copy_, main)
             return channels.gather.run(collectives.all_gather, full, source, group, **options)
+
+    @property
+    def fits_buckets(self) -> bool:
+        """Whether its weights may travel with those of neighbours: gathered for each use, from what lies here."""
+        return (
+            self.transient is not None
+            and not self.refreshes
+            and self.offload is None
+            and self.piece is None
+            and collectives.sends_directly(self.groups[-1], self.device)
+        )
+
+    def open_full(self, channels: Channels) -> torch.Tensor:
+        """Memory for the full weights of what the main weights are now, which the bucket of the unit brings."""
+        assert self.transient is not None
+        self._gathered_from = self.version
+        with torch.no_grad():
+            return channels.weights.take(self.transient)
 
     def take_part(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
@@ -359,10 +324,25 @@ class ParameterGroup:
         self.drop_piece()
         self._give_staging()
         self.fulls.come(self.version)
+        self._as_it_came = self.full.local.clone() if self.transient is not None and guards_memory() else None
+
+    def check_unwritten(self) -> None:
+        """Raise WeightsWritten if somebody wrote to what is gathered; with `weft.debug.guard_memory` also by ways that
+        no version counter knows of."""
+        self.fulls.check_unwritten()
+        came, self._as_it_came = self._as_it_came, None
+        if came is not None:
+            before = FlatBuffer(self.layout, self.mesh, self.full.placements, came).views()
+            each = zip(self.full_parameters, before, self.full.views())
+            written = [parameter for parameter, old, new in each if not torch.equal(_bytes_of(old), _bytes_of(new))]
+            if written:
+                raise lost_writes(written)
+            self._as_it_came = came
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
+            self._as_it_came = None
             self.fulls.leave()
             self.transient.give()
 
@@ -380,7 +360,7 @@ class ParameterGroup:
 
     def withdraw(self) -> None:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
-        _refuse_replaced([slot for slot in self.slots if not slot.register(None)])
+        register([(slot, None) for slot in self.slots])
 
     def follow_user(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
@@ -398,9 +378,7 @@ class ParameterGroup:
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""
-        parameters = self.full_parameters if full else self.sharded_parameters
-        # All are registered before anything is said, or the next call would find what this one left.
-        _refuse_replaced([slot for slot, each in zip(self.slots, parameters) if not slot.register(each)])
+        register(zip(self.slots, self.full_parameters if full else self.sharded_parameters))
 
     # --- slices of tensor parallelism ---------------------------------------------------------------------------------
 
@@ -422,20 +400,6 @@ class ParameterGroup:
             groups.append(group)
         return list(zip(starts, [*starts[1:], self.layout.numel], groups))
 
-    def equalize_over(self, slices: dist.ProcessGroup) -> None:
-        """Let what is no slice start alike on all ranks of `slices`, unless it is cut over them. Collective."""
-        if len(set(dist.get_process_group_ranks(slices)).intersection(self.mesh.mesh.flatten().tolist())) > 1:
-            return  # ranks of other experts have other parts of what is dense
-        if not any(self.slice_groups):
-            collectives.broadcast(self.main_weight.local, slices)
-            return
-        for own, parameter in zip(self.slice_groups, self.sharded_parameters):
-            if own is None:  # slices of unequal size make its cuts differ from rank to rank
-                whole = parameter.full_tensor().detach()  # type: ignore[attr-defined]
-                collectives.broadcast(whole, slices)
-                with torch.no_grad():
-                    parameter.copy_(whole)
-
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
         """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
         present = self.gradients.take_over()
@@ -446,16 +410,5 @@ class ParameterGroup:
                 yield self.main_weight.local[:0], group
 
 
-def _refuse_replaced(slots: Sequence[Slot]) -> None:
-    if slots:
-        names = ", ".join(repr(slot.name) for slot in slots)
-        raise RuntimeError(
-            f"parameter {names} of a sharded module was replaced or removed, by assignment or by "
-            "torch.func.functional_call: what a unit gathers lies in its flat buffer, so its own parameters are back "
-            "in place; write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
-            "fully_shard"
-        )
-
-
-def _ignore(full: torch.Tensor) -> None:
-    """The group is gone: nobody follows its weights."""
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

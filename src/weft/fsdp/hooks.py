@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch
-from weft.fsdp.parameters import is_ignored
+from weft.fsdp.construction.parameters import is_ignored
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
 from weft.fsdp.runtime.runtime import Runtime
@@ -299,7 +299,6 @@ class HookDriver:
         self._stretch.end()
 
     def _leave(self) -> None:
-        """The forward is over."""
         self._stretch.end()
         unit, runtime = self.unit, self.started
         call, self._call = self._call, None

@@ -364,6 +364,19 @@ def units_under(module: Any, recurse: bool = True) -> list[Unit]:
     return [driver.unit for driver in drivers_under([module])] if recurse else [unit_of(module)]
 
 
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model, outermost first. Raises TypeError for what is no module, ValueError for one without
+    sharded ones."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
+    started = model._weft_driver.runtime if isinstance(model, FSDPModule) else None
+    if started is not None and unit_of(model).number == 0:
+        return started.units  # a root knows them, and need not look through all modules
+    if units := units_under(model):
+        return units
+    raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
+
+
 def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     if module._weft_driver.runtime is not None:
         module.reshard()

@@ -181,6 +181,11 @@ class Unit:
             self._to("gather")
             self._gather()
 
+    def come_by(self, ticket: Ticket) -> None:
+        """The weights are at rest, and their gather has started, with those of other units."""
+        self._to("gather")
+        self._tickets = [ticket]
+
     def acquire(self, holder: Any) -> None:
         """Hold the full weights: they are registered and ready for what is computed from here on."""
         if holder in self.holders:
@@ -211,7 +216,7 @@ class Unit:
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
         for group in self.groups:
-            group.fulls.check_unwritten()
+            group.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
         """Let those of these go that hold the weights."""
@@ -223,7 +228,7 @@ class Unit:
         """Gather weights that are held again, since the main weights have changed."""
         self._to("renew")
         for group in self.groups:
-            group.fulls.check_unwritten()
+            group.check_unwritten()
             group.outdate()
             group.free()
         self._gather()
@@ -234,7 +239,7 @@ class Unit:
         there are now. Raises WeightsWritten as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
-                group.fulls.check_unwritten()
+                group.check_unwritten()
                 group.fulls.come(group.version)
 
     def register(self) -> None:
@@ -280,6 +285,13 @@ class Unit:
     def fits(self, pool: Pool) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
         return all(pool.has_room(each) for each in self.gathered)
+
+    def makes_way(self) -> bool:
+        """Whether the weights may move out of their place. What is on its way there arrives first."""
+        if self.computes:
+            return False
+        self._arrive()
+        return True
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""

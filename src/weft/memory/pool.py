@@ -26,7 +26,9 @@ from typing import Any
 import torch
 
 from weft.comm import streams
+from weft.debug.guard import guards_memory
 from weft.layout.slab_plan import SlabPlan, plan_slab
+from weft.memory.blank import blank
 
 PATIENCE = 1.5
 """How much larger than the bytes alive at once a plan of many different steps may be."""
@@ -149,7 +151,9 @@ class Pool:
             return
         del self._alive[transient]
         self.live -= transient.nbytes
-        if transient.tensor is transient.own:
+        if guards_memory():
+            blank(transient.tensor)
+        elif transient.tensor is transient.own:
             transient.own.untyped_storage().resize_(0)
         if transient.place is not None:
             place, transient.place = transient.place, None

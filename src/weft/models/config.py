@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.models.pattern import Pattern, parse
-from weft.moe.kinds import ACTS
+from weft.moe.kinds import ACTS, Clamp
 
 ROPE_SCALING: dict[str, tuple[set[str], set[str]]] = {
     "linear": ({"factor"}, set()),
@@ -116,6 +116,10 @@ class HybridConfig:
     hidden_act: str = "silu"
     """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, or "relu2", squared
     ReLU without one."""
+    swiglu_limit: float = 7.0
+    """What gate and up of "clamped_swiglu" stay within."""
+    swiglu_alpha: float = 1.702
+    """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = False
     """Whether projections of `-`, of the shared expert and of the latent of `E` have a bias."""
 
@@ -186,7 +190,8 @@ class HybridConfig:
         name = "shared_expert_intermediate_size"
         self._require(name, _is_integer(getattr(self, name), 0), "an integer, 0 for no shared expert")
         positive = ("rms_norm_eps", "routed_scaling_factor", "time_step_min", "time_step_max", "time_step_floor")
-        for name in (*positive, "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        multipliers = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        for name in (*positive, *multipliers, "swiglu_limit", "swiglu_alpha"):
             value = getattr(self, name)
             self._require(name, _is_number(value) and value > 0, "a positive number")
         for name in ("aux_loss_coef", "z_loss_coef", "mtp_loss_coef", "rope_theta", "time_step_limit_min"):
@@ -232,6 +237,11 @@ class HybridConfig:
     def parsed(self) -> Pattern:
         """The pattern, parsed."""
         return parse(self.pattern)
+
+    @property
+    def clamp(self) -> Clamp:
+        """The numbers of a clamped SwiGLU."""
+        return Clamp(self.swiglu_limit, self.swiglu_alpha)
 
     @property
     def attention_head_dim(self) -> int:

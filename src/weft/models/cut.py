@@ -1,7 +1,7 @@
 """How a hybrid model is cut into stages: by the `|` of its pattern, else into segments of equal cost.
 
 A layer costs the weights that a token meets in it: of the experts, as many as it visits. The last stage has the head
-besides.
+besides, and prediction depths: each a projection, its layers and the head again.
 """
 
 from collections import Counter
@@ -47,7 +47,9 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
         cuts = tuple(range(start, stop) for start, stop in pairwise(bounds))
     else:
         head = cfg.hidden_size * cfg.vocab_size
-        cuts = balanced(layer_costs(cfg, cfg.parsed.layers), ranks * (chunks or 1), last=head)
+        depth = head + 2 * cfg.hidden_size**2 + sum(layer_costs(cfg, cfg.parsed.prediction))
+        ends = head + cfg.parsed.depths * depth
+        cuts = balanced(layer_costs(cfg, cfg.parsed.layers), ranks * (chunks or 1), last=ends)
     rank = mesh.get_local_rank() if mesh is not None else 0
     apart = ranks > 1 and placement == LOOP
     shares = apart and (cfg.tie_word_embeddings or cfg.parsed.depths > 0)

@@ -11,7 +11,7 @@ from weft.models.config import HybridConfig
 from weft.models.cut import cut_of
 from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.loss import cross_entropy
-from weft.models.prediction import PredictionDepth, Predictions
+from weft.models.prediction import PredictionDepth, Predictions, shifted
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
@@ -81,16 +81,32 @@ class HybridModel(nn.Module):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
-        return self._scores(self.decoder.final_layernorm(x_BSD))
+        return self._scores(self.leave(x_BSD))
 
     def loss(self, x_BSD: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
         """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
-        hidden_BSD = self.decoder.final_layernorm(x_BSD)
-        loss = cross_entropy(self._scores(hidden_BSD), labels)
+        outputs, losses = [self.leave(x_BSD)], list(losses)
+        for number, depth in enumerate(self.depths if self.training else ()):
+            output_BSD, added = depth(self.following(number, tokens), outputs[-1])
+            outputs.append(output_BSD)
+            losses += added
+        return self.total_loss(outputs, labels, losses)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """The last layer's output, normalised."""
+        return self.decoder.final_layernorm(hidden)
+
+    def following(self, number: int, tokens: Tensor) -> Tensor:
+        """The tokens that depth `number` reads, embedded; where a sequence has none that follows, token 0."""
+        return self.embed(shifted(tokens, number + 1, 0))
+
+    def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """The loss from what is scored: by the model and, in training mode, by each prediction depth."""
+        loss = cross_entropy(self._scores(hidden[0]), labels)
         if not self.training:
             return loss
         if self.mtp is not None:
-            losses = [*losses, *self.mtp.losses(hidden_BSD, tokens, labels, self.embed, self._scores)]
+            losses = [*losses, *self.mtp.losses(hidden[1:], labels, self._scores)]
         return sum(losses, loss)
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:

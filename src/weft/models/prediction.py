@@ -8,7 +8,7 @@ h_k = norm(stack(x_k))                                         scored by the mod
 The mean of the depths' losses is added to the model's in training, times `mtp_loss_coef`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ from weft.models.loss import IGNORED_LABEL, cross_entropy
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
+from weft.overlap import StagedLayer
 
 
 class PredictionDepth(Stack):
-    """One depth: a projection of the next tokens and of the depth before, and a stack of layers."""
+    """One depth: a projection of the next tokens and of the depth before, and a stack of layers.
+
+    It is a `weft.overlap.StagedDepth`.
+    """
 
     added_loss: Tensor
     """The sum of its cross-entropies in training since `prediction_losses` read it, fp32."""
@@ -44,11 +48,24 @@ class PredictionDepth(Stack):
         """Forget the losses; the parts reset their own parameters."""
         nn.init.zeros_(self.added_loss)
 
-    def forward(self, next_BSD: Tensor, previous_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
-        """The embedded next tokens and the depth before -> its output, normalised, and what its layers add."""
-        both = torch.cat((self.embedding_norm(next_BSD), self.hidden_norm(previous_BSD)), dim=-1)
-        x_BSD, losses = super().forward(self.project(both))
-        return self.final_layernorm(x_BSD), losses
+    @property
+    def staged_layers(self) -> Sequence[StagedLayer]:
+        """The layers, as `weft.overlap` runs them."""
+        return list(self.layers)
+
+    def enter(self, following: Tensor, previous: Tensor) -> Tensor:
+        """The embedded tokens that follow and the depth before, [B, S, D] each -> the first layer's input."""
+        previous = previous.view_as(previous)  # however this runs, the norm's gradients meet before the head's
+        return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """The last layer's output, normalised."""
+        return self.final_layernorm(hidden)
+
+    def forward(self, following: Tensor, previous: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
+        """From `enter` to `leave`: its output, and what its layers add to the loss."""
+        x_BSD, losses = super().forward(self.enter(following, previous))
+        return self.leave(x_BSD), losses
 
 
 class Predictions(nn.Module):
@@ -60,34 +77,15 @@ class Predictions(nn.Module):
         depths = range(cfg.parsed.depths)
         self.layers: Any = nn.ModuleList(PredictionDepth(cfg, source / str(depth), meshes) for depth in depths)
 
-    def outputs(
-        self, hidden_BSD: Tensor, tokens: Tensor, embed: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """The output of each depth, and what its layers add to the loss.
-
-        Where a sequence has no next token, token 0 is embedded, and no loss is taken.
-        """
-        for number, depth in enumerate(self.layers, start=1):
-            hidden_BSD, added = depth(embed(shifted(tokens, number, 0)), hidden_BSD)
-            yield hidden_BSD, added
-
-    def losses(
-        self,
-        hidden_BSD: Tensor,
-        tokens: Tensor,
-        labels: Tensor,
-        embed: Callable[[Tensor], Tensor],
-        score: Callable[[Tensor], Tensor],
-    ) -> Iterator[Tensor]:
-        """What the depths add to the loss: each its share of the cross-entropy, and what its layers add."""
-        for number, (output_BSD, added) in enumerate(self.outputs(hidden_BSD, tokens, embed), start=1):
+    def losses(self, outputs: Sequence[Tensor], labels: Tensor, score: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """What the output of each depth adds to the loss: its share of the mean of their cross-entropies."""
+        for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL)
             loss = cross_entropy(score(output_BSD), targets)
             loss = loss.where((targets != IGNORED_LABEL).any(), 0.0)  # not the mean of nothing
             if not in_backward():  # what is computed again was counted when it first came
-                self.layers[number - 1].added_loss += loss.detach()
+                depth.added_loss += loss.detach()
             yield loss * (self.coef / len(self.layers))
-            yield from added
 
 
 def shifted(tokens: Tensor, places: int, filling: int) -> Tensor:

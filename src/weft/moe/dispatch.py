@@ -2,8 +2,7 @@
 
     handle = dispatcher.plan(counts)              the ranks tell each other how many rows come: starts at once
     ...                                           computation
-    handle.ready()                                the sizes are known: the only wait of the host
-    there = dispatcher.dispatch(rows, handle)     rows sorted by expert leave in the background
+    there = dispatcher.dispatch(rows, handle)     the host waits for the sizes; rows leave in the background
     ...                                           computation
     rows = there.wait()                           rows grouped by the rank they come from, then by expert
     back = dispatcher.combine(rows, handle)       the reverse
@@ -36,7 +35,7 @@ class Handle:
     `sent`, `received`: how many rows leave this rank and arrive here. `offsets` [local experts] int32: where
     each expert's rows end once they are sorted by expert. `by_expert`, `by_arrival` [received] int64: indices
     that sort arrived rows by expert, and back; None where they arrive sorted. `permutation` is the layer's
-    own: which row is whose. All but `permutation` may be read once `ready` has returned.
+    own: which row is whose. All but `permutation` may be read once `ready` has returned, and behind a `dispatch`.
     """
 
     sent: int
@@ -82,8 +81,12 @@ class Dispatcher(Protocol):
         """Start to tell the others how many rows this rank sends to each expert; counts: [num_experts] int64."""
         ...
 
-    def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Rows to the ranks of their experts; [sent, hidden], sorted by expert -> [received, hidden]."""
+    def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
+        """Rows to the ranks of their experts; [sent, hidden], sorted by expert -> [received, hidden].
+
+        Waits for the sizes, if nobody has. `behind`: a moment (`weft.comm.streams.moment`) when `rows` were there, so
+        that they leave beside what has been computed since; None: now.
+        """
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
@@ -103,7 +106,7 @@ class LocalDispatcher:
         """See `Dispatcher`."""
         return _LocalHandle(counts)
 
-    def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
+    def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """See `Dispatcher`."""
         return Arrival(rows.detach())
 
@@ -166,27 +169,30 @@ class AllToAll:
         ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self._channel)
         return _ExchangeHandle(self.size, counts, received, host, ticket)
 
-    def dispatch(self, rows: Tensor, handle: Handle) -> Arrival:
+    def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """See `Dispatcher`."""
         sent_to, received_from = _splits(handle)
-        return self._move(rows, received_from, sent_to)
+        return self._move(rows, received_from, sent_to, behind)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
         """See `Dispatcher`."""
         sent_to, received_from = _splits(handle)
         return self._move(rows, sent_to, received_from)
 
-    def _move(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Arrival:
+    def _move(self, rows: Tensor, arriving: list[int], leaving: list[int], behind: Any = None) -> Arrival:
         if rows.shape[0] != sum(leaving):
             raise ValueError(
                 f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
                 "what the other ranks wait for: pass plan() the counts of these rows"
             )
-        # Both ends live on the compute stream, and the arrival keeps them until that has waited for the lane.
+        if not rows.is_contiguous():  # a copy of them is there later
+            behind = None
+        # The arrival keeps both ends until the compute stream has waited for the lane.
         rows = rows.detach().contiguous()
-        output = rows.new_empty(sum(arriving), *rows.shape[1:])
         _, lane = self._lanes_of(rows.device)
-        ticket = lane.run(all_to_all, output, rows, arriving, leaving, self.group, channel=self._channel)
+        size = sum(arriving), *rows.shape[1:]
+        output = rows.new_empty(size) if behind is None else lane.memory(rows, *size)
+        ticket = lane.run(all_to_all, output, rows, arriving, leaving, self.group, channel=self._channel, behind=behind)
         return Arrival(output, ticket, rows)
 
     def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
@@ -225,10 +231,9 @@ class _ExchangeHandle(Handle):
 
 
 def _splits(handle: Handle) -> tuple[list[int], list[int]]:
-    """The rows that go to each rank and come from each."""
+    """The rows that go to each rank and come from each, waited for."""
     assert isinstance(handle, _ExchangeHandle)
-    if not handle.sent_to:
-        raise RuntimeError("it is not known yet how many rows come from each rank: call handle.ready() first")
+    handle.ready()
     return handle.sent_to, handle.received_from
 
 

@@ -1,6 +1,7 @@
 """The expert MLPs of one rank, computed as one."""
 
 import logging
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.fsdp.gradients.direct import local_part
-from weft.moe.kinds import ACTS, GATED
+from weft.moe.kinds import ACTS, CLAMP, GATED, Clamp
 from weft.moe.mlp import activated
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
@@ -25,11 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class GroupedExperts(nn.Module):
-    """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`), one 3-D parameter per projection.
+    """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`; `clamp` is for "clamped_swiglu"), one 3-D parameter
+    per projection.
 
     `backend`: "grouped_mm" multiplies the rows of all experts in one call, "loop" expert after expert: the
     reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
     the dtype at hand are computed by the loop, with a line in the log.
+    On cards where torch's product leaves gradients of experts without rows as their memory was, the loop computes, too.
     `first_expert`: the number of the first expert here, so that expert n starts from the same weights
     wherever it is. `bias`: each projection has one for every expert.
     """
@@ -44,6 +47,7 @@ class GroupedExperts(nn.Module):
         intermediate_size: int,
         *,
         act: str = "silu",
+        clamp: Clamp = CLAMP,
         bias: bool = False,
         backend: str = "grouped_mm",
         first_expert: int = 0,
@@ -57,6 +61,7 @@ class GroupedExperts(nn.Module):
         require("act", act, act in ACTS, " or ".join(map(repr, ACTS)))
         self.backend = backend
         self.act = act
+        self.clamp = clamp
         self.first_expert = first_expert
         self.source = source or WeightSource()
         if act in GATED:
@@ -105,7 +110,7 @@ class GroupedExperts(nn.Module):
             return output if owner is None else output + weights[name + BIAS][owner]
 
         gate = project("gate_proj", rows) if self.act in GATED else None
-        output = project("down_proj", activated(self.act, gate, project("up_proj", rows)))
+        output = project("down_proj", activated(self.act, gate, project("up_proj", rows), self.clamp))
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
         return output
@@ -118,11 +123,31 @@ class GroupedExperts(nn.Module):
                 f"experts with {' and '.join(odd)} in {rows.dtype} run one after another: "
                 f"grouped_mm needs multiples of {ALIGNMENT_BYTES // rows.itemsize}"
             )
-        return not odd
+            return False
+        if rows.is_cuda and not torch.compiler.is_compiling() and not leaves_zeros(rows.device, rows.dtype):
+            _log_once(
+                f"experts in {rows.dtype} run one after another: on {rows.device} torch's grouped_mm leaves gradients "
+                "of experts without rows as their memory was"
+            )
+            return False
+        return True
 
     def extra_repr(self) -> str:
         experts, hidden_size, intermediate_size = self.up_proj.shape
         return f"{experts}, {hidden_size}, {intermediate_size}, act={self.act!r}, backend={self.backend!r}"
+
+
+@cache
+@torch.no_grad()
+def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the product that is a weight's gradient is zero for an expert without rows, tried once on each device."""
+    side = 64
+    rows = torch.ones(side, side, device=device, dtype=dtype)
+    offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)
+    dirt = torch.full((len(offsets), side, side), torch.nan, device=device, dtype=dtype)
+    del dirt  # the product gets its memory
+    gradients = torch._grouped_mm(rows.t(), rows, offsets)
+    return not gradients[0].count_nonzero() + gradients[2].count_nonzero()
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -1,5 +1,18 @@
 """The kinds of MLPs by their names; configurations are read before anything imports torch."""
 
+from typing import NamedTuple
+
 ACTS = ("silu", "clamped_swiglu", "relu2")
 GATED = ("silu", "clamped_swiglu")
 """Those of two projections in, of which one is the other's gate."""
+
+
+class Clamp(NamedTuple):
+    """The numbers of the clamped SwiGLU: what its gate and up stay within, and the factor inside of its sigmoid."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+CLAMP = Clamp()
+"""Those of GPT-OSS."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from weft.fsdp.runtime.passes import in_backward
 from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts
+from weft.moe.kinds import CLAMP, Clamp
 from weft.moe.linear import Linear
 from weft.moe.mlp import FeedForward
 from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
@@ -34,7 +35,8 @@ class MoE(nn.Module):
     """Each token visits `top_k` of `num_experts` experts, which are spread over the dispatcher's ranks.
 
     `dispatcher`: None keeps all experts here. Layers share one, as long as they have the same number of experts.
-    `act`: the kind of all MLPs (see `weft.moe.mlp`). `bias`: of the shared expert's and the latent projections.
+    `act`: the kind of all MLPs (see `weft.moe.mlp`), `clamp`: the numbers of a clamped one.
+    `bias`: of the shared expert's and the latent projections.
     `experts_bias`: of the routed experts' projections; `router_bias`: of the router's logits.
     `latent_size`: width in which tokens travel to the routed experts and are computed there, with a projection before
     and one after (Nemotron-H); None: the hidden size.
@@ -56,6 +58,7 @@ class MoE(nn.Module):
         *,
         dispatcher: Dispatcher | None = None,
         act: str = "silu",
+        clamp: Clamp = CLAMP,
         bias: bool = False,
         experts_bias: bool = False,
         router_bias: bool = False,
@@ -83,6 +86,7 @@ class MoE(nn.Module):
             latent_size or hidden_size,
             intermediate_size,
             act=act,
+            clamp=clamp,
             bias=experts_bias,
             backend=backend,
             first_expert=self.dispatcher.experts.start,
@@ -94,7 +98,7 @@ class MoE(nn.Module):
             self.latent_in = Linear(hidden_size, latent_size, source / "latent_in", bias=bias)
             self.latent_out = Linear(latent_size, hidden_size, source / "latent_out", bias=bias)
         self.shared_expert = (
-            FeedForward(hidden_size, size, source / "shared_expert", act=act, bias=bias) if size else None
+            FeedForward(hidden_size, size, source / "shared_expert", act=act, clamp=clamp, bias=bias) if size else None
         )
         self.shared_expert_gate = Linear(hidden_size, 1, source / "shared_expert_gate") if shared_expert_gate else None
         self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64), persistent=False)
@@ -111,8 +115,10 @@ class MoE(nn.Module):
         self._record(routing)
         order = by_expert(routing.experts, routing.kept, self.router.num_experts)
         shared = self._shared(hidden)
-        handle.ready()
-        rows = order.numel() if routing.kept is None else handle.sent
+        rows = order.numel()
+        if routing.kept is not None:  # how many are left is known with the sizes
+            handle.ready()
+            rows = handle.sent
         batch, seq, _ = hidden.shape
         handle.permutation = permutation(order, rows, routing.kept, self.router.top_k, (batch, seq))
         sent = hidden if self.latent_in is None else self.latent_in(hidden)

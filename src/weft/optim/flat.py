@@ -1,8 +1,7 @@
-"""Optimizers and norms over flat tensors: a handful of kernels for thousands of parameters.
+"""Optimizers over flat tensors: a handful of kernels for thousands of parameters.
 
     optimizer = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=3e-4, fused=True)
     ...
-    norm = weft.optim.clip_grad_norm_(model, 1.0)
     optimizer.step()
 
 Each parameter group of a sharded model is one flat tensor on a rank. An element-wise optimizer does not care where one
@@ -20,10 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp.gradients.norms import gradient_norm
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import FSDPModule, unit_of, units_under
+from weft.fsdp.module import units_of
 from weft.optim.run import FlatRun, runs_of
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
@@ -63,7 +60,7 @@ def flat(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     runs: dict[bool, list[FlatRun]] = {True: [], False: []}
     known: set[int] = set()
-    for group in _groups_of(model):
+    for group in (group for unit in units_of(model) for group in unit.groups):
         known.update(map(id, group.sharded_parameters))
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained
@@ -268,92 +265,6 @@ def _shared(values: Mapping[str, Any] | None, shaped: set[str]) -> Any:
 
 
 _classes: dict[type, Any] = {}
-
-
-def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
-
-    Every element counts once, wherever it lies: on the mesh of the model, replicated, on a part of its ranks as experts
-    are, or sliced for tensor parallelism. Parameters that are not sharded count too, and are taken to have the same
-    gradients on all ranks; so do frozen ones whose `.grad` is set. One kernel per parameter group and one small
-    all-reduce per mesh axis.
-
-    Raises TypeError for what is no module, ValueError for a module without sharded ones and a `norm_type` that is not
-    positive.
-    """
-    return _norm_of(model, _groups_of(model), norm_type, _unsharded_gradients(model))
-
-
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> torch.Tensor:
-    """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before.
-
-    The norm is that of `grad_norm`. Collective.
-
-    Raises what `grad_norm` does and, with `error_if_nonfinite`, RuntimeError for a norm that is infinite or not a
-    number; the host then waits for the norm.
-    """
-    groups, unsharded = _groups_of(model), _unsharded_gradients(model)
-    norm = _norm_of(model, groups, norm_type, unsharded)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of all gradients is {norm.item()}: there is nothing to clip; look for the "
-            "cause, or leave out error_if_nonfinite and skip the step"
-        )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
-    for group in groups:
-        if group.gradients.take_over() and group.gradients.main is not None:
-            by_device.setdefault(group.home, []).append(group.gradients.main.local)
-    for gradient in unsharded:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        by_device.setdefault(local.device, []).append(local)
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device))
-    return norm
-
-
-def _norm_of(
-    model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """The norm over all stages of a model that is cut into some; what two of them share counts once."""
-    cut = getattr(model, "cut", None)
-    if cut is None or cut.group is None:
-        return gradient_norm(groups, norm_type, unsharded)
-    copies = model.shared_ends if cut.has_copies else ()
-    again = {group for module in copies for unit in units_under(module) for group in unit.groups}
-    counted = [group for group in groups if group not in again]
-    return gradient_norm(counted, norm_type, unsharded, cut.group, unit_of(model).device)
-
-
-def _groups_of(model: nn.Module) -> list[ParameterGroup]:
-    """The parameter groups of a sharded model, also the frozen ones."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
-    started = model._weft_driver.runtime if isinstance(model, FSDPModule) else None
-    if started is not None and unit_of(model).number == 0:
-        units = started.units  # a root knows them, and need not look through all modules
-    else:
-        units = units_under(model)
-    if not units:
-        raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
-    return [group for unit in units for group in unit.groups]
-
-
-def _unsharded_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """The gradients of parameters that are in no group."""
-    found = {
-        id(parameter): parameter
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
-    }
-    if found:  # also gathered ones that wait for their reduction look like that
-        for group in _groups_of(model):
-            for parameter in group.full_parameters:
-                found.pop(id(parameter), None)
-    return [parameter.grad for parameter in found.values() if parameter.grad is not None]
 
 
 def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:

@@ -1,14 +1,16 @@
 """When things run: the token exchange of one microbatch under the computation of another."""
 
 from weft.overlap.hidden import hidden_fraction
-from weft.overlap.layer import Crossing, StagedLayer, StagedModel, run_stages
+from weft.overlap.layer import Crossing, StagedDepth, StagedLayer, StagedModel, StagedPredictor, run_stages
 from weft.overlap.node import UndeclaredTensor
 from weft.overlap.schedule import evaluate, forward_backward
 
 __all__ = [
     "Crossing",
+    "StagedDepth",
     "StagedLayer",
     "StagedModel",
+    "StagedPredictor",
     "UndeclaredTensor",
     "evaluate",
     "forward_backward",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
 from weft.comm.watch.rules import mismatch
-from weft.overlap.layer import STAGES, StagedLayer, StagedModel, beside_forward
+from weft.overlap.layer import STAGES, StagedDepth, StagedLayer, StagedModel, StagedPredictor, beside_forward
 from weft.pipeline import Table, check
 from weft.pipeline import table as named_table
 from weft.pipeline.placement import Cut
@@ -35,29 +35,58 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
             "be found: derive it from torch.nn.Module, with what it wraps as its submodules"
         )
     for number, layer in enumerate(model.staged_layers):
-        if hasattr(layer, "_checkpoint_wrapped_module"):
-            raise ValueError(
-                f"layer {number} is inside a full-layer activation checkpoint, which would run its exchange again and "
-                "cannot be split into stages: recompute inside the stages instead, such as HybridConfig(recompute=...)"
-            )
-        if not isinstance(layer, StagedLayer):
-            missing = [name for name in _LAYER_MEMBERS if not hasattr(layer, name)]
-            raise TypeError(
-                f"layer {number}, a {type(layer).__name__}, is no weft.overlap.StagedLayer, it lacks "
-                f"{', '.join(missing)}: give it these members"
-            )
-        if not isinstance(layer, nn.Module):
-            raise TypeError(
-                f"layer {number}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but no torch.nn.Module, and "
-                "its parameters cannot be found: derive it from torch.nn.Module"
-            )
-        if layer.stages not in STAGES or (layer.dispatcher is None) == ("dispatch" in layer.stages):
-            raise ValueError(
-                f"layer {number} has the stages {layer.stages} and {'no' if layer.dispatcher is None else 'a'} "
-                f"dispatcher: choose from {', '.join(map(str, STAGES))}; a dispatcher belongs to the last"
-            )
+        _check_layer(f"layer {number}", layer)
     _refuse_hooks(model, model.staged_layers)
     return list(model.staged_layers)
+
+
+def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
+    """The layers of each prediction depth that a run of `model` goes through: in evaluation none counts."""
+    depths = getattr(model, "depths", ())
+    if not depths or not model.training:
+        return []
+    _require(type(model).__name__, model, StagedPredictor, ("leave", "following", "total_loss"))
+    for number, depth in enumerate(depths):
+        name = f"depth {number}"
+        _require(f"{name}, a {type(depth).__name__},", depth, StagedDepth, ("staged_layers", "enter", "leave"))
+        if hasattr(depth, "_checkpoint_wrapped_module"):
+            raise ValueError(f"{name} is inside an activation checkpoint: recompute inside the stages of its layers")
+        if not depth.staged_layers:
+            raise ValueError(f"{name}, a {type(depth).__name__}, has no layers: give it at least one")
+        for place, layer in enumerate(depth.staged_layers):
+            _check_layer(f"layer {place} of {name}", layer)
+        _refuse_hooks(model, depth.staged_layers)
+    return [depth.staged_layers for depth in depths]
+
+
+def _require(name: str, value: Any, kind: Any, members: Sequence[str]) -> None:
+    if not isinstance(value, kind):
+        missing = ", ".join(member for member in members if not hasattr(value, member))
+        raise TypeError(f"{name} is no weft.overlap.{kind.__name__}, it lacks {missing}: give it these members")
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    if hasattr(layer, "_checkpoint_wrapped_module"):
+        raise ValueError(
+            f"{name} is inside a full-layer activation checkpoint, which would run its exchange again and "
+            "cannot be split into stages: recompute inside the stages instead, such as HybridConfig(recompute=...)"
+        )
+    if not isinstance(layer, StagedLayer):
+        missing = [name for name in _LAYER_MEMBERS if not hasattr(layer, name)]
+        raise TypeError(
+            f"{name}, a {type(layer).__name__}, is no weft.overlap.StagedLayer, it lacks "
+            f"{', '.join(missing)}: give it these members"
+        )
+    if not isinstance(layer, nn.Module):
+        raise TypeError(
+            f"{name}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but no torch.nn.Module, and "
+            "its parameters cannot be found: derive it from torch.nn.Module"
+        )
+    if layer.stages not in STAGES or (layer.dispatcher is None) == ("dispatch" in layer.stages):
+        raise ValueError(
+            f"{name} has the stages {layer.stages} and {'no' if layer.dispatcher is None else 'a'} "
+            f"dispatcher: choose from {', '.join(map(str, STAGES))}; a dispatcher belongs to the last"
+        )
 
 
 def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:

@@ -47,8 +47,6 @@ class Border:
         if self._backward is None:
             return
         hidden, *losses = self._backward.take()
-        if self._forward is not None:
-            self._forward.answered()
         gradients = [hidden, *(losses[0].unbind() if losses else ())]
         for value, gradient in zip(values, gradients):
             if value.needs_grad:

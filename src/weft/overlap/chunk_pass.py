@@ -1,6 +1,8 @@
 """One microbatch on its way through one chunk of a model and back.
 
 embed, or what came from the stage before -> layer -> layer -> ... -> the loss, or what leaves for the next stage
+
+Prediction depths stand between the last stage's layers and the loss.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from weft.overlap.border import Border
+from weft.overlap.depth_pass import DepthPass
 from weft.overlap.layer import StagedLayer
 from weft.overlap.layer_pass import LayerPass
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD, Step
 from weft.overlap.units import ModelUnits
+from weft.overlap.wgrad import DelayedWeights
 
 
 class ChunkPass:
     """The steps of one microbatch in one chunk, each called once. What a layer holds goes with its last backward step.
 
+    `delay_wgrad`: weight gradients of layers are computed apart; `apart`: those of the head, too.
     `before`, `behind`: its borders, None where the model ends. `key`: the same for microbatches of one shape.
     `check`: search for tensors that took a way of their own.
     """
@@ -39,6 +44,7 @@ class ChunkPass:
         behind: Border | None,
         key: Hashable,
         delay_wgrad: bool,
+        apart: bool,
         loss_scale: float,
         check: bool,
     ) -> None:
@@ -56,8 +62,11 @@ class ChunkPass:
         self._loss_scale = loss_scale
         self._check = check
         self._embed = ComputeNode(f"{self._name}, embed")
-        self._head = ComputeNode(f"{self._name}, head")
+        self._head_weights = DelayedWeights() if apart else None
+        self._head = ComputeNode(f"{self._name}, head", self._head_weights)
         self._passes: dict[int, LayerPass] = {}
+        self._depths: dict[int, DepthPass] = {}
+        self._previous: list[Value] = []
         self._came: list[Value] = []
         self._left: list[Value] = []
         self._losses: list[Value] = []
@@ -65,19 +74,49 @@ class ChunkPass:
     def run(self, step: Step) -> None:
         """Run one step."""
         if step.layer is None:
-            getattr(self, f"_{step.slot}_{step.direction}")()
-            return
+            getattr(self, f"_{step.slot}_{step.direction}".replace(".", "_"))()
+        elif step.slot.partition(".")[0] in ("enter", "leave"):
+            self._run_depth(step, step.layer)
+        else:
+            self._run_layer(step, step.layer)
+
+    def _run_layer(self, step: Step, layer: int) -> None:
         starts = step.direction == FORWARD and step.slot == "attend"
         if starts:
-            self._passes[step.layer] = self._begin(step.layer)
-        current = self._passes[step.layer]
+            self._passes[layer] = self._begin(layer)
+        current = self._passes[layer]
         current.run(step.direction, step.slot)
         if step.direction == FORWARD:
             self._hidden = current.output
             if starts and current.loss is not None:
                 self._losses.append(current.loss)
         elif step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
-            del self._passes[step.layer]
+            del self._passes[layer]
+
+    def _run_depth(self, step: Step, layer: int) -> None:
+        number = next(number for number, depth in enumerate(self._units.depths) if layer in depth.layers)
+        starts = step.direction == FORWARD and step.slot == "enter"
+        if starts:
+            self._depths[number] = self._begin_depth(number)
+        current = self._depths[number]
+        hidden = current.run(step.direction, step.slot, self._hidden)
+        if step.direction == FORWARD:
+            self._hidden = hidden
+            if starts:
+                self._previous.append(current.previous)
+        elif step.slot == ("enter.weights" if self._delay_wgrad else "enter"):
+            del self._depths[number]
+
+    def _begin_depth(self, number: int) -> DepthPass:
+        return DepthPass(
+            f"{self._name}, depth {number + 1}",
+            self._model,
+            number,
+            self._tokens,
+            self._units.depths[number].policy,
+            delay_wgrad=self._delay_wgrad,
+            owner=self._owner(self._model),
+        )
 
     def _begin(self, layer: int) -> LayerPass:
         return LayerPass(
@@ -98,16 +137,27 @@ class ChunkPass:
         (self._hidden,) = self._embed.forward(lambda: [self._model.embed(self._tokens)], [], self._owner(self._model))
 
     def _head_forward(self) -> None:
-        def function(hidden: Tensor, *losses: Tensor) -> list[Tensor]:
-            return [self._units.policy.cast_output(self._model.loss(hidden, self._tokens, self._labels, losses))]
+        depths = len(self._previous)
 
-        inputs = [self._hidden, *self._losses]
+        def function(*given: Tensor) -> list[Tensor]:
+            hidden, losses = given[: depths + 1], given[depths + 1 :]
+            if depths:
+                loss = self._model.total_loss(hidden, self._labels, losses)
+            else:
+                loss = self._model.loss(*hidden, self._tokens, self._labels, losses)
+            return [self._units.policy.cast_output(loss)]
+
+        inputs = [*self._previous, self._hidden, *self._losses]
         (self._scored,) = self._head.forward(function, inputs, self._owner(self._model))
         self.loss = self._scored.take()
 
     def _head_backward(self) -> None:
         self._scored.gradient = torch.full_like(self.loss, self._loss_scale)
         self._head.backward()
+
+    def _head_weights_backward(self) -> None:
+        assert self._head_weights is not None
+        self._head_weights.run()
 
     def _embed_backward(self) -> None:
         self._embed.backward()

@@ -81,6 +81,8 @@ class StagedModel(Protocol):
     One that is cut into stages says how by an attribute `cut`, a `weft.pipeline.Cut`, and has the layers of its rank's
     chunks only, one chunk after another; `embed` is called where the first stage is, `loss` where the last is. If
     `cut.shares_ends`, both of these ranks have the modules `shared_ends`, with the same parameters.
+
+    One with prediction depths is a `StagedPredictor` where the last stage is.
     """
 
     @property
@@ -94,6 +96,46 @@ class StagedModel(Protocol):
 
     def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
         """The last layer's output, and what the layers add to the loss, first to last -> the loss, a scalar."""
+        ...
+
+
+@runtime_checkable
+class StagedDepth(Protocol):
+    """A prediction depth that a schedule can run, a `torch.nn.Module`: `enter`, its layers, `leave`."""
+
+    @property
+    def staged_layers(self) -> Sequence[StagedLayer]:
+        """The layers, first to last, at least one."""
+        ...
+
+    def enter(self, following: Tensor, previous: Tensor) -> Tensor:
+        """The embedded tokens that follow and the depth before, [batch, seq, hidden] -> the first layer's input."""
+        ...
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """The last layer's output -> what is scored, and what the next depth takes as the depth before."""
+        ...
+
+
+@runtime_checkable
+class StagedPredictor(Protocol):
+    """What a `StagedModel` has besides if it predicts further tokens, in training mode."""
+
+    @property
+    def depths(self) -> Sequence[StagedDepth]:
+        """The prediction depths, first to last; there may be none."""
+        ...
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """The last layer's output -> what is scored, and what the first depth takes as the depth before."""
+        ...
+
+    def following(self, number: int, tokens: Tensor) -> Tensor:
+        """What depth `number`, from 0, enters with beside the depth before: the tokens that follow, embedded."""
+        ...
+
+    def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """What is scored, of the model and of each depth, and what all layers add to the loss -> the loss, a scalar."""
         ...
 
 

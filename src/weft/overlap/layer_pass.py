@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from weft.comm import streams
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.moe.dispatch import Arrival, Dispatcher
 from weft.overlap.layer import COMPUTE_STAGES, Crossing, StagedLayer
@@ -72,12 +73,14 @@ class LayerPass:
     def _attended(self, hidden: Tensor) -> list[Tensor]:
         crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden)))
         self._handle, self._names = crossing.handle, list(crossing.kept)
+        if self._layer.dispatcher is not None:
+            self._attended_at = streams.moment(crossing.rows.device)
         rows = self._policy.cast_output(crossing.rows) if self._layer.stages == ("attend",) else crossing.rows
         losses = [] if crossing.loss is None else [self._policy.cast_output(crossing.loss)]
         return [rows, *crossing.kept.values(), *losses]
 
     def _dispatch(self) -> None:
-        self._moving = self._dispatcher.dispatch(self._rows.take(), self._handle)
+        self._moving = self._dispatcher.dispatch(self._rows.take(), self._handle, behind=self._attended_at)
 
     def _experts(self) -> None:
         if self._layer.dispatcher is not None:

@@ -5,16 +5,24 @@ stands in the right column starts first and runs on the exchange lane under the 
 
     compute lane                     exchange lane
     -------------------------------  -------------
+    B.leave (of a depth)
     B.finish
-    F.attend                         B.combine
+    F.enter (of a depth)             B.combine
+    F.attend
     B.experts                        F.dispatch
     B.experts.weights (if delayed)   B.dispatch
     F.experts
     B.attend                         F.combine
     B.attend.weights (if delayed)
+    B.enter (of a depth)
+    B.enter.weights (if delayed)
     F.finish
+    F.leave (of a depth)
 
-B.combine is the backward of combine: gradients travel to the experts. Around the layers of a chunk stand its ends:
+B.combine is the backward of combine: gradients travel to the experts. Where a device computes beside the host, the host
+queues B.experts before it waits for the sizes of F.dispatch, so that the device has something to do meanwhile; the lane
+waits for F.attend alone, so that both run at once. The layers of prediction depths follow those of the last chunk; a
+depth is entered before its first layer and left behind its last. Around the layers of a chunk stand its ends:
 
     chunk       before its layers          behind them
     ----------  -------------------------  ---------------------------------------------------------------
@@ -22,7 +30,8 @@ B.combine is the backward of combine: gradients travel to the experts. Around th
     others      receive: they come         send
     the last    receive                    head: with the loss
 
-and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there.
+and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there. Where a table has
+weight gradients apart, those of the head are computed with them (head.weights), and all of the backward of embed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +59,7 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer as the order sees it: its number and its stages."""
+    """A layer as the order sees it: its number, and its stages with "enter" and "leave" at the ends of a depth."""
 
     number: int
     stages: tuple[str, ...]
@@ -86,31 +95,50 @@ class Part(NamedTuple):
 
 
 # Direction and slot in issue order; a slot of the exchange lane runs under the compute slots that follow it.
-COMBINED = (
+UNTIL_EXPERTS = (
+    (BACKWARD, "leave"),
     (BACKWARD, "finish"),
     (BACKWARD, "combine"),
+    (FORWARD, "enter"),
     (FORWARD, "attend"),
     (FORWARD, "dispatch"),
     (BACKWARD, "experts"),
     (BACKWARD, "dispatch"),
     (BACKWARD, "experts.weights"),
+)
+COMBINED = (
+    *UNTIL_EXPERTS,
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend"),
     (BACKWARD, "attend.weights"),
+    (BACKWARD, "enter"),
+    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
+    (FORWARD, "leave"),
 )
 # `attend` of the backward before `experts` of the forward: its activations go earlier, B.dispatch is less hidden.
 EARLY_RELEASE = (
-    *COMBINED[:7],
+    *UNTIL_EXPERTS,
     (BACKWARD, "attend"),
+    (BACKWARD, "enter"),
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend.weights"),
+    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
+    (FORWARD, "leave"),
 )
 FORWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == FORWARD)
 BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == BACKWARD)
+
+
+def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same where a device computes beside the host: the sizes of a dispatch come while it has something to do."""
+    late, ahead = (FORWARD, "dispatch"), (BACKWARD, "experts")
+    found = [entry for entry in entries if entry != late]
+    found.insert(found.index(ahead) + 1, late)
+    return found
 
 
 WEIGHTS = tuple(entry for entry in BACKWARD_ALONE if "." in entry[1])
@@ -123,30 +151,41 @@ def table_order(
     overlap: bool,
     delay_wgrad: bool,
     early_release: bool,
+    queues: bool = False,
 ) -> Iterator[Step]:
     """The steps of one rank's entries of a table. `part`: of a microbatch and a chunk.
 
-    `overlap=False`: the forward and the backward of a pair run one after the other.
+    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: a device computes beside
+    the host.
     """
-    switches = {"early_release": early_release}
+    switches = {"early_release": early_release, "queues": queues}
     for entry in entries:
         for actions in (entry,) if overlap else ((action,) for action in entry):
             parts = {action.kind: part(action.microbatch, action.chunk) for action in actions}
             if "W" in parts:
                 yield from weights_order(parts["W"])
                 continue
-            delayed = delay_wgrad and "B" in parts
-            yield from combined_order(parts.get("F"), parts.get("B") or parts.get("I"), delay_wgrad=delayed, **switches)
+            backward = parts.get("B") or parts.get("I")
+            switches |= {"delay_wgrad": delay_wgrad and "B" in parts, "apart": "I" in parts}
+            yield from combined_order(parts.get("F"), backward, **switches)
 
 
 def combined_order(
-    ahead: Part | None, behind: Part | None, *, delay_wgrad: bool, early_release: bool
+    ahead: Part | None,
+    behind: Part | None,
+    *,
+    delay_wgrad: bool,
+    early_release: bool,
+    queues: bool = False,
+    apart: bool = False,
 ) -> Iterator[Step]:
     """The forward of `ahead` beside the backward of `behind`; None: there is no such.
 
-    Pairs come first, then the layers that one side has more of, backward first.
+    Pairs come first, then the layers that one side has more of, backward first. `apart`: the table has the weight
+    gradients of `behind` elsewhere.
     """
-    entries = [entry for entry in (EARLY_RELEASE if early_release else COMBINED) if delay_wgrad or "." not in entry[1]]
+    entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
+    entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]
     to_come = list(ahead.layers) if ahead is not None else []
     to_go = list(reversed(behind.layers)) if behind is not None else []
     if behind is not None:
@@ -168,7 +207,8 @@ def combined_order(
             for direction, slot in BACKWARD_ALONE:
                 if delay_wgrad or "." not in slot:
                     yield from behind.through(direction, layer, slot)
-        yield behind.before(BACKWARD)
+        if not (apart and behind.first):
+            yield behind.before(BACKWARD)
     if ahead is not None and not leaves:
         for layer in to_come[pairs:]:
             for direction, slot in FORWARD_ALONE:
@@ -178,6 +218,10 @@ def combined_order(
 
 def weights_order(behind: Part) -> Iterator[Step]:
     """The weight gradients that a backward has left for later, in its order."""
+    if behind.last:
+        yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):
         for direction, slot in WEIGHTS:
             yield from behind.through(direction, layer, slot)
+    if behind.first:
+        yield behind.before(BACKWARD)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm import streams
 from weft.comm.collectives import reduce_now
 from weft.comm.ranges import profiled
 from weft.overlap.border import Border
@@ -28,28 +29,35 @@ _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKey
 
 
 class ScheduledRun:
-    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales."""
+    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales.
+
+    `depths`: the layers of each prediction depth that is run, behind the last stage.
+    """
 
     def __init__(
         self,
         model: Any,
         layers: Sequence[StagedLayer],
+        depths: Sequence[Sequence[StagedLayer]],
         cut: Cut,
         microbatches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[float],
     ) -> None:
         self._model = model
-        self._layers = layers
+        self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
         self._microbatches = microbatches
         self._scales = scales
-        self._units = ModelUnits.of(model, layers)
-        self._transport = _transport_of(model, cut, microbatches[0][0].device)
+        self._units = ModelUnits.of(model, layers, depths)
+        self._device = microbatches[0][0].device
+        self._transport = _transport_of(model, cut, self._device)
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
+        self._delayed: set[tuple[int, int]] = set()
+        """The microbatches and chunks whose layers' weight gradients are computed apart."""
         self._apart: set[tuple[int, int]] = set()
-        """The microbatches and chunks whose weight gradients are computed apart."""
+        """Those of which the table has them apart, also those of the head."""
         self._losses: dict[int, Tensor] = {}
 
     def forward_backward(
@@ -57,8 +65,10 @@ class ScheduledRun:
     ) -> None:
         """Carry out what `table` has for this rank."""
         entries = table.ranks[self._cut.rank]
-        steps = table_order(entries, self._part, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release)
-        self._apart = {action[1:] for entry in entries for action in entry if delay_wgrad or action.kind == "W"}
+        switches = {"overlap": overlap, "delay_wgrad": delay_wgrad, "early_release": early_release}
+        steps = table_order(entries, self._part, **switches, queues=streams.has_streams(self._device))
+        self._apart = {action[1:] for entry in entries for action in entry if action.kind == "W"}
+        self._delayed = {action[1:] for entry in entries for action in entry if delay_wgrad} | self._apart
         ends = SharedEnds(self._model, self._cut, self._transport)
         with torch.enable_grad():
             self._carry_out(list(steps), trace)
@@ -80,7 +90,7 @@ class ScheduledRun:
         """The loss of each microbatch, on every rank."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
-        return _shared(self._losses, len(self._microbatches), self._cut, self._microbatches[0][0].device)
+        return _shared(self._losses, len(self._microbatches), self._cut, self._device)
 
     def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
         program = self._units.program(steps)
@@ -103,7 +113,7 @@ class ScheduledRun:
             step = around.step
             place = step.microbatch, step.chunk
             if place not in passes:
-                passes[place] = self._pass(step, delay_wgrad=place in self._apart)
+                passes[place] = self._pass(step)
             current = passes[place]
             try:
                 self._units.before(around, current, last=step.microbatch == last[step.chunk])
@@ -121,9 +131,9 @@ class ScheduledRun:
             if not left[place]:
                 del passes[place]
 
-    def _pass(self, step: Step, *, delay_wgrad: bool) -> ChunkPass:
+    def _pass(self, step: Step) -> ChunkPass:
         number, stage = step.microbatch, self._cut.stage(step.chunk)
-        last = len(self._borders)
+        last, place = len(self._borders), (step.microbatch, step.chunk)
         return ChunkPass(
             self._model,
             self._layers,
@@ -133,15 +143,22 @@ class ScheduledRun:
             before=self._borders[stage - 1] if stage else None,
             behind=self._borders[stage] if stage < last else None,
             key=self._key(number),
-            delay_wgrad=delay_wgrad,
+            delay_wgrad=place in self._delayed,
+            apart=place in self._apart,
             loss_scale=self._scales[number],
             check=number < self._unchecked and torch.is_grad_enabled(),
         )
 
     def _part(self, microbatch: int, chunk: int) -> Part:
         stage = self._cut.stage(chunk)
+        last = stage == len(self._borders)
         layers = [Layer(number, self._layers[number].stages) for number in self._numbers[chunk]]
-        return Part(microbatch, layers, chunk, first=stage == 0, last=stage == len(self._borders))
+        for depth in self._units.depths if last else ():
+            mine = [Layer(number, self._layers[number].stages) for number in depth.layers]
+            mine[0] = Layer(mine[0].number, ("enter", *mine[0].stages))
+            mine[-1] = Layer(mine[-1].number, (*mine[-1].stages, "leave"))
+            layers += mine
+        return Part(microbatch, layers, chunk, first=stage == 0, last=last)
 
     def _key(self, number: int) -> Any:
         """The same for microbatches between which nothing that crosses a border changes its shape."""

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.overlap.arguments import checked_microbatches, checked_scales, cut_of, layers_of, require_same, table_of
+from weft.overlap.arguments import (
+    checked_microbatches,
+    checked_scales,
+    cut_of,
+    depths_of,
+    layers_of,
+    require_same,
+    table_of,
+)
 from weft.overlap.order import Step
 from weft.overlap.run import ScheduledRun
 from weft.pipeline.actions import Table
@@ -44,7 +52,8 @@ def forward_backward(
         loss_scale: what gradients are scaled with, such as 1 / len(microbatches), or a factor for each microbatch, such
             as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
-            chunk); layer None is what stands around the layers of a chunk.
+            chunk); layer None is what stands around the layers of a chunk, and the layers of prediction depths are
+            counted on behind the others.
 
     Raises:
         TypeError: `model` or one of its layers is no module or does not follow the protocol, a microbatch is no pair of
@@ -55,7 +64,7 @@ def forward_backward(
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
         CollectiveMismatch: the ranks of a pipeline were called with different microbatches or schedules.
     """
-    layers = layers_of(model)
+    layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)
     microbatches = checked_microbatches(microbatches)
     scales = checked_scales(loss_scale, len(microbatches))
@@ -63,7 +72,8 @@ def forward_backward(
         raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
     if torch.is_inference_mode_enabled():
         raise RuntimeError("forward_backward inside torch.inference_mode: there are no gradients; call it outside")
-    if overlap and schedule is None and cut.group is None and all(layer.dispatcher is None for layer in layers):
+    everything = [*layers, *(layer for depth in depths for layer in depth)]
+    if overlap and schedule is None and cut.group is None and all(layer.dispatcher is None for layer in everything):
         raise ValueError(
             "overlap=True, but no layer exchanges tokens between ranks (expert parallel 1, or no experts): there is "
             "nothing to hide; pass overlap=False"
@@ -72,7 +82,7 @@ def forward_backward(
         schedule = "combined" if overlap else "1f1b"
     table = table_of(schedule, cut, len(microbatches))
     require_same(model, cut, f"schedule {table.name!r}", microbatches, table.ranks)
-    run = ScheduledRun(model, layers, cut, microbatches, scales)
+    run = ScheduledRun(model, layers, depths, cut, microbatches, scales)
     run.forward_backward(table, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release, trace=trace)
     return run.losses()
 
@@ -89,6 +99,6 @@ def evaluate(model: Any, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[
     cut = cut_of(model, layers)
     microbatches = checked_microbatches(microbatches)
     require_same(model, cut, "an evaluation", microbatches)
-    run = ScheduledRun(model, layers, cut, microbatches, [1.0] * len(microbatches))
+    run = ScheduledRun(model, layers, depths_of(model), cut, microbatches, [1.0] * len(microbatches))
     run.evaluate()
     return run.losses()

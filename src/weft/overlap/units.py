@@ -4,8 +4,9 @@
     after its last forward or data-gradient step      release
     after its last weight gradient of a microbatch    reduce
 
-Units that only `experts` reads are held around that stage alone; units outside of the layers (embedding, head) all the
-time. The program is made before anything runs, so the future is known exactly: what is acquired next is gathered ahead.
+Units that only `experts` reads are held around that stage alone, those of a prediction depth around all of it; units
+outside of the layers (embedding, head) all the time. The program is made before anything runs, so the future is known
+exactly: what is acquired next is gathered ahead.
 """
 
 from collections import Counter
@@ -37,6 +38,15 @@ class LayerUnits:
     policy: MixedPrecisionPolicy
 
 
+@dataclass(frozen=True)
+class DepthUnits:
+    """The units of a prediction depth around those of its layers, numbered `layers`. `policy`: casts at its border."""
+
+    whole: tuple[Unit, ...]
+    layers: range
+    policy: MixedPrecisionPolicy
+
+
 class Around(NamedTuple):
     """A step, and the units to acquire before it, to release after it, each with its holder, and to reduce then."""
 
@@ -48,53 +58,56 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The units of a model, by layer, and those outside of all layers; `runtime`: None for a model without units."""
+    """The units of a model, by layer, by depth, and those outside; `runtime`: None for a model without units."""
 
     layers: tuple[LayerUnits, ...]
+    depths: tuple[DepthUnits, ...]
     outside: tuple[Unit, ...]
     policy: MixedPrecisionPolicy
     runtime: Runtime | None
 
     @classmethod
-    def of(cls, model: Any, layers: Sequence[StagedLayer]) -> "ModelUnits":
-        """Find them. Raises ValueError where layers are sharded and the model around them is not."""
+    def of(
+        cls, model: Any, layers: Sequence[StagedLayer], depths: Sequence[Sequence[StagedLayer]] = ()
+    ) -> "ModelUnits":
+        """Find them; layers of depths are numbered behind `layers`.
+
+        Raises ValueError where layers are sharded and the model around them is not.
+        """
         found = []
-        for layer in layers:
+        for layer in (*layers, *(layer for depth in depths for layer in depth)):
             experts = tuple(unit for module in layer.expert_modules() for unit in units_under(module))
             whole = tuple(unit for unit in units_under(layer) if unit not in experts)
             found.append(LayerUnits(whole, experts, _policy_of(layer)))
         inside = {unit for each in found for unit in (*each.whole, *each.experts)}
+        around, first = [], len(layers)
+        for depth, mine in zip(getattr(model, "depths", ()), depths):
+            whole = tuple(unit for unit in units_under(depth) if unit not in inside)
+            around.append(DepthUnits(whole, range(first, first + len(mine)), _policy_of(depth)))
+            first += len(mine)
+        inside |= {unit for depth in getattr(model, "depths", ()) for unit in units_under(depth)}
         outside = tuple(unit for unit in units_under(model) if unit not in inside)
         if inside and not isinstance(model, FSDPModule):
             raise ValueError(
                 f"layers of {type(model).__name__} are sharded, the model around them is not: call fully_shard on it "
                 "too, last"
             )
-        return cls(tuple(found), outside, _policy_of(model), runtime_of(model) if inside or outside else None)
+        runtime = runtime_of(model) if inside or outside else None
+        return cls(tuple(found), tuple(around), outside, _policy_of(model), runtime)
 
     def program(self, steps: Iterable[Step]) -> list[Around]:
         """What happens to units around each of `steps`."""
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}
         for each in around:
-            if each.step.layer is not None:
-                visits.setdefault(each.step[:3], []).append(each)
-        for (direction, _, layer), mine in visits.items():
-            units = self.layers[layer]
-            experts = [each for each in mine if each.step.slot.partition(".")[0] == "experts"]
-            for held, steps_held in ((units.whole, mine), (units.experts, experts)):
-                if not steps_held or not held:
-                    continue
-                data = [each for each in steps_held if "." not in each.step.slot]
-                holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}")) for unit in held]
-                data[0].acquire.extend(holds)
-                data[-1].release.extend(holds)
-                if direction == BACKWARD:
-                    steps_held[-1].reduce.extend(held)
+            for what in self._read(each.step):
+                visits.setdefault((*each.step[:2], *what), []).append(each)
+        for (*_, held), mine in visits.items():
+            _hold(held, mine)
         ends = {
             each.step.microbatch: each
             for each in around
-            if each.step.direction == BACKWARD and each.step.slot in ("embed", "head")
+            if each.step.direction == BACKWARD and each.step.slot in ("embed", "enter", "head", "head.weights")
         }
         for each in ends.values():  # the last of a microbatch that reads what is outside of layers
             each.reduce.extend(self.outside)
@@ -103,6 +116,17 @@ class ModelUnits:
             around[0].acquire[:0] = holds
             around[-1].release.extend(holds)
         return around
+
+    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[Unit, ...]]]:
+        """What `step` is a part of, and the units that are held for all of it."""
+        if step.layer is None:
+            return
+        for number, depth in enumerate(self.depths):
+            if step.layer in depth.layers:
+                yield "depth", number, depth.whole
+        yield "layer", step.layer, self.layers[step.layer].whole
+        if step.slot.partition(".")[0] == "experts":
+            yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
         """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end; not
@@ -149,7 +173,8 @@ class ModelUnits:
             watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
     def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
-        """The units that are gathered at once, at each acquisition, with what is gathered ahead."""
+        """The units that are here at once, at each acquisition, with what is gathered ahead or stays for later."""
+        assert self.runtime is not None
         visits = [unit for each in program for unit, _ in each.acquire]
         held: Counter[Unit] = Counter()
         position = 0
@@ -157,11 +182,22 @@ class ModelUnits:
             for unit, _ in each.acquire:
                 held[unit] += 1
                 position += 1
-                yield held.keys() | set(visits[position : position + AHEAD])
+                coming = (visits[at].number for at in range(position, len(visits)))
+                yield held.keys() | set(self.runtime.prefetch.behind((unit.number,), coming, AHEAD))
             for unit, _ in each.release:
                 held[unit] -= 1
                 if not held[unit]:
                     del held[unit]
+
+
+def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
+    """Units held for all of `mine`, the steps of one microbatch in one direction."""
+    data = [each for each in mine if "." not in each.step.slot]
+    holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}")) for unit in held]
+    data[0].acquire.extend(holds)
+    data[-1].release.extend(holds)
+    if mine[0].step.direction == BACKWARD:
+        mine[-1].reduce.extend(held)
 
 
 def _policy_of(module: Any) -> MixedPrecisionPolicy:

@@ -56,9 +56,8 @@ class Channel:
         self._known: dict[Hashable, Shapes] = {}
         self._coming: deque[Hashable] = deque()
         self._expected: deque[tuple[list[Tensor], Ticket]] = deque()
-        self._sent: deque[tuple[int, Ticket]] = deque()
-        """What may still be under way, numbered."""
-        self._sends = self._answers = 0
+        self._sent: deque[tuple[Ticket, Sequence[Tensor]]] = deque()
+        """What may still be under way; and where a stream sends it, whose memory must not be given away meanwhile."""
         self._told: list[Any] = []
 
     def open(self, *, sends: bool) -> None:
@@ -81,24 +80,20 @@ class Channel:
                 f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, and are now "
                 f"{_shown(shapes)}: the other stage expects the former; build the model anew"
             )
-        while self._sent and self._sent[0][1].ended:
+        while self._sent and self._sent[0][0].ended:
+            self._sent[0][0].wait()  # before its memory goes
             self._sent.popleft()
-        self._sends += 1
-        self._sent.append((self._sends, self._run(send, tensors)))
-
-    def answered(self) -> None:
-        """The oldest message that was not answered is: it has arrived, and its memory can go."""
-        self._answers += 1
-        while self._sent and self._sent[0][0] <= self._answers:
-            self._sent.popleft()[1].wait()
+        ticket = self._run(send, tensors)
+        ticket.end_by_itself()
+        self._sent.append((ticket, tensors if streams.has_streams(self._device) else ()))
 
     def finish(self) -> None:
         """Everything has arrived that was sent here."""
         while self._told:
             self._told.pop().wait()
-        while self._sent:
-            self._sent.popleft()[1].wait()
-        self._sends = self._answers = 0
+        for ticket, _ in self._sent:
+            ticket.wait()
+        self._sent.clear()
 
     # --- receiver ---------------------------------------------------------------------------------------------------
 
@@ -131,11 +126,10 @@ class Channel:
     def forget(self) -> None:
         """What was to come does not come any more. Who waits at the other end is told so by its connection."""
         self._coming.clear()
-        for _, ticket in (*self._expected, *self._sent):
+        for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
         self._expected.clear()
         self._sent.clear()
-        self._sends = self._answers = 0
         self._told.clear()
 
     # --- parts ------------------------------------------------------------------------------------------------------
@@ -161,16 +155,17 @@ class Channel:
                     f"has at most {_MOST_DIMS} dimensions"
                 )
             words += [_DTYPES.index(dtype) + 1, len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-        said = torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64)
         host = host_group(self._group)
-        self._told.append(host.send([said], self._peer, self._tag))
+        with streams.on_host():
+            said = torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64)
+            self._told.append(host.send([said], self._peer, self._tag))
 
     def _hear(self) -> Shapes:
-        words = torch.empty(_WORDS, dtype=torch.int64)
         host = host_group(self._group)
-        with watching(f"shapes/{self._number}", f"the shapes of {self._title}", host):
+        with streams.on_host(), watching(f"shapes/{self._number}", f"the shapes of {self._title}", host):
+            words = torch.empty(_WORDS, dtype=torch.int64)
             host.recv([words], self._peer, self._tag).wait()
-        parts = words.view(_MOST_TENSORS, -1).tolist()
+            parts = words.view(_MOST_TENSORS, -1).tolist()
         return tuple((tuple(dims[:count]), _DTYPES[dtype - 1]) for dtype, count, *dims in parts if dtype)
 
     @property
@@ -182,12 +177,7 @@ class Transport:
     """The channels of this rank's stages to those on other ranks: by border, the number of the stage before it."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
-        """Collective: every rank of the world makes it. Raises RuntimeError where streams are pretended."""
-        if device.type == "cpu" and streams.has_streams(device):
-            raise RuntimeError(
-                "weft.debug.check_streams() has a message waited for where it is asked for, and stages that expect "
-                "messages of each other would wait for ever: run a model in stages outside of it"
-            )
+        """Collective: every rank of the world makes it."""
         self._channels: dict[tuple[int, str], Channel] = {}
         self._is_first = cut.is_first
         last = len(cut.segments) - 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,19 @@ def move(microbatch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Means over the validation set of all ranks, nothing where there is none. Calls `moved` at each microbatch."""
+    """Means over the validation set of all ranks, nothing where there is none. Calls `moved` now and then."""
     modes = {module: module.training for module in task.model.modules()}
     task.model.eval()
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     try:
-        for microbatch in task.validation:
-            count += 1
+        coming = iter(task.validation)
+        while several := list(islice(coming, task.at_once)):
+            count += len(several)
             moved()
-            loss, own = task.loss(move(microbatch, device))
-            total += loss.double()
-            numbers.add(own)
+            for loss, own in task.validation_losses([move(microbatch, device) for microbatch in several]):
+                total += loss.double()
+                numbers.add(own)
     finally:
         for module, training in modes.items():
             module.training = training

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy
@@ -23,17 +23,18 @@ from weft.models.prediction import prediction_losses
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.overlap import forward_backward
+from weft.train.activations import Activations
 from weft.train.config import TrainConfig, to_dict, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
-from weft.train.loggers import check as check_loggers
-from weft.train.metrics import Metrics
 from weft.train.optimizers import make_optimizer, optimizer_bytes
 from weft.train.own_numbers import OwnNumbers
-from weft.train.profile import Operations, ProfilerWindow
-from weft.train.progress import Progress
+from weft.train.record.loggers import check as check_loggers
+from weft.train.record.metrics import Metrics
+from weft.train.record.profile import Operations, ProfilerWindow
+from weft.train.record.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
@@ -91,6 +92,10 @@ class Trainer:
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
         self.operations: Operations | None = None
         """What this rank computes in a step, once that is counted."""
+        self.activations: Activations | None = None
+        """What they take in a step on this rank, once that is counted."""
+        self.is_counted = False
+        """Whether the first step of this process is over."""
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
@@ -230,7 +235,7 @@ class Trainer:
         complete = position.step == config.train.steps or self._is_settled()
         if self._is_settled():
             self.say(f"ended early: {self._settled()}")
-        if complete and self.rank == 0:
+        if complete and self.stages.have_first_rank:
             self._report()
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
@@ -253,10 +258,7 @@ class Trainer:
         learning_rate = self.schedule.advance()
         self.own_numbers = OwnNumbers(self.device)
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
-        if self.config.train.peak_tflops and self.operations is None:
-            losses = self._counted(microbatches)
-        else:
-            losses = self._forward_backward(microbatches)
+        losses = self._forward_backward(microbatches) if self.is_counted else self._counted(microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         depth_losses = self._depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
@@ -310,9 +312,18 @@ class Trainer:
         return values, stops > 0
 
     def _counted(self, microbatches: list[Any]) -> torch.Tensor:
-        """As `_forward_backward`, of a step whose operations are counted: compiled layers run eagerly in it."""
-        with torch.compiler.set_stance("force_eager"), Operations() as self.operations:
+        """As `_forward_backward`, of a step that is looked at: its activations, unless layers are compiled, and with
+        `train.peak_tflops` its operations, for which compiled layers run eagerly."""
+        self.is_counted, loop = True, self.config.train
+        with ExitStack() as looking:
+            if loop.peak_tflops:
+                looking.enter_context(torch.compiler.set_stance("force_eager"))
+                self.operations = looking.enter_context(Operations())
+            if not loop.compile:
+                self.activations = looking.enter_context(Activations())
             losses = self._forward_backward(microbatches)
+        if self.operations is None:
+            return losses
         if self.rank == 0:
             keep_facts(self.run_place.directory, {"operations": str(self.operations)})
         self.progress.note(f"a step of one rank is {self.operations}")
@@ -441,15 +452,29 @@ class Trainer:
         keep_facts(folder, facts)
 
     def _report(self) -> None:
+        """All ranks of the first rank's pipeline call this."""
+        memory = weft.memory_report(self.model)
+        memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
+        if self.activations is not None:
+            memory["transient"]["activations"] = {"peak": self.activations.peak}
+        told = self.stages.all_of((weft.describe(self.model), memory))
+        if self.rank:
+            return
         baseline = self.task.baseline()
         if baseline is not None:
             self.say(
                 f"validation loss {self.position.validation_loss:.4f} nats per byte, "
                 f"bigram table of the same text {baseline:.4f}"
             )
-        memory = weft.memory_report(self.model)
-        memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
-        facts: dict[str, Any] = {"description": weft.describe(self.model), "memory": memory, "baseline": baseline}
+        description = "\n\n".join(
+            f"rank {rank} of the pipeline\n\n{units}" if len(told) > 1 else units
+            for rank, (units, _) in enumerate(told)
+        )
+        facts: dict[str, Any] = {
+            "description": description,
+            "memory": [found for _, found in told] if len(told) > 1 else memory,
+            "baseline": baseline,
+        }
         keep_facts(self.run_place.directory, {**facts, "seconds": self.position.seconds})
         path = write_report(self.run_place.directory, **facts)
         if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):

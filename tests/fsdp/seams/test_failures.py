@@ -4,7 +4,6 @@ import gc
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,26 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later, throw
 from tests.fsdp.seams.truth import assert_gradients, assert_weights, backward, naming, sgd, step, tokens_loss
 from tests.pool import distributed
-
-
-class Oops(Exception):
-    pass
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
-
-
-def throw(*_: Any) -> None:
-    raise Oops
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -41,7 +23,7 @@ def mine(batch: torch.Tensor) -> torch.Tensor:
 
 
 def in_backward(net: nets.Net, batch: torch.Tensor) -> None:
-    handle = net.blocks[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    handle = net.blocks[1].register_forward_hook(fails_later)
     with pytest.raises(Oops):
         nets.loss_of(net, batch).backward()
     handle.remove()
@@ -49,7 +31,7 @@ def in_backward(net: nets.Net, batch: torch.Tensor) -> None:
 
 def inside_a_block_in_backward(net: nets.Net, batch: torch.Tensor) -> None:
     """The block's own backward has begun, and its weights are held."""
-    handle = net.blocks[1].up.register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    handle = net.blocks[1].up.register_forward_hook(fails_later)
     with pytest.raises(Oops):
         nets.loss_of(net, batch).backward()
     handle.remove()

@@ -5,22 +5,9 @@ import torch
 import torch.distributed as dist
 
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later
 from tests.fsdp.seams.truth import assert_gradients, backward, tokens_loss
 from tests.pool import distributed
-
-
-class Oops(Exception):
-    pass
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -35,7 +22,7 @@ def test_gradients_that_are_cleared_after_an_exception_in_backward_stay_cleared(
     optimizer = torch.optim.SGD(sharded.parameters())
     first, second, third = nets.data(3, 4)
     nets.loss_of(sharded, mine(first)).backward()
-    handle = sharded.blocks[0].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    handle = sharded.blocks[0].register_forward_hook(fails_later)
     with pytest.raises(Oops):
         nets.loss_of(sharded, mine(second)).backward()
     handle.remove()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, backward, naming, sgd, tokens_loss
 from tests.pool import distributed
 
@@ -28,22 +29,8 @@ def half(**options) -> nets.Net:
     return weft.fully_shard(net, mp_policy=replace(HALF, output_dtype=torch.float32), **options)
 
 
-class Oops(Exception):
-    pass
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Oops
-
-
 def fail_in_backward(net: nets.Net, batch: torch.Tensor) -> None:
-    handle = net.blocks[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    handle = net.blocks[1].register_forward_hook(fails_later)
     with pytest.raises(Oops):
         nets.loss_of(net, batch).backward()
     handle.remove()

@@ -256,6 +256,7 @@ KINDS = {
             "multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
             "dense": {"num_local_experts": 0, "tie_word_embeddings": True, "mamba_n_groups": 1},
             "rotated": {"position_embedding_type": "rope", "attention_bias": True, "mamba_conv_bias": False, **rope()},
+            "wide heads": {"position_embedding_type": "rope", "head_dim": 12, **rope()},
             "limited steps": {"time_step_limit": (0.3, 0.9), "mamba_proj_bias": True, "num_experts_per_tok": 1},
         },
     ),
@@ -275,6 +276,7 @@ KINDS = {
         {
             "plain": {},
             "no bias, no window": {"attention_bias": False, "layer_types": ["full_attention"] * 2, **rope()},
+            "other limits": {"swiglu_limit": 0.3, "swiglu_alpha": 1.1},
             "windows in the other": {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 1},
         },
     ),

@@ -34,6 +34,19 @@ def written(model, directory):
     return {name: files[name][:] for name in files}
 
 
+def assert_same_gradients(theirs, ours, directory):
+    """Of all weights, under the names on disk: theirs are written as weights are."""
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    theirs.save_pretrained(directory / "gradients")
+    files = TensorFiles(directory / "gradients")
+    gradients = written(ours, directory)
+    assert {name for name in files if not name.endswith("e_score_correction_bias")} == set(gradients)
+    for name, gradient in gradients.items():
+        assert_close(gradient, files[name][:], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
 def test_logits_and_gradients_are_those_of_transformers(tmp_path, kind, variation):
     theirs, ours = both(tmp_path, kind, variation)
@@ -43,33 +56,27 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, kind, variatio
 
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     ours(tokens, labels=labels).backward()
-    # Their gradients under the names on disk: written as weights are.
-    with torch.no_grad():
-        for weight in theirs.parameters():
-            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
-    theirs.save_pretrained(tmp_path / "gradients")
-    files = TensorFiles(tmp_path / "gradients")
-    gradients = written(ours, tmp_path)
-    assert {name for name in files if not name.endswith("e_score_correction_bias")} == set(gradients)
-    for name, gradient in gradients.items():
-        assert_close(gradient, files[name][:], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+    assert_same_gradients(theirs, ours, tmp_path)
 
 
-HYBRIDS = ["nemotron_h", "qwen3_next", "bamba", "granitemoehybrid"]
+HYBRIDS = ["nemotron_h", "qwen3_next", "qwen3_5_text", "bamba", "granitemoehybrid"]
 
 
 @pytest.mark.parametrize("length", [8, 64, 70])
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_lengths_that_are_and_are_not_multiples_of_a_chunk_give_the_same_scores(tmp_path, kind, length):
+def test_lengths_that_are_and_are_not_multiples_of_a_chunk_give_the_same_scores_and_gradients(tmp_path, kind, length):
     theirs, ours = both(tmp_path, kind, "plain")
-    tokens = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert_close(ours(tokens), theirs(input_ids=tokens).logits, **CLOSE)
+    tokens, labels = torch.randint(61, (2, 2, length), generator=torch.Generator().manual_seed(1))
+    expected = theirs(input_ids=tokens, use_cache=False).logits
+    assert_close(ours(tokens), expected, **CLOSE)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    ours(tokens, labels=labels).backward()
+    assert_same_gradients(theirs, ours, tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_at_the_end_changes_neither_scores_nor_gradients_before_it(tmp_path, kind):
-    theirs, ours = both(tmp_path, kind, "plain")
+@pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
+def test_padding_at_the_end_changes_neither_scores_nor_gradients_before_it(tmp_path, kind, variation):
+    theirs, ours = both(tmp_path, kind, variation)
     tokens, labels = torch.randint(61, (2, 2, 21), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, 13:], labels[0, 13:] = 0, -100
@@ -78,7 +85,7 @@ def test_padding_at_the_end_changes_neither_scores_nor_gradients_before_it(tmp_p
     assert_close(ours(tokens)[kept], expected[kept], **CLOSE)
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     ours(tokens, labels=labels).backward()
-    assert_close(ours.embedding.weight.grad, theirs.get_input_embeddings().weight.grad, **CLOSE)
+    assert_same_gradients(theirs, ours, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

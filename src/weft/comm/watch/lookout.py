@@ -10,7 +10,8 @@ then, and what an exception or the end of a program mean. Of the stuck ranks
 What a rank says may be old, where its thread got no time. So whoever finds ranks stuck asks a question, and counts only
 what was said after it: a rank that says the same then has waited all the time.
 
-While nobody waits long this costs two assignments per wait and a look every tenth of a second.
+While nobody waits long this costs two assignments per wait and a look every tenth of a second. Where ranks take part in
+what others wait for, they will again, for each unit that one of them skips: for a while all of them look more often.
 """
 
 import atexit
@@ -36,6 +37,12 @@ DELAY_S = 0.1
 """How long a wait lasts before the rank speaks of it."""
 SLOWEST_S = 0.5
 """The longest time between two looks."""
+HASTE_S = 10.0
+"""For how long after a rank took part in what another waited for waits are short before they are spoken of."""
+SHORT_S = 0.01
+"""How long such a wait is, in a small world."""
+SHORT_S_PER_RANK = 2e-4
+"""What each rank adds to that, so that the store can answer all."""
 EXPLAINED_S = 2.0
 """How long a rank whose wait was broken looks for somebody who says why."""
 GOODBYE_S = 10.0
@@ -43,7 +50,10 @@ GOODBYE_S = 10.0
 BREAK_TAG = 98
 """Of the message that nobody sends."""
 
-_RULE = "every rank must run the same units and passes, and as many microbatches"
+_RULE = (
+    "every rank must run the same units and passes, evaluations and state dicts too, and as many microbatches: one "
+    "that has nothing to do takes part with another rank's batch"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ class Lookout:
         self._store = dist.distributed_c10d._get_default_store()
         self._rank = dist.get_rank()
         self._world_ranks = range(dist.get_world_size())
+        self._all_joins = 0
+        self._haste_until = 0.0
         self._issued: dict[str, int] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._joinable: dict[str, Callable[[], bool]] = {}
@@ -196,7 +208,9 @@ class Lookout:
         with contextlib.suppress(Exception):  # the store went with the job
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
-                pause = DELAY_S / 2 if quick else min(pause * 1.5, SLOWEST_S) if self._said else DELAY_S
+                delay = self.delay()
+                slowest = SLOWEST_S * delay / DELAY_S
+                pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
             if not self.verdict:
                 self._say(State("ended", self._last_words(), dict(self._issued)))
 
@@ -215,6 +229,8 @@ class Lookout:
             return False
         mine = replace(mine, heard=self._store.add(f"{self._prefix}question", 0))
         self._say(mine)
+        if (joins := self._store.add(f"{self._prefix}joins", 0)) != self._all_joins:
+            self._all_joins, self._haste_until = joins, time.monotonic() + HASTE_S
         if mine.doing != "waits":
             return False
         picture = Picture(lambda rank: mine if rank == self._rank else self._state_of(rank), self._world_ranks)
@@ -223,7 +239,8 @@ class Lookout:
         if not stuck or unheard != self._before:
             self._before, self._unchanged_since, self._question = unheard or None, time.monotonic(), 0
             return bool(stuck)
-        if self._take_part(stuck):
+        certain = all(state.doing == "waits" for state in stuck.values())
+        if (certain or time.monotonic() - self._unchanged_since >= DELAY_S / 2) and self._take_part(stuck):
             return True
         if time.monotonic() - self._unchanged_since > rules.patience(stuck.values()):
             if not self._question:
@@ -232,12 +249,18 @@ class Lookout:
                 self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
         return True
 
+    def delay(self) -> float:
+        """How long a wait lasts before this rank speaks of it."""
+        if time.monotonic() > self._haste_until:
+            return DELAY_S
+        return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
+
     def _state(self) -> State | None:
         """What this rank says, if it does not move."""
         call, issued = self._call, dict(self._issued)
         before = f"{self._failed}, then " if self._failed else ""
         if call is not None:
-            if time.monotonic() - self._since < DELAY_S:
+            if time.monotonic() - self._since < self.delay():
                 return None
             ranks = self._ranks[call.group]
             return State("waits", before + call.name, issued, call.key, call.number, ranks, str(self._token))
@@ -286,7 +309,9 @@ class Lookout:
             ]
             joined = [key for key in dict.fromkeys(wanted) if key in self._joinable and self._joinable[key]()]
             self.joins += len(joined)
-            return bool(joined)
+        if joined:
+            self._store.add(f"{self._prefix}joins", len(joined))
+        return bool(joined)
 
     def _judge(self, mine: State, verdict: str) -> None:
         """The wait of which this rank has spoken never ends."""

@@ -29,12 +29,15 @@ when it is published. Memory that was handed out is used again only if nobody ho
 import enum
 import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial
 
+from weft.comm.collectives import sends_directly
+from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.fsdp.autograd import behind_classes
@@ -254,6 +257,31 @@ class GroupGradients:
                 ticket = self._download.start(ticket, channels.download, accumulate=adds)
         assert ticket is not None
         return ticket
+
+    @cached_property
+    def _bucket_kind(self) -> Any:
+        plan = self._plan
+        if plan.mesh.ndim > 1 or not plan.placements.optimizer[0].is_shard() or plan.offload is not None:
+            return None
+        group = group_of(plan.mesh, 0)
+        travels_as_it_is = plan.recipe.reduce == plan.recipe.main_grad
+        return (group, plan.recipe.reduce) if travels_as_it_is and sends_directly(group, plan.device) else None
+
+    @property
+    def bucket_kind(self) -> Any:
+        """What gradients of several units must have in common to be reduced in one message: ranks and dtype. None if
+        these travel by themselves."""
+        return self._bucket_kind if self.hook is None else None
+
+    def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The reduction of what is packed starts, in one message with others: the main gradients that it goes to, what
+        is packed, and whether it is added."""
+        self._to("reduce")
+        self._finishes = True
+        output, adds = self._main_to_fill()
+        packed = self._stages[0].buffer
+        assert packed is not None
+        return output.local, packed.local, adds
 
     def reduced(self) -> None:
         """The reductions under way are done: give their memory back."""

@@ -12,15 +12,18 @@ from weft.comm.lanes import Ticket
 from weft.comm.watch.agreement import Agreement
 from weft.comm.watch.lookout import Lookout, keep_lookout
 from weft.fsdp.channels import Channels
+from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import weakly
 
 
 class Joins:
     """The part that this rank takes in what only others need."""
 
-    def __init__(self, channels: Channels, freshness: Freshness) -> None:
+    def __init__(self, channels: Channels, freshness: Freshness, buckets: Sequence[Bucket]) -> None:
         self._channels = channels
+        self._buckets = buckets
         self._freshness = freshness
         self._watched_by: Lookout | None = None
         self._tickets: list[Ticket] = []
@@ -41,7 +44,7 @@ class Joins:
             for number, group in enumerate(unit.groups):
                 if not sends_directly(group.groups[-1], group.device):
                     continue
-                join = functools.partial(_join, weakref.ref(self), weakref.ref(unit))
+                join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.transient is not None:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
                     watch.can_join(key, functools.partial(join, number))
@@ -49,6 +52,10 @@ class Joins:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
                         key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), group.channel)
                         watch.can_join(key, functools.partial(join, None))
+
+        for number, bucket in enumerate(self._buckets):
+            key = self._channels.gathers.key(bucket.group, bucket.channel)
+            watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))
 
     def failed(self, what: str, error: BaseException) -> None:
         """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
@@ -60,6 +67,9 @@ class Joins:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
+
+    def _join(self, ref: "weakref.ref[Unit]", number: int | None) -> bool:
+        return (unit := ref()) is not None and self.take_part(unit, number)
 
     def take_part(self, unit: Unit, number: int | None) -> bool:
         """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
@@ -73,8 +83,9 @@ class Joins:
         self._tickets.append(unit.groups[number].take_part(self._channels))
         return True
 
-
-def _join(joins: "weakref.ref[Joins]", unit: "weakref.ref[Unit]", number: int | None) -> bool:
-    if (alive := joins()) is None or (wanted := unit()) is None:
-        return False
-    return alive.take_part(wanted, number)
+    def take_part_in_bucket(self, number: int) -> bool:
+        """Take part in the gather of bucket `number`; whether it was still to come. Called by the lookout too."""
+        ticket = self._buckets[number].take_part()
+        if ticket is not None:
+            self._tickets.append(ticket)
+        return ticket is not None

@@ -1,6 +1,9 @@
 """How a model's units run together: what the user may choose."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+BUCKET_BYTES = 1 << 18
+"""The default: about what a link moves in the time that a message costs."""
 
 
 @dataclass(frozen=True)
@@ -10,6 +13,8 @@ class RuntimeOptions:
     `separate_all_gather_group`: gathers on a communicator of their own, so that they run beside reductions.
     `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" asks torch each time.
     `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
+    `bucket_bytes`: neighbouring units that are no larger together travel in one message, where messages are what costs
+    (gloo); 0: each by itself.
     `max_live_reduce_buffers`: how many units' partial gradients may be alive at once, those of the unit whose backward
     runs counted: with 2, one unit is reduced while the next computes; with 1, nothing is.
     `check_collectives`: agree after each backward on what every rank issued and which parameters have gradients. False:
@@ -20,6 +25,7 @@ class RuntimeOptions:
     separate_all_gather_group: bool = False
     allocator: str = "trace"
     prefetch_bytes: int | None = None
+    bucket_bytes: int = field(default_factory=lambda: BUCKET_BYTES)
     max_live_reduce_buffers: int = 2
     check_collectives: bool = True
 
@@ -29,6 +35,10 @@ class RuntimeOptions:
                 raise TypeError(f"{name}={value!r}: choose True or False")
         if isinstance(self.max_live_reduce_buffers, bool) or not isinstance(self.max_live_reduce_buffers, int):
             raise TypeError(f"max_live_reduce_buffers={self.max_live_reduce_buffers!r}: pass an int of at least 1")
+        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int):
+            raise TypeError(f"bucket_bytes={self.bucket_bytes!r}: pass an int, 0 for none")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}: choose 0 or more")
         if isinstance(self.prefetch_bytes, bool) or not isinstance(self.prefetch_bytes, int | None):
             raise TypeError(f"prefetch_bytes={self.prefetch_bytes!r}: pass an int, or None for the next unit")
         if self.allocator not in ("trace", "caching"):

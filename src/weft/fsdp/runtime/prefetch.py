@@ -8,13 +8,15 @@
     schedule      its own program
 
 A pass that leaves its record is served on demand to its end: prediction changes speed, never results. A schedule
-gathers further ahead than hooks do; a byte budget counts for all of them.
+gathers further ahead than hooks do; a byte budget counts for all of them, each unit once. What is let go stays if it is
+among what would be gathered ahead.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
 
+from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool, Transient
@@ -66,10 +68,18 @@ class Itinerary:
 
 
 class Prefetch:
-    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit."""
+    """`units`: by number. `budget`: bytes to gather ahead, None for the next unit or bucket. `buckets`: of the units
+    that are in one."""
 
-    def __init__(self, units: Sequence["weakref.ref[Unit]"], weights: Pool, budget: int | None) -> None:
+    def __init__(
+        self,
+        units: Sequence["weakref.ref[Unit]"],
+        weights: Pool,
+        budget: int | None,
+        buckets: Mapping[int, Bucket],
+    ) -> None:
         self._units = units
+        self._buckets = buckets
         self.budget = budget
         self._weights = weights
         self._kind = Pass.FORWARD
@@ -83,6 +93,8 @@ class Prefetch:
         """A pass of this kind begins."""
         self._kind = kind
         self._foretold.clear()
+        for bucket in self._buckets.values():
+            bucket.gathered = kind is Pass.SCHEDULE
         self._records[kind].begin()
         if kind is not Pass.BACKWARD:
             self._finished = []
@@ -118,19 +130,32 @@ class Prefetch:
         self._foretold.discard(unit.number)
         if self._foretold and not record.on_track:
             self._free_foretold()
-        unit.prefetch()
         if explicit is not None:
+            unit.prefetch()
             for ref in explicit:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        others = (number for number in record.ahead() if number != unit.number)  # not the one that is recomputed
-        for following in self._look_ahead(others, record.depth):
+        self._gather(unit)
+        for following in self._wanted(record):
             if not following.resident:
                 if not following.fits(self._weights):
                     break
-                following.prefetch()
-                self._foretold.add(following.number)
+                self._gather(following)
+                if following.number not in self._buckets:
+                    self._foretold.add(following.number)
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to gather `unit`, with its bucket if that has not been in this pass."""
+        for tied in unit.tied:
+            self._gather(tied)
+        if not unit.resident and unit.number in self._buckets:
+            self._buckets[unit.number].gather()
+        unit.prefetch()
+
+    def _together(self, number: int, kind: Pass) -> Sequence[int]:
+        """The units that come with unit `number` in such a pass; a schedule gathers each by itself."""
+        return self._buckets[number].numbers if number in self._buckets and kind is not Pass.SCHEDULE else (number,)
 
     def finish(self, unit: Unit) -> None:
         """`unit` ended its forward in a pass that a backward follows."""
@@ -139,7 +164,8 @@ class Prefetch:
     def foretells(self, unit: Unit) -> bool:
         """Whether the record says that `unit`, just released, is among what the pass needs next."""
         record = self._records[self._kind]
-        upcoming = list(islice(record.ahead(), record.depth))
+        upcoming = list(islice(record.ahead(), 1))
+        upcoming += [each.number for each in self._wanted(record)]
         if not upcoming and self._kind is Pass.FORWARD and record.on_track:
             backward = self._records[Pass.BACKWARD]
             free = (number for number in backward.latest if (other := self._units[number]()) and not other.holders)
@@ -150,10 +176,12 @@ class Prefetch:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
         unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
         ahead = {
-            (visited, following.number)
-            for record in self._records.values()
+            (here, coming)
+            for kind, record in self._records.items()
             for position, visited in enumerate(record.latest, start=1)
-            for following in self._look_ahead(record.latest[position:], record.depth)
+            for following in self.behind(self._together(visited, kind), record.latest[position:], record.depth)
+            for here in self._together(visited, kind)
+            for coming in self._together(following.number, kind)
         }
 
         def together(one: Transient, other: Transient) -> bool:
@@ -173,13 +201,23 @@ class Prefetch:
         for record in self._records.values():
             record.forget()
 
+    def behind(self, here: Sequence[int], upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
+        """The units to gather ahead once those `here` are visited, which may come again at once, to be recomputed."""
+        return self._look_ahead(dropwhile(here.__contains__, upcoming), depth)
+
+    def _wanted(self, record: Itinerary) -> Iterator[Unit]:
+        """The units that should be here, or on their way, besides those that are held."""
+        here = self._together(record.visited[-1], self._kind) if record.visited else ()
+        return self.behind(here, record.ahead(), record.depth)
+
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
-        spent = 0
+        spent, seen = 0, set()
         for number in upcoming if self.budget is not None else islice(upcoming, depth):
             following = self._units[number]()
-            if following is None:  # its module was replaced
+            if following is None or number in seen:  # its module was replaced
                 continue
+            seen.add(number)
             spent += following.gathered_bytes
             if self.budget is not None and spent > self.budget:
                 return

@@ -11,15 +11,19 @@ the units from the last to the first:
 
 A rank that follows the order starts each reduction as soon as the unit's backward is over. What is not in the order at
 all is reduced at the very end, when the ranks know what each of them has.
+
+Small units that follow each other in the order take one turn, when the last of them is ready, and one message. The
+order and the sizes are the same on all ranks, and so is what travels together.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from weft.comm.buckets import reduce_scatter_bucket
 from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
@@ -31,7 +35,7 @@ from weft.fsdp.unit import Unit
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The reductions of a group under way."""
+    """The reductions of a group under way, those of the first unit of its turn."""
 
     unit: Unit
     group: ParameterGroup
@@ -41,8 +45,9 @@ class _Reduction:
 class Reductions:
     """Packs gradients, starts their reductions in turn, and keeps few of them alive.
 
-    `units`: by number. `most_alive`: how many units' gradients may be. `checked`: whether to keep to the agreed order.
-    `note`: told of each reduction that did not wait for its turn.
+    `units`: by number. `most_alive`: how many units' gradients may be, those of one turn counting as one.
+    `bucket_bytes`: the most that takes one turn, if it is several units. `checked`: whether to keep to the agreed
+    order. `note`: told of each reduction that did not wait for its turn.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Reductions:
         channels: Channels,
         *,
         most_alive: int,
+        bucket_bytes: int,
         checked: bool,
         note: Callable[[int, str, int], None],
     ) -> None:
@@ -72,7 +78,8 @@ class Reductions:
         self._note = note
         self._in_turn = True
         self._order: list[int] | None = None
-        self._turns: deque[int] = deque()
+        self._bucket_bytes = bucket_bytes
+        self._turns: deque[list[int]] = deque()
         """What is left of it in this backward."""
         self._under_way: deque[_Reduction] = deque()
 
@@ -108,8 +115,25 @@ class Reductions:
         self._in_turn = taking_turns
         order = self._order if self._order is not None else range(len(self._units) - 1, -1, -1)
         units = (unit for number in order if (unit := self._units[number]()) is not None)
-        due = (unit.number for unit in units if unit.trainable_groups and self._takes_turns(unit))
-        self._turns = deque(due if taking_turns else ())
+        due = [unit for unit in units if unit.trainable_groups and self._takes_turns(unit)] if taking_turns else []
+        self._turns = deque([unit.number for unit in turn] for turn in self._filled(due))
+
+    def _filled(self, due: Sequence[Unit]) -> Iterator[list[Unit]]:
+        """Units in one order, those together that take one turn."""
+        turn: list[Unit] = []
+        spent, kind = 0, None
+        for unit in due:
+            groups = unit.trainable_groups
+            kinds = {group.gradients.bucket_kind for group in groups} if self._bucket_bytes else {None}
+            nbytes = sum(group.layout.numel * group.recipe.reduce.itemsize for group in groups)
+            small = len(kinds) == 1 and None not in kinds and nbytes <= self._bucket_bytes
+            if turn and not (small and kinds == {kind} and spent + nbytes <= self._bucket_bytes):
+                yield turn
+                turn, spent = [], 0
+            turn.append(unit)
+            spent, kind = spent + nbytes, next(iter(kinds)) if small else None
+        if turn:
+            yield turn
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""
@@ -122,12 +146,12 @@ class Reductions:
                 self._note(unit.number, "reduction", group.layout.numel * group.recipe.reduce.itemsize)
             return
         self.arrived.append(unit.number)
-        if not self._turns or self._turns[0] != unit.number:
+        if self._turns and self._turns[0] == [unit.number]:
+            self._start(unit)
+        else:
             self._pack(unit)
             self.waiting.add(unit.number)
-            return
-        self._start(unit)
-        while self._turns and self._turns[0] in self.waiting:
+        while self._turns and self.waiting.issuperset(self._turns[0]):
             self._take_turn(self._turns[0])
 
     def left_over(self, unit: Unit) -> bool:
@@ -145,7 +169,7 @@ class Reductions:
     def add(self, numbers: Sequence[int]) -> None:
         """Reduce these units, which waited on some rank for a turn that did not come."""
         for number in numbers:
-            self._take_turn(number)
+            self._take_turn([number])
 
     def drain(self) -> None:
         """Wait for all reductions."""
@@ -193,14 +217,39 @@ class Reductions:
                 return
             self._finish_oldest()
 
-    def _take_turn(self, number: int) -> None:
-        unit = self._units[number]()
-        assert unit is not None, "a unit is gone in the middle of its backward"
-        self._start(unit)
+    def _leave_room(self) -> None:
+        """Wait until there is room for the gradients that the next backward brings."""
+        self._keep_under_way(self.most_alive - 1)
+
+    def _take_turn(self, numbers: Sequence[int]) -> None:
+        units = [unit for number in numbers if (unit := self._units[number]()) is not None]
+        assert len(units) == len(numbers), "a unit is gone in the middle of its backward"
+        if len(units) == 1:
+            self._start(units[0])
+        else:
+            self._start_together(units)
+
+    def _start_together(self, units: Sequence[Unit]) -> None:
+        """Start the reductions of units that take one turn."""
+        self._turns.popleft()
+        for unit in units:
+            if unit.number not in self.waiting:  # it did not run here
+                self._pack(unit)
+        self.waiting.difference_update(unit.number for unit in units)
+        groups = [group for unit in units for group in unit.trainable_groups]
+        scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
+        lead = groups[0]
+        with torch.no_grad(), profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
+            outputs, partials, adds = zip(*(group.gradients.open_reduction() for group in groups))
+            ticket = self._channels.reductions.run(
+                reduce_scatter_bucket, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
+            )
+        self._under_way.extend(_Reduction(units[0], group, ticket) for group in groups)
+        self._leave_room()
 
     def _start(self, unit: Unit) -> None:
         self.waiting.discard(unit.number)
-        if self._turns and self._turns[0] == unit.number:
+        if self._turns and self._turns[0] == [unit.number]:
             self._turns.popleft()
         finishes = unit.requires_all_reduce and self.is_last
         for group in unit.trainable_groups:
@@ -210,7 +259,7 @@ class Reductions:
                 scale = unit.scale_of(group)
                 ticket = group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
             self._under_way.append(_Reduction(unit, group, ticket))
-        self._keep_under_way(self.most_alive - 1)
+        self._leave_room()
 
     def _pack(self, unit: Unit) -> None:
         for group in unit.trainable_groups:

@@ -21,8 +21,10 @@ from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
 from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.runtime.buckets import fill_buckets
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -30,6 +32,7 @@ from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backwar
 from weft.fsdp.runtime.prefetch import Prefetch
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
+from weft.fsdp.weak import weakly
 
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 """Of all roots in this process: a backward may go through several."""
@@ -71,19 +74,25 @@ class Runtime:
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
         self._units = [weakref.ref(unit) for unit in units]
-        self.prefetch = Prefetch(self._units, self.channels.weights, options.prefetch_bytes)
         groups = self.groups
+        for number, unit in enumerate(units):
+            unit.number = number
+        budget = options.prefetch_bytes
+        most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
+        self._buckets = fill_buckets(units, self.channels, most)
+        self.prefetch = Prefetch(self._units, self.channels.weights, budget, self._buckets)
         channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
             self._units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
+            bucket_bytes=options.bucket_bytes,
             checked=options.check_collectives,
             note=self._agreement.note,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
-        self._joins = Joins(self.channels, self._freshness)
+        self._joins = Joins(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._place = units[0].place
         _runtimes.add(self)
@@ -97,15 +106,12 @@ class Runtime:
         """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
-        before = weakref.WeakMethod(self._before_gather)
-        self.channels.on_gather = lambda unit: (before() or _ignore)(unit)
+        self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
-        for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
-            for group in groups:
-                group.equalize_over(slices)
-        for number, unit in enumerate(units):
-            unit.number, unit.channels = number, self.channels
+        equalize_slices(groups)
+        for unit in units:
+            unit.channels = self.channels
             unit.gradient_to_write = self.reductions.gradient_to_write
 
     # --- units ------------------------------------------------------------------------------------------------------
@@ -171,25 +177,11 @@ class Runtime:
         check_alive(self._process_groups)
         self.recover()
         if not self._filled:
-            self._check_filled()
+            check_filled(self.units)
+            self._filled = True
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None
-
-    def _check_filled(self) -> None:
-        """Raise ValueError for what was on the meta device and has no values yet."""
-        for group in (group for unit in self.units for group in unit.groups):
-            group.check_filled()
-        for unit in self.units:
-            for module in (each for ref in unit.modules if (each := ref()) is not None):
-                for name, buffer in module.named_buffers():
-                    if buffer.is_meta:
-                        raise ValueError(
-                            f"{unit} is used while its buffer {name!r} is on the meta device: call "
-                            "model.to_empty(device=...) and fill it, or load a state dict with assign=True, before the "
-                            "first pass"
-                        )
-        self._filled = True
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -244,23 +236,17 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        units = self.units
         self.prefetch.end_forward()
         self._freshness.finish()
-        self._joins.collect()
         try:
-            _refuse_leaks(units)
-        except RuntimeError:
+            self._come_to_rest(self.prefetch.foretells)
+        except BaseException:
             self.reset()
             raise
-        for unit in units:
-            if not self.prefetch.foretells(unit):
-                unit.free()
-        self._finish_uploads()
         evaluated = self.passes.current is Pass.EVALUATION
         self.passes.end()
         if evaluated:
-            self._plan(units)
+            self._plan()
 
     def note_failure(self, what: str, error: BaseException) -> None:
         """`what` ended in `error`, which somebody around it may catch: it is told only if the pass ends by it."""
@@ -321,14 +307,9 @@ class Runtime:
 
     def _end_evaluation(self) -> None:
         """Go to rest; gradients are as they were."""
-        self._joins.collect()
-        units = self.units
-        self._finish_uploads()
         self.prefetch.end_backward()
-        _refuse_leaks(units)
-        for unit in units:
-            unit.free()
-        self._plan(units)
+        self._come_to_rest()
+        self._plan()
         self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -341,8 +322,7 @@ class Runtime:
         if self.passes.current is Pass.BACKWARD:
             return
         self._open_backward()
-        myself = weakref.ref(self)
-        end_with_backward(self._place, lambda: _alive(myself).end_backward(), lambda: _fail(myself))
+        end_with_backward(self._place, weakly(self.end_backward), weakly(self.fail))
 
     def _open_backward(self) -> None:
         self.passes.begin(Pass.BACKWARD)
@@ -402,17 +382,12 @@ class Runtime:
         if due:
             self._settle(units)
         self.reductions.drain()
-        self._joins.collect()
-        self._finish_uploads()
         self.prefetch.end_backward()
         for unit in units:
             unit.end_holds(UNTIL_BACKWARD)
-        if self._depth == 0:
-            _refuse_leaks(units)
-        for unit in units:
             unit.forget()
-            unit.free()
-        self._plan(units)
+        self._come_to_rest()
+        self._plan()
         if due and self.reductions.is_last:
             self._freshness.expect_change()
         self.passes.end()
@@ -432,8 +407,7 @@ class Runtime:
                     unit.end_holds(UNTIL_NEXT_PASS)
             self._end_backward()
         except BaseException:
-            self.fail()
-            self._recover()
+            self.reset()
             raise
 
     def _settle(self, units: list[Unit]) -> None:
@@ -504,9 +478,21 @@ class Runtime:
             unit.rest()
         self.passes.recover()
 
-    def _plan(self, units: list[Unit]) -> None:
+    def _come_to_rest(self, stays: Callable[[Unit], bool] | None = None) -> None:
+        """What the pass has started ends, and the memory of all units goes but for those of which `stays` says so.
+        Raises RuntimeError if somebody who computes still holds weights."""
+        self._joins.collect()
+        self._finish_uploads()
+        units = self.units
+        if self._depth == 0:
+            _refuse_leaks(units)
+        for unit in units:
+            if stays is None or not stays(unit):
+                unit.free()
+
+    def _plan(self) -> None:
         weights = self.channels.weights
-        weights.end_step(self.prefetch.foreseen(units) if weights.outdated else None)
+        weights.end_step(self.prefetch.foreseen(self.units) if weights.outdated else None)
         self.channels.gradients.end_step()
 
     def _before_gather(self, unit: Unit) -> None:
@@ -531,18 +517,3 @@ def settle_unnoticed() -> None:
         waiting = [runtime for runtime in list(_runtimes) if runtime._forward > runtime._settled]
         for runtime in sorted(waiting, key=lambda runtime: runtime._place):
             runtime.settle()
-
-
-def _alive(runtime: "weakref.ref[Runtime]") -> Runtime:
-    alive = runtime()
-    assert alive is not None
-    return alive
-
-
-def _fail(runtime: "weakref.ref[Runtime]") -> None:
-    if (alive := runtime()) is not None:
-        alive.fail()
-
-
-def _ignore(unit: Unit) -> None:
-    """The runtime is gone: nobody asks what its units do."""

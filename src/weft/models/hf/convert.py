@@ -49,7 +49,7 @@ def convert(source: str | Path, target: str | Path, model_type: str | None = Non
 def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
     raw = raw_of(source)
     family = family_of(raw)
-    cfg = family.config(raw)
+    cfg = family.config(raw, files)
     places = family.places(cfg)
     check_complete(places, files)
     target.mkdir(parents=True, exist_ok=True)

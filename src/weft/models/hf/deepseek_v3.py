@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then experts beside a shared one."""
 
 from weft.models.config import HybridConfig
-from weft.models.hf import rope
+from weft.models.hf import depths, rope
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, experts, flat
 from weft.models.hf.llama import COMMON, MLP, OUTER
@@ -104,4 +104,5 @@ DEEPSEEK_V3 = Family(
         "topk_method": "noaux_tc",
     },
     kept=frozenset(("pretraining_tp", "num_nextn_predict_layers", "ep_size")),
+    depths=depths.behind_the_trunk("+E"),
 )

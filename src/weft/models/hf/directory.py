@@ -72,6 +72,12 @@ class TensorFiles:
         return self[name][...].dtype
 
 
+def names_in(directory: Path) -> frozenset[str]:
+    """The names of the tensors in a directory; none where it has a configuration only."""
+    there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
+    return frozenset(TensorFiles(directory)) if there else frozenset()
+
+
 def read_json(path: Path) -> Any:
     """Raises `ConversionError` for what is no JSON."""
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from weft.models.config import HybridConfig
 from weft.models.hf.bamba import BAMBA
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
-from weft.models.hf.directory import OURS, THEIRS, read_json
+from weft.models.hf.directory import OURS, THEIRS, names_in, read_json
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, tensor_names
 from weft.models.hf.glm4_moe import GLM4_MOE
@@ -64,7 +64,7 @@ def config_of(directory: str | Path) -> HybridConfig:
     if (directory / OURS).exists():
         return HybridConfig(**read_ours(directory)["model"])
     raw = raw_of(directory)
-    return family_of(raw).config(raw)
+    return family_of(raw).config(raw, names_in(directory))
 
 
 def places_of(directory: Path, cfg: HybridConfig) -> dict[str, Place]:

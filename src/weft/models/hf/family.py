@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from weft.models.config import HybridConfig
+from weft.models.hf.depths import Depths
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.model import HybridModel
@@ -46,7 +47,7 @@ OF_SYMBOLS = {
     "time_step_limit_min time_step_limit_max",
     "G": "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
     "-": "intermediate_size",
-    "-E": "hidden_act mlp_bias",
+    "-E": "hidden_act swiglu_limit swiglu_alpha mlp_bias",
     "E": "num_experts num_experts_per_tok moe_intermediate_size moe_latent_size shared_expert_intermediate_size "
     "shared_expert_gate experts_bias router_bias router_score norm_topk_prob routed_scaling_factor n_group topk_group "
     "expert_bias capacity_factor",
@@ -61,7 +62,8 @@ class Family:
     `fields`: their name to ours and its default there. `required`: what they must have, because the result depends on
     it and there is no other. `kept`: more of their fields that no result depends on. `read` and `write` do what the
     table of fields cannot. `outer`: our modules outside of layers to theirs. `layer`: the prefix of layer {}, which
-    holds `symbols_per_layer` symbols. `tensors`: for each symbol, our modules (or parameters) to theirs.
+    holds `symbols_per_layer` symbols. `tensors`: for each symbol, our modules (or parameters) to theirs. `depths`: its
+    prediction depths, None where nobody has published any.
     """
 
     model_type: str
@@ -75,9 +77,10 @@ class Family:
     symbols_per_layer: int = 2
     required: Mapping[str, Any] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    depths: Depths | None = None
 
-    def config(self, raw: Raw) -> HybridConfig:
-        """Our configuration of a config.json."""
+    def config(self, raw: Raw, files: Container[str] = ()) -> HybridConfig:
+        """Our configuration of a config.json, with the prediction depths whose tensors are in `files`."""
         if (quantized := raw.get("quantization_config")) is not None:
             method = quantized.get("quant_method", "an unnamed method")
             raise ConversionError(f"quantization_config: the weights are quantized by {method!r}; take others")
@@ -89,7 +92,13 @@ class Family:
         known = {*self.fields, *self.required, *self.kept, *KEPT, *self.write(HybridConfig(**ours))}
         if unknown := raw.keys() - known - {"rope_theta", "rope_scaling"}:
             raise ConversionError(f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it")
-        return HybridConfig(**ours)
+        cfg = HybridConfig(**ours)
+        if self.depths is None:
+            return cfg
+        symbols = self.depths.symbols(raw)
+        count = self.depths.count(self._layers(cfg), len(symbols) // self.symbols_per_layer, files)
+        part = f"[{symbols}]" if self.symbols_per_layer == 2 else symbols
+        return dataclasses.replace(cfg, pattern=cfg.pattern + f"/{part}" * count)
 
     def raw(self, cfg: HybridConfig) -> Raw:
         """The config.json of our configuration. Raises `ConversionError` if this family cannot hold it."""
@@ -97,7 +106,9 @@ class Family:
         theirs = {name: getattr(cfg, ours) for name, (ours, _) in self.fields.items()}
         theirs = {"architectures": [self.architecture], "model_type": self.model_type} | theirs
         theirs |= {**self.required, **self.write(cfg)}
-        again = self.config(theirs)
+        if cfg.parsed.depths and self.depths is not None:
+            theirs[self.depths.counted] = cfg.parsed.depths
+        again = self.config(theirs, {name for place in self.places(cfg).values() for name in place.names})
         different = [
             f"{name}={getattr(cfg, name)!r} (it has {getattr(again, name)!r})"
             for name in relevant(cfg)
@@ -109,19 +120,36 @@ class Family:
 
     def places(self, cfg: HybridConfig) -> dict[str, Place]:
         """Where each tensor of a model of `cfg` stands."""
-        layers = {layer.index: layer for layer in cfg.parsed.layers}
-        found: dict[str, Place] = {}
-        for name in tensor_names(cfg):
-            inside = re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\.(.+)", name)
-            if inside is None:
-                module, _, kind = name.rpartition(".")
-                found[name] = Same(f"{self.outer[module]}.{kind}")
-                continue
-            layer = layers[int(inside[1])]
-            place = next(place for place, symbol in enumerate(layer.symbols) if LAYER_KEYS[symbol] == inside[2])
-            number = (layer.physical - 1 + place) // self.symbols_per_layer
-            found[name] = self._place(layer.symbols[place], inside[3], self.layer.format(number), cfg)
-        return found
+        return {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
+
+    def _place_of(self, name: str, cfg: HybridConfig) -> Place:
+        inside = re.fullmatch(r"(?:decoder|mtp\.layers\.(\d+))\.layers\.(\d+)\.(\w+)\.(.+)", name)
+        trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
+        if inside is None:
+            module, _, kind = name.rpartition(".")
+            if (around := re.fullmatch(r"mtp\.layers\.(\d+)\.(\w+)", module)) and self.depths is not None:
+                return Same(f"{self.depths.names(trunk, length, int(around[1]))[around[2]]}.{kind}")
+            again = self._copies(module, trunk, length, cfg)
+            return Same(f"{self.outer[module]}.{kind}", tuple(f"{copy}.{kind}" for copy in again))
+        depth, index, member, inner = inside.groups()
+        layer = (cfg.parsed.layers if depth is None else cfg.parsed.prediction)[int(index)]
+        place = next(place for place, symbol in enumerate(layer.symbols) if LAYER_KEYS[symbol] == member)
+        number = (layer.physical - 1 + place) // self.symbols_per_layer
+        if depth is None or self.depths is None:
+            prefix = self.layer.format(number)
+        else:
+            prefix = self.depths.prefix(trunk, length, int(depth), number)
+        return self._place(layer.symbols[place], inner, prefix, cfg)
+
+    def _copies(self, module: str, trunk: int, length: int, cfg: HybridConfig) -> list[str]:
+        """Where depths have `module` of the model again; a tied head is the embedding's."""
+        modules = [module, "output_layer"] if module == "embedding" and cfg.tie_word_embeddings else [module]
+        if self.depths is None:
+            return []
+        return [name for each in modules for name in self.depths.copies_of(each, trunk, length, cfg.parsed.depths)]
+
+    def _layers(self, cfg: HybridConfig) -> int:
+        return len(flat(cfg)) // self.symbols_per_layer
 
     def _place(self, symbol: str, name: str, prefix: str, cfg: HybridConfig) -> Place:
         table = self.tensors[symbol]
@@ -134,10 +162,12 @@ class Family:
         return theirs(prefix, cfg) if callable(theirs) else Same(prefix + theirs)
 
     def _check_symbols(self, cfg: HybridConfig) -> None:
-        symbols = flat(cfg)
-        if cfg.parsed.depths:
+        symbols, prediction, count = cfg.parsed.symbols
+        if count and self.depths is None:
             raise ConversionError(f"{self.model_type} has no prediction depths here (pattern {cfg.pattern!r})")
-        if strange := set(symbols) - set(self.tensors):
+        if self.depths is not None and self.depths.most is not None and count > self.depths.most:
+            raise ConversionError(f"{self.model_type} has {self.depths.most} prediction depth at most, not {count}")
+        if strange := set(symbols + prediction) - set(self.tensors):
             raise ConversionError(f"{self.model_type} has no layer {listed(strange)} (pattern {cfg.pattern!r})")
         if self.symbols_per_layer == 2:
             pairs = [symbols[place : place + 2] for place in range(0, len(symbols), 2)]
@@ -160,7 +190,7 @@ def flat(cfg: HybridConfig) -> str:
 
 def relevant(cfg: HybridConfig) -> list[str]:
     """The fields that the result of a model of `cfg` depends on."""
-    symbols = set(flat(cfg))
+    symbols = set("".join(cfg.parsed.symbols[:2]))
     apart = {name: set(which) for which, names in OF_SYMBOLS.items() for name in names.split()}
     names = [each.name for each in dataclasses.fields(cfg) if each.name not in TRAINING]
     return [name for name in names if name not in apart or apart[name] & symbols]
@@ -186,7 +216,7 @@ def experts(template: str) -> Bound:
 def plain(cfg: HybridConfig, name: str) -> Any:
     """A field so that alike models have it alike, however they are spelled."""
     if name == "pattern":
-        return flat(cfg)
+        return cfg.parsed.symbols
     if name == "windowed":
         return [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return cfg.attention_head_dim if name == "head_dim" else getattr(cfg, name)

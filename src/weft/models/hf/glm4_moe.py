@@ -1,7 +1,7 @@
 """GLM-4.5 (arXiv:2508.06471): attention with half-rotated heads, dense layers first, then DeepSeek's experts."""
 
 from weft.models.config import HybridConfig
-from weft.models.hf import rope
+from weft.models.hf import depths, rope
 from weft.models.hf.deepseek_v3 import EXPERTS, dense_first
 from weft.models.hf.family import Family, Raw, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
@@ -60,4 +60,5 @@ GLM4_MOE = Family(
     write=write,
     required={"attention_dropout": 0.0},
     kept=frozenset({"num_mtp_layers", "num_nextn_predict_layers", "partial_rotary_factor"}),
+    depths=depths.behind_the_trunk("*E"),
 )

@@ -84,10 +84,12 @@ GPT_OSS = Family(
         "intermediate_size": ("moe_intermediate_size", 2880),
         "num_local_experts": ("num_experts", 128),
         "num_experts_per_tok": ("num_experts_per_tok", 4),
+        "swiglu_limit": ("swiglu_limit", 7.0),
+        "swiglu_alpha": ("swiglu_alpha", 1.702),
         "rms_norm_eps": ("rms_norm_eps", 1e-5),
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0, "hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    required={"attention_dropout": 0.0, "hidden_act": "silu"},
     kept=frozenset({"initial_context_length", "experts_per_token"}),
 )

@@ -45,6 +45,7 @@ def read(raw: Raw) -> Raw:
     ours = {
         "pattern": "".join(f"[{MIXERS[mixer]}{'E' if experts else '-'}]" for mixer in mixers),
         "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
+        "head_dim": raw.get("head_dim"),
         "attention_bias": "all" if raw.get("attention_bias") else "none",
         **read_mamba(raw),
         **rope.read(raw),
@@ -71,6 +72,7 @@ def write(cfg: HybridConfig) -> Raw:
         "num_hidden_layers": len(mixers),
         "layer_types": [NAMES.get(symbol, "") for symbol in mixers],
         "num_key_value_heads": cfg.num_key_value_heads,
+        "head_dim": cfg.attention_head_dim,
         "attention_bias": cfg.attention_bias == "all",
         **write_mamba(cfg),
     }

@@ -1,6 +1,7 @@
 """Nemotron-H (arXiv:2504.03624): Mamba-2, attention without positions, squared-ReLU MLPs and experts, a layer each."""
 
 from weft.models.config import HybridConfig
+from weft.models.hf import depths
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, experts, flat
 
@@ -37,6 +38,13 @@ def read(raw: Raw) -> Raw:
     }
 
 
+def of_a_depth(raw: Raw) -> str:
+    """The symbols of one prediction depth; the older field goes before what the newer one is by default."""
+    blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
+    symbols = "".join(SYMBOLS.get(name, name) for name in blocks)
+    return raw.get("mtp_hybrid_override_pattern", symbols) if symbols == "*E" else symbols
+
+
 def write(cfg: HybridConfig) -> Raw:
     """And back."""
     return {
@@ -44,6 +52,7 @@ def write(cfg: HybridConfig) -> Raw:
         "time_step_min": cfg.time_step_limit_min,
         "time_step_limit": [0.0, {"__float__": "Infinity"}],
         "head_dim": cfg.attention_head_dim,
+        **({"mtp_layers_block_type": [NAMES[each] for each in cfg.parsed.symbols[1]]} if cfg.parsed.depths else {}),
     }
 
 
@@ -114,4 +123,5 @@ NEMOTRON_H = Family(
             *("norm_eps",),
         )
     ),
+    depths=depths.layer_by_layer(of_a_depth),
 )

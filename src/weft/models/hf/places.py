@@ -1,6 +1,6 @@
 """Where the elements of a tensor of ours stand in the tensors on disk.
 
-    Same        one tensor, as it is
+    Same        one tensor, as it is; it may be there several times
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
     Rows        rows of several matrices, in another order
     Half        one of two that are one tensor there, one behind the other or by turns
@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from weft.models.hf.errors import ConversionError
 
 BLOCK_BYTES = 1 << 22
 """What is read at once where a tensor goes from file to file."""
@@ -43,9 +45,10 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, as it is."""
+    """One tensor, as it is. `copies`: under other names it may be there again, and is written again."""
 
     name: str
+    copies: tuple[str, ...] = ()
 
     @property
     def names(self) -> Sequence[str]:
@@ -58,11 +61,16 @@ class Same:
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
         """See `Place`."""
-        return files[self.name][start:end]
+        rows = files[self.name][start:end]
+        for copy in self.copies:
+            if copy in files and not torch.equal(files[copy][start:end], rows):
+                raise ConversionError(f"{copy} is not equal to {self.name}, of which weft has one only")
+        return rows
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """See `Place`."""
-        yield self.name, tensor
+        for name in (self.name, *self.copies):
+            yield name, tensor
 
 
 @dataclass(frozen=True)

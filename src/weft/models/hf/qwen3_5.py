@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from weft.models.config import HybridConfig
-from weft.models.hf import qwen3_next, rope
+from weft.models.hf import depths, qwen3_next, rope
 from weft.models.hf.family import Family, Raw, Table, flat
 from weft.models.hf.llama import ATTENTION, MLP
 from weft.models.hf.places import Rows
@@ -44,6 +44,7 @@ def _family(model_type: str, architecture: str, end: str, ending: Table, layers:
         fields={**COMMON, **{name: (FIELDS[name][0], default) for name, default in defaults.items()}},
         read=read,
         write=write,
+        depths=depths.single(f"*{end}", "mtp_num_hidden_layers"),
     )
 
 

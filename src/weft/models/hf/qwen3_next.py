@@ -3,7 +3,7 @@
 import torch
 
 from weft.models.config import HybridConfig
-from weft.models.hf import rope
+from weft.models.hf import depths, rope
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, check_layer_types, experts, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
@@ -105,5 +105,8 @@ QWEN3_NEXT = Family(
     read=read,
     write=write,
     required={"attention_dropout": 0.0},
-    kept=frozenset({"full_attention_interval"}),
+    kept=frozenset(
+        {"full_attention_interval", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+    ),
+    depths=depths.single("*E"),
 )

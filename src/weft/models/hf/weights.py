@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
-from weft.models.hf.family import flat, plain, relevant
-from weft.models.hf.places import Place, write
+from weft.models.hf.family import plain, relevant
+from weft.models.hf.places import Place, Same, write
 from weft.models.model import HybridModel
 
 
@@ -28,7 +28,7 @@ def load(model: HybridModel, directory: str | Path) -> None:
     """
     directory = Path(directory)
     cfg = config_of(directory)
-    if flat(cfg) != flat(model.cfg):
+    if cfg.parsed.symbols != model.cfg.parsed.symbols:
         raise ConversionError(f"{directory} holds {cfg.pattern!r}, the model is {model.cfg.pattern!r}")
     if different := [
         f"{name}={plain(model.cfg, name)!r}, there {plain(cfg, name)!r}"
@@ -80,7 +80,8 @@ def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
     complaints = []
     if missing := wanted - set(files):
         complaints.append(f"missing: {listed(missing)}")
-    if unused := set(files) - wanted:
+    copies = {copy for place in places.values() if isinstance(place, Same) for copy in place.copies}
+    if unused := set(files) - wanted - copies:
         complaints.append(f"unused: {listed(unused)}")
     if complaints:
         raise ConversionError(f"{files.directory} does not fit its configuration: {'; '.join(complaints)}")

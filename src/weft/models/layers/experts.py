@@ -22,6 +22,7 @@ class Experts(MoE):
             cfg.num_experts_per_tok,
             dispatcher=dispatcher,
             act=cfg.hidden_act,
+            clamp=cfg.clamp,
             bias=cfg.mlp_bias,
             experts_bias=cfg.experts_bias,
             router_bias=cfg.router_bias,

@@ -2,7 +2,8 @@
 
     layer   name        function                                              where
     M       mamba_ssm   ops.triton.ssd_combined.mamba_chunk_scan_combined     CUDA
-    G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA
+    G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with heads of
+                                                                              keys up to 256 wide
 
 "auto" takes them where they run, and otherwise torch's operations, with the reason in the log, once. A kernel that is
 asked for by its name and does not run is an error. They round in another order than the chunked forms in torch.
@@ -14,12 +15,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 RULE = ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 DEVICES = ("cuda",)
 """Where they run."""
+HALVES, WIDEST = (torch.bfloat16, torch.float16), 256
+"""What fla computes in, and the widest head of keys that it takes."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
     """What computes the gated delta rule on tensors as `delta_chunked` takes them: `chunked`, or fla's."""
 
     def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
-        kernel = _chosen(asked, RULE, q)
+        kernel = _chosen(asked, RULE, q, _not_for_fla(q))
         if kernel is None:
             return chunked(q, k, v, g, beta, state)
         q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
@@ -57,12 +61,22 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _chosen(asked: str, place: tuple[str, str, str], x: Tensor) -> Callable[..., Any] | None:
+def _not_for_fla(q: Tensor) -> str:
+    """Why fla does not take such queries, empty where it does."""
+    if q.dtype not in HALVES:
+        return f"it computes in half precision, and the tensors are {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] > WIDEST:
+        return f"its heads of keys are at most {WIDEST} wide, and these {q.shape[-1]}"
+    return ""
+
+
+def _chosen(asked: str, place: tuple[str, str, str], x: Tensor, unfit: str = "") -> Callable[..., Any] | None:
     if asked == "torch":
         return None
     kernel, reason = _found(place)
     if kernel is not None and x.device.type not in DEVICES:
         reason = f"it runs on CUDA, and the tensors are on {x.device.type}"
+    reason = reason or unfit
     if not reason:
         return kernel
     if asked == place[0]:

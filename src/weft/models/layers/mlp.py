@@ -17,7 +17,9 @@ class MLP(FeedForward):
     dispatcher: Dispatcher | None = None
 
     def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
-        super().__init__(cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, bias=cfg.mlp_bias)
+        super().__init__(
+            cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, clamp=cfg.clamp, bias=cfg.mlp_bias
+        )
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
         self.multiplier = cfg.residual_multiplier
 

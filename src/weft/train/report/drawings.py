@@ -16,35 +16,43 @@ Drawing = tuple[str, str, figures.Draw]
 def draw_all(
     folder: Path, records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
 ) -> list[tuple[str, bytes, bytes]]:
-    """Write each picture as `NAME.png` and `NAME-dark.png` into `folder`; returns (what it shows, light, dark)."""
+    """Write each picture as `NAME.svg` and `NAME-dark.svg` into `folder`; returns (what it shows, light, dark)."""
     pictures = []
-    drawings = _figures(records, memory, baselines) + _pattern_figures(folder) + _stage_figures(folder)
+    drawings = _figures(folder, records, memory, baselines) + _pattern_figures(folder) + _stage_figures(folder)
     drawings += _expert_figures(folder, records)
     for name, title, draw in drawings:
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
-        (folder / f"{name}.png").write_bytes(light)
-        (folder / f"{name}-dark.png").write_bytes(dark)
+        (folder / f"{name}.svg").write_bytes(light)
+        (folder / f"{name}-dark.svg").write_bytes(dark)
         pictures.append((title, light, dark))
     return pictures
 
 
 def _figures(
-    records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
+    folder: Path,
+    records: list[dict[str, Any]],
+    memory: dict[str, dict[str, float]],
+    baselines: dict[str, float],
 ) -> list[Drawing]:
     train, validation = losses(records)
+    resumed = read_facts(folder).get("resumed", [])
     unit = counted(records)
     speed = curve(records, "train", f"{unit}_per_second")
     rate, norm = curve(records, "train", "lr"), curve(records, "train", "gradient_norm")
     found: list[Drawing] = []
     if train or validation:
-        draw = figures.loss(train, validation, baselines, loss_unit(records))
+        draw = figures.loss(train, validation, baselines, loss_unit(records), resumed)
         found.append(("loss", "Training and validation loss over the steps", draw))
     if any(value == value for _, value in speed):
-        found.append(("throughput", f"{unit.capitalize()} per second over the steps", figures.throughput(speed, unit)))
+        found.append(
+            ("throughput", f"{unit.capitalize()} per second over the steps", figures.throughput(speed, unit, resumed))
+        )
     if rate or norm:
-        found.append(("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm)))
+        found.append(
+            ("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm, resumed))
+        )
     if memory:
-        found.append(("memory", "Memory of one rank by role", figures.memory(memory)))
+        found.append(("memory", "Memory by role", figures.memory(memory)))
     return found
 
 

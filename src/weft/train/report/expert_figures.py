@@ -1,14 +1,15 @@
 """The pictures of a run with experts: who got the tokens, and what ran under what."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from weft.comm.timeline import Interval
+from weft.comm.timeline import Interval, pieces, without
+from weft.overlap.order import COMPUTE, EXCHANGE
 from weft.train.report.figures import Draw, Theme
 
 LAYERS_SHOWN = 8
@@ -24,28 +25,28 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
 
     def draw(figure: Figure, theme: Theme) -> None:
         columns = min(2, len(names))
-        colors = LinearSegmentedColormap.from_list("share", [theme.orange, theme.paper, theme.blue])
+        colors = LinearSegmentedColormap.from_list("share", [theme.paper, theme.blue])
         rows = -(-len(names) // columns)
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True)
+        shares = {name: _shares(loads[name]) for name in names}
+        most = max(2, math.ceil(max(np.quantile(each, 0.99) for each in shares.values())))
         for place, axes in enumerate(panels.flat):
             if place >= len(names):
                 axes.set_visible(False)
                 continue
-            counts = np.asarray(loads[names[place]], dtype=np.float64).T  # [expert, step]
-            shares = counts / np.maximum(counts.mean(0), 1e-9)
+            share = shares[names[place]]
             mesh = axes.pcolormesh(
-                _borders(steps), np.arange(len(shares) + 1) - 0.5, shares, cmap=colors, vmin=0, vmax=2
+                _borders(steps), np.arange(len(share) + 1) - 0.5, share, cmap=colors, vmin=0, vmax=most, rasterized=True
             )
             axes.grid(visible=False)
-            axes.set_title(names[place], fontsize=10, pad=6)
+            axes.set_title(names[place], fontsize=9, pad=5)
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
             if place % columns == 0:
                 axes.set_ylabel("expert")
             if place + columns >= len(names):
                 axes.set_xlabel("optimizer step")
         figure.suptitle("Tokens per expert", x=0.02, ha="left", fontsize=12.5, fontweight="bold")
-        bar = figure.colorbar(mesh, ax=panels, ticks=[0, 1, 2], pad=0.02, aspect=30)
-        bar.ax.set_yticklabels(["none", "balanced", "twice"])
+        bar = figure.colorbar(mesh, ax=panels, ticks=range(most + 1), pad=0.02, aspect=30, label="times balanced")
         bar.ax.tick_params(length=0)
         bar.outline.set_visible(False)
 
@@ -53,36 +54,60 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
 
 
 def lanes(intervals: Sequence[Interval], hidden: float) -> Draw:
-    """Computation and exchange of one step side by side; `hidden`: which part of the exchange ran under the former."""
+    """Computation and exchange of one step side by side: where the one idles, and what it hides of the other.
+
+    hidden: which part of the exchange ran under computation.
+    """
+    begin, end = min(each.start for each in intervals), max(each.end for each in intervals)
+    computed = without(pieces(intervals, COMPUTE), pieces(intervals, "wait"))
+    exchanged = pieces(intervals, EXCHANGE)
+    idle = without([(begin, end)], computed)
+    backward = [each for each in intervals if "/backward." in each.label]
 
     def draw(figure: Figure, theme: Theme) -> None:
+        rows = (
+            ("compute", "forward", without(computed, pieces(backward, COMPUTE)), theme.blue, ""),
+            (
+                "compute",
+                "backward",
+                without(computed, without([(begin, end)], pieces(backward, COMPUTE))),
+                theme.violet,
+                "",
+            ),
+            ("compute", "idle", idle, theme.grid, "////"),
+            ("exchange", "hidden exchange", without(exchanged, idle), theme.green, ""),
+            ("exchange", "exposed exchange", without(exchanged, computed), theme.orange, ""),
+        )
         axes = figure.subplots()
         axes.set_title("One training step")
-        axes.set_title(f"{hidden:.0%} of the exchange under computation", loc="right", color=theme.quiet, fontsize=10)
         axes.grid(visible=False)
-        kinds = {"forward": theme.blue, "backward": theme.orange}
-        rows = (("compute", "compute", None), ("wait", "compute", theme.paper), ("exchange", "exchange", None))
-        begin = min(each.start for each in intervals)
-        for lane, row, color in rows:
-            for each in intervals:
-                if each.lane == lane:
-                    direction = "backward" if "/backward." in each.label else "forward"
-                    axes.barh(
-                        row,
-                        (each.end - each.start) * 1e3,
-                        left=(each.start - begin) * 1e3,
-                        height=0.5,
-                        color=color or kinds[direction],
-                        edgecolor=theme.paper,
-                        linewidth=0.3,
-                    )
+        for row, kind, spans, color, hatch in rows:
+            bars = [((start - begin) * 1e3, (stop - start) * 1e3) for start, stop in spans]
+            share = sum(width for _, width in bars) / ((end - begin) * 1e3 or 1)
+            axes.broken_barh(
+                bars,
+                (("compute", "exchange").index(row) - 0.3, 0.6),
+                facecolors=color,
+                edgecolor=theme.quiet if hatch else theme.paper,
+                hatch=hatch,
+                linewidth=0 if hatch else 0.2,
+                label=f"{kind}  {share:.0%}",
+            )
+        axes.set_yticks([0, 1], ["compute", "exchange"])
         axes.set_ylim(1.6, -0.6)
-        axes.set_xlabel("milliseconds")
+        axes.set_xlim(0, (end - begin) * 1e3)
+        axes.set_xlabel(f"milliseconds; {hidden:.0%} of the exchange under computation")
         axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
-        patches = [Patch(color=color, label=kind) for kind, color in kinds.items()]
-        figure.legend(handles=patches, loc="outside lower left", ncols=2, labelcolor=theme.quiet)
+        tight = {"fontsize": 8, "columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.5}
+        figure.legend(loc="outside lower left", ncols=3, labelcolor=theme.quiet, **tight)
 
     return draw
+
+
+def _shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
+    """[expert, step] in multiples of what each expert would have if all had as much."""
+    table = np.asarray(counts, dtype=np.float64).T
+    return table / np.maximum(table.mean(0), 1e-9)
 
 
 def _borders(steps: Sequence[int]) -> np.ndarray:

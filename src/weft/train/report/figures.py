@@ -1,7 +1,7 @@
 """The pictures of a run, each drawn for light and for dark pages.
 
-A figure is a function of the run's numbers that draws with the colours of a `Theme`; `render` makes its PNG.
-The same numbers give the same bytes.
+A figure is a function of the run's numbers that draws with the colours of a `Theme`; `render` makes its SVG, or a PNG.
+The same numbers give the same bytes. Sizes are those of a phone: 10 points in a picture as wide as its screen.
 """
 
 import io
@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from weft.train.progress import format_bytes, format_count
+from weft.train.record.progress import format_bytes, format_count
+from weft.train.report.numbers import median
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,15 @@ DARK = Theme("#151a22", "#e8ecf2", "#98a2b3", "#2a3240", "#6ea2ff", "#ff9461", "
 Draw = Callable[[Figure, Theme], None]
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
+POINTS = 1200
+"""Of a curve that are drawn: more are not seen."""
 
 
-def render(draw: Draw, theme: Theme, size: tuple[float, float] = (7.6, 4.2)) -> bytes:
-    """The PNG of a figure, `size` in inches at 150 dots each."""
+def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:
+    """A figure as "svg" or "png", `size` in inches (for PNG, at 150 dots each)."""
     style: dict[Any, Any] = {
+        "svg.fonttype": "path",  # the same letters everywhere, whatever fonts there are
+        "svg.hashsalt": "weft",
         "font.family": "DejaVu Sans",
         "font.size": 10,
         "text.color": theme.ink,
@@ -67,7 +72,8 @@ def render(draw: Draw, theme: Theme, size: tuple[float, float] = (7.6, 4.2)) -> 
         "xtick.labelcolor": theme.quiet,
         "ytick.color": theme.paper,
         "ytick.labelcolor": theme.quiet,
-        "legend.frameon": False,
+        "legend.edgecolor": "none",
+        "legend.facecolor": theme.paper,
         "figure.facecolor": theme.paper,
         "savefig.facecolor": theme.paper,
     }
@@ -75,28 +81,31 @@ def render(draw: Draw, theme: Theme, size: tuple[float, float] = (7.6, 4.2)) -> 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(style)
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=size, dpi=150, layout=layout)
         draw(figure, theme)
         picture = io.BytesIO()
-        figure.savefig(picture, format="png", metadata={"Software": None})
+        figure.savefig(picture, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
         return picture.getvalue()
 
 
-def loss(train: Curve, validation: Curve, baselines: Mapping[str, float], unit: str) -> Draw:
+def loss(
+    train: Curve, validation: Curve, baselines: Mapping[str, float], unit: str, resumed: Sequence[int] = ()
+) -> Draw:
     """Training and validation loss over the steps, with horizontal lines to compare with."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), "Loss", unit)
+        _mark_resumes(axes, resumed, theme)
         if train:
             steps, values = _columns(train)
             window = max(1, len(values) // 40)
-            axes.plot(steps, values, color=theme.blue, alpha=0.3 if window > 1 else 1.0, linewidth=1)
+            axes.plot(*_thinned(steps, values), color=theme.blue, alpha=0.3 if window > 1 else 1.0, linewidth=1)
             label = f"training  {values[-1]:.3f}"
             if window > 1:
                 smooth = _smoothed(values, window)
                 label = f"training, mean of {window} steps  {smooth[-1]:.3f}"
-                axes.plot(steps, smooth, color=theme.blue, linewidth=1.8)
+                axes.plot(*_thinned(steps, smooth), color=theme.blue, linewidth=1.8)
             axes.plot([], [], color=theme.blue, linewidth=1.8, label=label)
         if validation:
             steps, values = _columns(validation)
@@ -117,14 +126,15 @@ def loss(train: Curve, validation: Curve, baselines: Mapping[str, float], unit: 
     return draw
 
 
-def throughput(speed: Curve, unit: str) -> Draw:
+def throughput(speed: Curve, unit: str, resumed: Sequence[int] = ()) -> Draw:
     """Tokens or whatever `unit` is per second over the steps, with their median."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), "Throughput", f"{unit} per second")
+        _mark_resumes(axes, resumed, theme)
         steps, values = _columns(speed)
-        middle = float(np.nanmedian(values))
-        axes.plot(steps, values, color=theme.green, linewidth=1.4)
+        middle = median(speed)
+        axes.plot(*_thinned(steps, values), color=theme.green, linewidth=1.4)
         axes.axhline(middle, color=theme.quiet, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.set_ylim(0, float(np.nanmax(values)) * 1.15 or 1)
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -133,7 +143,7 @@ def throughput(speed: Curve, unit: str) -> Draw:
     return draw
 
 
-def rate_and_norm(learning_rate: Curve, gradient_norm: Curve) -> Draw:
+def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[int] = ()) -> Draw:
     """Learning rate and gradient norm over the steps, one above the other."""
 
     def draw(figure: Figure, theme: Theme) -> None:
@@ -149,8 +159,9 @@ def rate_and_norm(learning_rate: Curve, gradient_norm: Curve) -> Draw:
         for axes, (curve, title, unit, color) in zip(all_axes, panels):
             steps, values = _columns(curve)
             _step_axes(axes, title, unit, label_steps=axes is all_axes[-1])
-            axes.plot(steps, values, color=color, linewidth=1.5)
+            axes.plot(*_thinned(steps, values), color=color, linewidth=1.5)
             axes.set_ylim(bottom=0)
+            _mark_resumes(axes, resumed, theme, named=axes is all_axes[0])
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             if title == "Learning rate":
                 axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
@@ -164,7 +175,7 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        axes.set_title("Memory by role, one rank")
+        axes.set_title("Memory by role" if len(groups) > 2 else "Memory by role, one rank")
         axes.grid(visible=False)
         labels: list[str] = []
         largest = max((v for roles in groups.values() for v in roles.values()), default=0) or 1
@@ -183,11 +194,11 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
         axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
         # Upside down, and with room for five bars at least: one or two must not fill the picture.
         axes.set_ylim(max(5, len(labels)) - 0.5, -0.5)
-        axes.set_xlim(0, largest / unit * 1.18)
+        axes.set_xlim(0, largest / unit * 1.32)
         axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         if len(groups) > 1:
-            figure.legend(loc="outside lower left", ncols=len(groups), labelcolor=theme.quiet)
+            figure.legend(loc="outside lower left", ncols=min(len(groups), 4), labelcolor=theme.quiet)
 
     return draw
 
@@ -204,6 +215,31 @@ def _step_axes(axes: Any, title: str, unit: str, label_steps: bool = True) -> An
 def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     steps, values = np.asarray(curve, dtype=np.float64).T
     return steps, values
+
+
+def _mark_resumes(axes: Any, resumed: Sequence[int], theme: Theme, named: bool = True) -> None:
+    """A line where the run went on from a checkpoint."""
+    for number, step in enumerate(resumed):
+        axes.axvline(step, color=theme.violet, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+        if named and number == 0:
+            place = {"xy": (step, 0.0), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+            axes.annotate("resumed", **place, xytext=(3, 4), color=theme.violet, fontsize=8)
+
+
+def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest of each of as many parts as a picture can show."""
+    size = -(-2 * len(values) // POINTS)
+    if size < 2:
+        return steps, values
+    places = []
+    for start in range(0, len(values), size):
+        part = values[start : start + size]
+        known = np.flatnonzero(np.isfinite(part))
+        if len(known):
+            places += sorted({start + known[part[known].argmin()], start + known[part[known].argmax()]})
+        else:
+            places.append(start)  # a gap stays one
+    return steps[places], values[places]
 
 
 def _smoothed(values: np.ndarray, window: int) -> np.ndarray:

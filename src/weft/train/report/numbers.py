@@ -1,16 +1,20 @@
 """A run's records as the numbers that its report shows."""
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Curve = list[tuple[float, float]]
 
 
-def memory_groups(memory: Mapping[str, Any] | None) -> dict[str, dict[str, float]]:
-    """group -> role -> bytes, without roles that take nothing."""
+def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
+    """group -> role -> bytes, without roles that take nothing. Several reports are those of a pipeline's ranks."""
     if not memory:
         return {}
+    if not isinstance(memory, Mapping):
+        of_ranks = [memory_groups(each) for each in memory]
+        return {f"rank {n}, {group}": roles for n, groups in enumerate(of_ranks) for group, roles in groups.items()}
     groups: dict[str, Mapping[str, float]] = {"by role": memory}
     if "persistent" in memory:
         peaks = {role: counts["peak"] for role, counts in memory.get("transient", {}).items()}
@@ -23,6 +27,12 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
     """(step, value) of the records that have it; a value that was not finite leaves a gap."""
     found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
     return [(step, math.nan if value is None else value) for step, value in found]
+
+
+def median(points: Sequence[tuple[float, float]]) -> float:
+    """Of the values that are known: the middle one, or the mean of the two in the middle. NaN where there is none."""
+    known = [value for _, value in points if value == value]
+    return statistics.median(known) if known else math.nan
 
 
 def counted(records: list[dict[str, Any]]) -> str:

@@ -1,17 +1,18 @@
-"""What a run leaves for a person: report.html, one file that holds everything, and its pictures as PNGs."""
+"""What a run leaves for a person: report.html, one file that holds everything, and its pictures as SVG."""
 
 import base64
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.train.files import replace_text
-from weft.train.metrics import read_metrics
-from weft.train.progress import format_bytes, format_count, format_time
+from weft.train.record.metrics import read_metrics
+from weft.train.record.progress import format_bytes, format_count, format_time
 from weft.train.report.facts import read_facts
-from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups
+from weft.train.report.numbers import counted, curve, loss_unit, losses, median, memory_groups
+from weft.train.report.settings import in_use
 
 BASELINE = "bigram table"
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
@@ -21,15 +22,15 @@ def write_report(
     run_directory: str | Path,
     *,
     description: str = "",
-    memory: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     baseline: Mapping[str, float] | float | None = None,
 ) -> Path:
-    """Write report.html and its PNGs (`NAME.png`, `NAME-dark.png`) into a run's folder; returns its path.
+    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
 
-    description: the text of `weft.describe`. memory: `weft.memory_report`, or bytes by role. baseline: the
-    validation loss of the bigram table in nats per byte, or such losses by name. Metrics and configuration
-    come from the folder. What is missing is left out; without matplotlib, the pictures. The same inputs give the same
-    bytes.
+    description: the text of `weft.describe`. memory: `weft.memory_report`, those of a pipeline's ranks, or
+    bytes by role. baseline: the validation loss of the bigram table in nats per byte, or such losses by name. Metrics
+    and configuration come from the folder. What is missing is left out; without matplotlib, the pictures. The same
+    inputs give the same bytes.
     """
     folder = Path(run_directory)
     records = read_metrics(folder)
@@ -47,7 +48,7 @@ def write_report(
         rows=_rows(records, baselines),
         pictures=pictures,
         units=description,
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
+        config=in_use(config.read_text(encoding="utf-8")) if config.exists() else "",
     )
     path = folder / "report.html"
     replace_text(path, page)
@@ -99,9 +100,9 @@ def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[t
             tiles.append((f"{value:.3f}", name, f"the run is {difference}"))
     elif train:
         tiles.append((f"{train[-1][1]:.3f}", "training loss", loss_unit(records)))
-    speed = sorted(v for _, v in curve(records, "train", f"{counted(records)}_per_second") if v == v)
-    if speed:
-        tiles.append((format_count(speed[len(speed) // 2]), f"{counted(records)} per second", "median"))
+    speed = median(curve(records, "train", f"{counted(records)}_per_second"))
+    if speed == speed:
+        tiles.append((format_count(speed), f"{counted(records)} per second", "median"))
     if train:
         tiles.append((f"{train[-1][0]:,.0f}", "optimizer steps", ""))
     return tiles
@@ -133,8 +134,8 @@ def _picture(title: str, light: bytes, dark: bytes) -> str:
     day, night = (base64.b64encode(picture).decode() for picture in (light, dark))
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{night}">'
-        f'<img alt="{html.escape(title)}" src="data:image/png;base64,{day}"></picture>'
+        f'srcset="data:image/svg+xml;base64,{night}">'
+        f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{day}"></picture>'
         f"<figcaption>{html.escape(title)}</figcaption></figure>"
     )
 
@@ -211,7 +212,10 @@ def _page(
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
-        body.append(f"<details><summary><h2>Configuration</h2></summary><pre>{html.escape(config)}</pre></details>")
+        note = "Sizes, and what differs from the defaults; config.toml has every setting."
+        body.append(
+            f"<details><summary><h2>Configuration</h2></summary><p>{note}</p><pre>{html.escape(config)}</pre></details>"
+        )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

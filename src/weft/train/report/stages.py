@@ -50,7 +50,7 @@ def _spans(table: Table, rank: int, intervals: Sequence[Interval]) -> list[Span]
             direction, _, slot = step.partition(".")
             kind = "F" if direction == FORWARD else "B"
             if place in apart and kind == "B":
-                kind = "W" if slot.endswith(".weights") else "I"
+                kind = "W" if slot.endswith(".weights") or slot == "embed" else "I"
             found[kind, *place].append((each.start, each.end))
     spans, last = [], 0.0
     for entry in table.ranks[rank]:

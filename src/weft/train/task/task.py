@@ -1,6 +1,6 @@
 """What a loop knows of what it trains."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,8 @@ class Task(Protocol):
     """Over all ranks."""
     description: str
     """A line about the data."""
+    at_once: int
+    """How many microbatches of a validation are computed together: several keep all stages of a pipeline busy."""
     adds_losses: bool
     """Whether the loss has those of routers and prediction depths in it; they are logged apart."""
 
@@ -49,6 +51,10 @@ class Task(Protocol):
 
     def loss(self, microbatch: Any) -> Losses:
         """Of a microbatch that lies on the device."""
+        ...
+
+    def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
+        """Of up to `at_once` microbatches that lie on the device; nothing is kept for a backward."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A model of tokens on text, as a configuration describes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ class TextTask:
         held = [corpus.held for corpus in self.corpora[: 1 if apart else None]]
         options |= {"weights": () if apart else data.weights, "batches": config.train.validation_batches}
         self.validation = Validation(held, **options)
+        self.at_once = 2 * config.sharding.pp if config.sharding.pp > 1 else 1
         self.units_per_step = config.train.global_batch_size * data.sequence_length
         self.description = "; ".join(corpus.description for corpus in self.corpora)
         self._loss: Callable[..., Any] | None = None
@@ -67,9 +68,12 @@ class TextTask:
             found = self._loss(self.model, microbatch)
             return found if isinstance(found, tuple) else (found, {})
         tokens, labels = microbatch
-        if self.model.cut is not None:  # trained by a schedule: this is validation
-            return evaluate(self.model, [(tokens, labels)])[0], {}
         return self.model(tokens, labels=labels), {}
+
+    def validation_losses(self, microbatches: Sequence[Batch]) -> list[Losses]:
+        if self._loss is None and self.model.cut is not None:
+            return [(loss, {}) for loss in evaluate(self.model, microbatches)]
+        return [self.loss(microbatch) for microbatch in microbatches]
 
     def validation_values(self, loss: float) -> dict[str, float]:
         size = self._bytes_per_token

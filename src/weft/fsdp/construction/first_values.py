@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
-from weft.fsdp.group import Slot
+from weft.fsdp.slots import Slot
 from weft.memory.blank import blank_storage, has_blank
 
 

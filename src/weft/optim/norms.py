@@ -15,15 +15,92 @@ axis over which anything differs, and one more per tensor-parallel group.
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_gather_uneven, reduce_now
 from weft.comm.groups import group_of
+from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.diagnostics import local_of, named_slots
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.module import unit_of, units_of
 from weft.mesh import ranks_over
+
+
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
+
+    Every element counts once, wherever it lies: on the mesh of the model, replicated, on a part of its ranks as experts
+    are, or sliced for tensor parallelism. Parameters that are not sharded count too, and are taken to have the same
+    gradients on all ranks; so do frozen ones whose `.grad` is set. One kernel per parameter group and one small
+    all-reduce per mesh axis.
+
+    Raises TypeError for what is no module, ValueError for a module without sharded ones and a `norm_type` that is not
+    positive.
+    """
+    groups = _groups_of(model)
+    return _norm_of(model, groups, norm_type, _unsharded_gradients(model, groups))
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before.
+
+    The norm is that of `grad_norm`. Collective.
+
+    Raises what `grad_norm` does and, with `error_if_nonfinite`, RuntimeError for a norm that is infinite or not a
+    number; the host then waits for the norm.
+    """
+    groups = _groups_of(model)
+    unsharded = _unsharded_gradients(model, groups)
+    norm = _norm_of(model, groups, norm_type, unsharded)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {norm.item()}: there is nothing to clip; look for the "
+            "cause, or leave out error_if_nonfinite and skip the step"
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
+    for group in groups:
+        if group.gradients.take_over() and group.gradients.main is not None:
+            by_device.setdefault(group.home, []).append(group.gradients.main.local)
+    for gradient in unsharded:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(local.device, []).append(local)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+    return norm
+
+
+class ParameterNorms(NamedTuple):
+    """The 2-norms of a parameter and of its gradient, None where no rank has one."""
+
+    weight: float
+    gradient: float | None
+
+
+def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
+    """The norms of every sharded parameter and of its gradient by name, the same on every rank.
+
+    Nothing is gathered: one small all-reduce per mesh axis for the whole model. Collective; the host waits for it.
+    Raises ValueError for a model without sharded modules.
+    """
+    names, weights, gradients = [], [], []
+    for name, group, number in named_slots(model):
+        parameter = group.sharded_parameters[number]
+        names.append(name)
+        weights.append((group, number, local_of(parameter)))
+        gradients.append((group, number, local_of(parameter.grad) if parameter.grad is not None else None))
+    roots = [math.sqrt(square) if square is not None else None for square in _squared_norms([*weights, *gradients])]
+    return {
+        name: ParameterNorms(weight or 0.0, gradient)
+        for name, weight, gradient in zip(names, roots, roots[len(names) :])
+    }
 
 
 class ModelRanks:
@@ -68,26 +145,26 @@ class ModelRanks:
                 )
 
 
-def gradient_norm(
-    groups: Sequence[ParameterGroup],
-    norm_type: float,
-    others: Sequence[torch.Tensor] = (),
-    stages: dist.ProcessGroup | None = None,
-    device: torch.device | None = None,
-) -> torch.Tensor:
-    """The norm of all gradients of `groups`, 0-D, fp32, the same on every rank. Collective.
+def _groups_of(model: nn.Module) -> list[ParameterGroup]:
+    return [group for unit in units_of(model) for group in unit.groups]
 
-    `others`: gradients of no group; plain ones are the same on every rank. `stages`: the ranks of a pipeline, each with
-    other parameters, on `device`; their shares are added in rank order, so that the norm is the same bit for bit.
-    Raises ValueError for a `norm_type` that is not positive.
+
+def _norm_of(
+    model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The norm over all stages of a model that is cut into some; what two of them share counts once.
+
+    The stages' shares are added in rank order, so that the norm is the same on all of them bit for bit.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: choose a positive number, or math.inf for the largest absolute value")
     infinite = math.isinf(norm_type)
-    if groups:
-        total = _total(groups, norm_type, others)
-    else:
-        total = torch.zeros((), device=device)
+    cut: Any = getattr(model, "cut", None)
+    stages = cut.group if cut is not None else None
+    if stages is not None and cut.has_copies:
+        again = {group for module in model.shared_ends for group in _groups_of(module)}
+        groups = [group for group in groups if group not in again]
+    total = _total(groups, norm_type, unsharded) if groups else torch.zeros((), device=unit_of(model).device)
     if stages is not None:
         parts = list(torch.zeros(stages.size(), device=total.device).split(1))
         parts[stages.rank()] = total.reshape(1)
@@ -137,7 +214,22 @@ def _shares(kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torc
     return stacked.max() if math.isinf(norm_type) else stacked.sum()
 
 
-def squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None]]) -> list[float | None]:
+def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[torch.Tensor]:
+    """The gradients of parameters that are in no group."""
+    found = {
+        id(parameter): parameter
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
+    }
+    if found:  # also gathered ones that wait for their reduction look like that
+        for group in groups:
+            for parameter in group.full_parameters:
+                found.pop(id(parameter), None)
+    return [parameter.grad for parameter in found.values() if parameter.grad is not None]
+
+
+def _squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None]]) -> list[float | None]:
     """The squared 2-norms of tensors: of each, a group, the number of the parameter there whose shape and cuts it has,
     and what lies here of it, None for nothing. None for a tensor of which nobody has anything. Collective.
     """

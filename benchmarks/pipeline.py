@@ -1,0 +1,216 @@
+"""Schedules of a pipeline: weft's beside one another, and beside torch's own of the same model.
+
+    weft bench pipeline --ranks 4 -- --device 0.5 --link 30mbit   # as root: a device and a link for each rank
+    weft bench pipeline --ranks 4 -- --pp 4 --device 0.5          # no experts on several ranks: nothing to hide
+    weft bench pipeline --ranks 4                                # the cores of this machine, shared by all ranks
+
+Layers of attention and experts, four of eight for each token; `--pp` ranks in a pipeline, with two layers each, and the
+experts spread over the others. A step is forward and backward of all microbatches, nothing sharded or reduced: what is
+compared is who runs when. torch's sides run the very layers of weft's, whose experts exchange tokens inside of their
+forward and backward.
+
+Idle is the part of a step in which a rank neither computes nor waits inside of a computation for an exchange; exposed,
+the part in which it waits for one; hidden, the part of the exchange beside which it computes. Means over ranks, of one
+more step.
+"""
+
+import argparse
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import _device
+import _link
+import _report
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV
+
+import weft
+from weft.comm.timeline import Interval, Timeline, busy, overlap, span
+from weft.models import HybridConfig, HybridModel
+from weft.overlap import forward_backward
+
+ROWS, SEQUENCE = 1, 128
+CONFIG = HybridConfig(
+    pattern="[*E]",
+    vocab_size=256,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=64,
+)
+LOOPS, V = {"chunks": 2}, {"chunks": 2, "placement": "v"}
+OURS: dict[str, tuple[dict, dict]] = {
+    "weft 1f1b": ({"schedule": "1f1b"}, {}),
+    "weft interleaved": ({"schedule": "interleaved"}, LOOPS),
+    "weft combined": ({"schedule": "combined"}, LOOPS),
+    "weft dualpipev": ({"schedule": "dualpipev"}, V),
+    "weft zbv": ({"schedule": "zbv"}, V),
+}
+"""What is given to `forward_backward`, and to the model."""
+THEIRS: dict[str, tuple[Any, dict]] = {"torch 1F1B": (Schedule1F1B, {}), "torch DualPipeV": (ScheduleDualPipeV, V)}
+
+
+class Chunk(nn.Module):
+    """One stage of a model in stages, as torch's pipelines take it."""
+
+    def __init__(self, model: HybridModel, chunk: int) -> None:
+        super().__init__()
+        cut: Any = model.cut
+        before = sum(map(len, cut.mine[:chunk]))
+        self.layers = nn.ModuleList(model.decoder.layers[before : before + len(cut.mine[chunk])])
+        self.embed = model.embed if cut.stage(chunk) == 0 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class RecordedStage(PipelineStage):
+    """A stage whose computation is recorded."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with span("compute"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with span("compute"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with span("compute"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def built(meshes: weft.Meshes, how: dict) -> HybridModel:
+    """This rank's stages, with the same weights on every side."""
+    torch.manual_seed(0)
+    cfg = dataclasses.replace(CONFIG, pattern=CONFIG.pattern * 2 * meshes.pp.size())
+    return HybridModel(cfg, meshes, **how)
+
+
+def our_step(model: HybridModel, data: list, how: dict) -> list[Tensor]:
+    """Forward and backward under one of weft's schedules."""
+    losses = forward_backward(model, data, **how)
+    model.zero_grad()
+    return losses
+
+
+def their_step(meshes: weft.Meshes, model: HybridModel, data: list, schedule: Any) -> Callable[[], list[Tensor]]:
+    """Forward and backward under one of torch's schedules, as a function."""
+    cut: Any = model.cut
+    hidden = torch.empty(ROWS, SEQUENCE, CONFIG.hidden_size, requires_grad=True)
+    stages = []
+    for chunk in range(cut.chunks):
+        number = cut.stage(chunk)
+        given = data[0][0] if number == 0 else hidden
+        how: Any = {"input_args": given, "output_args": hidden, "group": cut.group}
+        stages.append(RecordedStage(Chunk(model, chunk), number, len(cut.segments), torch.device("cpu"), **how))
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        with span("compute"):
+            return model.loss(output, labels, labels, ())
+
+    runs = schedule(stages if cut.chunks > 1 else stages[0], len(data), loss, scale_grads=False)
+    tokens, labels = (torch.cat(side) for side in zip(*data))
+
+    def step() -> list[Tensor]:
+        losses: list[Tensor] = []
+        ends = {"target": labels, "losses": losses} if cut.is_last else {}
+        runs.step(*([tokens] if cut.is_first else []), **ends)
+        model.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    return step
+
+
+def sides(meshes: weft.Meshes, data: list) -> dict[str, Callable[[], list[Tensor]]]:
+    """The steps that are measured."""
+    found: dict[str, Callable[[], list[Tensor]]] = {}
+    for name, (switches, how) in OURS.items():
+        found[name] = partial(our_step, built(meshes, how), data, switches)
+    for name, (schedule, how) in THEIRS.items():
+        found[name] = their_step(meshes, built(meshes, how), data, schedule)
+    return found
+
+
+def shares(intervals: list[Interval], seconds: float) -> list[float]:
+    """Idle, exposed and exchange, parts of a step of so many seconds, and the part of the exchange that is hidden."""
+    computing = busy(intervals, "compute", "wait") - busy(intervals, "wait")
+    moving = busy(intervals, "exchange")
+    hidden = overlap(intervals, "exchange", "compute", without="wait")
+    inside = overlap(intervals, "exchange", "wait")
+    idle = 1 - (computing + inside) / seconds
+    return [idle, inside / seconds, moving / seconds, hidden / moving if moving else float("nan")]
+
+
+def recorded(step: Callable[[], object]) -> list[float]:
+    """Shares of one more step, the mean over ranks."""
+    dist.barrier()
+    with Timeline() as timeline:
+        seconds = _report.slowest(step, 1)
+    found = torch.tensor(shares(timeline.intervals(), seconds))
+    dist.all_reduce(found)
+    return (found / dist.get_world_size()).tolist()
+
+
+def main() -> None:
+    """Measure in turn and print, on rank 0, seconds per step, ratios and shares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pp", type=int, default=2, help="ranks of a pipeline (default: 2)")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--device", metavar="GFLOPS", type=float, help="each rank has a device of this rate")
+    parser.add_argument("--link", metavar="RATE", help='limit each rank\'s network to this rate, as in "30mbit"')
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with _link.process_group(options.link):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """All sides in turn."""
+    meshes = weft.init_meshes("cpu", pp=options.pp, ep=dist.get_world_size() // options.pp)
+    generator = torch.Generator().manual_seed(meshes.dp_rank)
+    shape = (2, ROWS, SEQUENCE)
+    data = [torch.randint(CONFIG.vocab_size, shape, generator=generator).unbind() for _ in range(options.microbatches)]
+    with _device.SlowDevice(options.device * 1e9) if options.device else nullcontext():
+        steps = sides(meshes, data)
+        expected = steps["weft 1f1b"]()
+        for step in steps.values():
+            if losses := step():  # torch's are on the rank of the last stage only
+                torch.testing.assert_close(losses, expected)
+        taken = _report.in_turn(steps, options.rounds, 1)
+        found = {name: recorded(step) for name, step in steps.items()}
+    if dist.get_rank() == 0:
+        device = f"devices of {options.device:g} GFLOP/s" if options.device else "the machine's cores"
+        print(f"{_report.machine()}, on {options.link or 'loopback'}, {device}, medians of {options.rounds}")
+        print(f"pp {options.pp}, ep {meshes.ep.size() if meshes.ep else 1}, {options.microbatches} microbatches")
+        _report.table(taken, "weft 1f1b", "ms/step", 1e3)
+        report(taken, found)
+
+
+def report(taken: dict, found: dict) -> None:
+    """What the ranks did with their time."""
+    print(f"\n{'one more step':20}{'idle':>8}{'exposed':>9}{'exchange':>10}{'hidden':>8}{'1f1b / it':>11}")
+    for name, values in found.items():
+        ratio = statistics.median(one / it for one, it in zip(taken["weft 1f1b"], taken[name]))
+        idle, exposed, exchange, hidden = (f"{value:.0%}" for value in values)
+        if name in THEIRS or math.isnan(values[-1]):  # torch's wait for each exchange where it begins
+            hidden = "-"
+        print(f"{name:20}{idle:>8}{exposed:>9}{exchange:>10}{hidden:>8}{ratio:11.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Norms of tensors that are cut unevenly: of the parts that lie here, then combined over the ranks that hold others."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from weft.comm.groups import group_of
+from weft.dtensor.uneven import UnevenDTensor
+
+
+def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of `value`, which is the same on all ranks of `mesh`."""
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
+    """Norms of whole tensors from those of their parts, for all tensors of `locals_`, 1-D, at once."""
+    if not like.axes:
+        return locals_
+    if math.isinf(order):
+        op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+        return like.combine(locals_, op)
+    if order == 0:
+        return like.combine(locals_, dist.ReduceOp.SUM)
+    return like.combine(locals_.pow(order), dist.ReduceOp.SUM).pow(1 / order)
+
+
+def part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """The norm of what lies here."""
+    if not local.numel():
+        nothing = math.inf if order == -math.inf else 0.0
+        return torch.full((), nothing, dtype=(dtype or local.dtype).to_real(), device=local.device)
+    return torch.linalg.vector_norm(local, order, dtype=dtype)
+
+
+def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The norms of many tensors: one kernel, and one all-reduce for those that are cut over the same axes."""
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    norms: list[Any] = [None] * len(args[0])
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for number, tensor in enumerate(args[0]):
+        if isinstance(tensor, UnevenDTensor):
+            alike.setdefault((id(tensor._spec.mesh), tensor.axes), []).append(number)
+        else:
+            norms[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    mesh = _common_mesh([args[0][first].device_mesh for first, *_ in alike.values()])
+    for numbers in alike.values():
+        like = args[0][numbers[0]]
+        parts = torch.stack(_part_norms([args[0][number]._local_tensor for number in numbers], order, dtype))
+        for number, norm in zip(numbers, _all_replicated(combined_norms(parts, order, like), mesh or like.device_mesh)):
+            norms[number] = norm
+    return norms
+
+
+def _part_norms(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """`part_norm` of each."""
+    here = [local for local in locals_ if local.numel()]
+    filled = iter(torch._foreach_norm(here, order, dtype=dtype) if here else ())
+    return [next(filled) if local.numel() else part_norm(local, order, dtype) for local in locals_]
+
+
+def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:
+    """`replicated` each of `values`, 1-D."""
+    each = values.unbind()
+    spec = replicated(each[0], mesh)._spec  # from_local makes a new one each time, and takes its time for it
+    return [DTensor(value, spec, requires_grad=False) for value in each]  # type: ignore[call-arg]
+
+
+def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """A mesh on which a value is replicated if it is on one of `meshes`; None where there is none.
+
+    One whose first axes are those of all others, or any where they all lay out the same ranks.
+    """
+    longest = max(meshes, key=lambda mesh: mesh.ndim)
+    groups = [group_of(longest, axis) for axis in range(longest.ndim)]
+    if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
+        return longest
+    return longest if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}) == 1 else None

@@ -1,0 +1,184 @@
+"""What `fully_shard` was asked for: its arguments, checked, as far as that needs no parameter."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from weft.fsdp.construction.mesh_dims import axes_of, data_parallel_mesh
+from weft.fsdp.construction.parameters import ignore
+from weft.fsdp.module import FSDPModule, checked_factor, kind_of
+from weft.fsdp.placement import Placements, placements_of
+from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
+from weft.fsdp.runtime.options import RuntimeOptions
+from weft.memory.offload import OffloadPolicy, offload_of
+
+DEFAULT_STRATEGY = "optim_grads_params"
+
+
+class Request:
+    """One call of `fully_shard`. Raises ValueError and TypeError as that does.
+
+    `ignored`: ids of parameters. `replicas`: the data-parallel axes, by name, of a mesh that has others too.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        mesh: DeviceMesh | None,
+        strategy: str | Placements,
+        outer_strategy: str,
+        reshard_after_forward: bool | int | None,
+        shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+        mp_policy: Any,
+        offload_policy: Any,
+        ignored_params: Iterable[nn.Parameter] | None,
+        gradient_divide_factor: float | None,
+        runtime: RuntimeOptions | None,
+        dp_mesh_dims: Any,
+    ) -> None:
+        self.modules = _checked_modules(module)
+        self.divide_factor = gradient_divide_factor
+        if gradient_divide_factor is not None:
+            self.divide_factor = checked_factor("gradient_divide_factor=", gradient_divide_factor)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh={mesh!r}: pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks")
+        if runtime is not None and not isinstance(runtime, RuntimeOptions):
+            raise TypeError(f"runtime={runtime!r}: pass weft.RuntimeOptions(...)")
+        self.options = runtime or RuntimeOptions()
+        if shard_placement_fn is not None and not callable(shard_placement_fn):
+            raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: pass a function of one parameter")
+        self.choose = shard_placement_fn
+        self.ignored = _checked_ignored(ignored_params)
+        self.policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
+        self.offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
+        self.replicas: tuple[str, ...] = ()
+        if dp_mesh_dims is not None:
+            self.replicas = axes_of(dp_mesh_dims)
+            if mesh is None:
+                raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
+            mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+            if dp_mesh_dims.shard is None and strategy == DEFAULT_STRATEGY:
+                strategy = "no_shard"
+        self.mesh = _whole_world(self.modules) if mesh is None else checked_mesh(mesh)
+        self._strategies = strategy, outer_strategy
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        self.reshard_after_forward = _checked_reshard(reshard_after_forward, self.placements_on(self.mesh), shards)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    def placements_on(self, mesh: DeviceMesh) -> Placements:
+        """What the strategies mean on the mesh of some of the parameters."""
+        return placements_of(*self._strategies, mesh.ndim)
+
+    def checked_own_mesh(self, own: DeviceMesh) -> DeviceMesh:
+        """`own`, which a parameter has in place of `mesh`, if that goes together with the other arguments."""
+        if own is self.mesh or own == self.mesh:
+            return self.mesh
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, int) and not isinstance(reshard, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard} where shard_placement_fn gives parameters a mesh of their own: "
+                "choose True, False or None, or shard their module by a call of its own"
+            )
+        if own.device_type != self.mesh.device_type:
+            raise ValueError(
+                f"shard_placement_fn returned a mesh of {own.device_type} beside one of {self.mesh.device_type}"
+            )
+        return checked_mesh(own)
+
+
+def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh`, if one can shard over it here. Raises ValueError if not."""
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D one (shard) or a 2-D one (outer, shard)"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh {mesh.mesh.tolist()} does not contain this rank ({dist.get_rank()}): "
+            "call fully_shard only on the ranks of its mesh"
+        )
+    return mesh
+
+
+def _checked_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
+        if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
+            raise ValueError(f"{type(one).__name__} has no forward that could gather it: shard its members instead")
+        if isinstance(one, FSDPModule):
+            raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
+    if not modules:
+        raise ValueError("fully_shard got an empty list: pass at least one module")
+    return modules
+
+
+def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
+    """`choice` of `reshard_after_forward`, a bool where it is one in other words, on a shard axis of `shards` ranks."""
+    if choice is None or isinstance(choice, bool):
+        return choice
+    if not isinstance(choice, int):
+        raise ValueError(f"reshard_after_forward={choice!r}: choose True, False, None or a number of ranks")
+    if choice < 1 or shards % choice:
+        sizes = ", ".join(str(size) for size in range(1, shards + 1) if not shards % size)
+        raise ValueError(
+            f"reshard_after_forward={choice}: it must divide the {shards} ranks of the shard axis; choose one of "
+            f"{sizes}"
+        )
+    if not placements.parameter[-1].is_shard():
+        raise ValueError(
+            f"reshard_after_forward={choice} where each rank keeps all weights: choose strategy='optim_grads_params', "
+            "or leave it out"
+        )
+    return {1: False, shards: True}.get(choice, choice)
+
+
+def _checked_ignored(parameters: Any) -> set[int]:
+    """The ids of `ignored_params`. Those of other modules may be among them: callers pass one set with every call."""
+    fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
+    if parameters is None:
+        return set()
+    if isinstance(parameters, (str, torch.Tensor, nn.Module)) or not isinstance(parameters, Iterable):
+        raise TypeError(f"ignored_params is a {type(parameters).__name__}: {fix}")
+    ignored = set()
+    for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter):
+            named = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
+            raise TypeError(f"ignored_params contains {named}: {fix}")
+        ignore(parameter)
+        ignored.add(id(parameter))
+    return ignored
+
+
+_worlds: dict[tuple[str, Any], DeviceMesh] = {}
+
+
+def _whole_world(modules: list[nn.Module]) -> DeviceMesh:
+    """One mesh over all ranks for all units: a mesh of its own for each would cost each a communicator."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
+        )
+    key = (_default_device_type(modules), dist.group.WORLD)
+    if key not in _worlds:
+        _worlds.clear()
+        _worlds[key] = init_device_mesh(key[0], (dist.get_world_size(),))
+    return _worlds[key]
+
+
+def _default_device_type(modules: list[nn.Module]) -> str:
+    """Where the parameters are; for those in CPU memory or nowhere yet, what the process group is for."""
+    first = next((parameter for module in modules for parameter in module.parameters()), None)
+    if first is not None and first.device.type not in ("cpu", "meta"):
+        return first.device.type
+    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"

@@ -1,0 +1,84 @@
+"""The values with which training starts: there at all, and the same on all ranks that have the same parameters.
+
+when                           what happens
+-----------------------------  -----------------------------------------------------------------------------------
+a unit is made                 replicas get the values of the first of them, whatever seeds their ranks had
+the first pass of a root       parameters from the meta device that nobody filled are an error, on every rank;
+                               replicas of the others are made alike again, whatever each has filled them with
+a root's runtime is made       what tensor parallelism does not slice is made alike over the ranks of the slices
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.comm import collectives
+from weft.comm.groups import group_of
+from weft.fsdp.group import ParameterGroup
+from weft.fsdp.unit import Unit
+from weft.memory.blank import has_blank
+
+
+def equalize(group: ParameterGroup) -> None:
+    """Let replicas start with the values of the first of them. Collective."""
+    for axis, ranks in enumerate(group.groups):
+        if axis not in group.main_weight.axes and ranks.size() > 1:
+            collectives.broadcast(group.main_weight.local, ranks)
+
+
+def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
+    """Let what is no slice start alike on all ranks that have slices of others, unless it is cut over them.
+    Collective."""
+    for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
+        for group in groups:
+            _equalize_over(group, slices)
+
+
+def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
+    if len(set(dist.get_process_group_ranks(slices)).intersection(group.mesh.mesh.flatten().tolist())) > 1:
+        return  # ranks of other experts have other parts of what is dense
+    if not any(group.slice_groups):
+        collectives.broadcast(group.main_weight.local, slices)
+        return
+    for own, parameter in zip(group.slice_groups, group.sharded_parameters):
+        if own is None:  # slices of unequal size make its cuts differ from rank to rank
+            whole = parameter.full_tensor().detach()  # type: ignore[attr-defined]
+            collectives.broadcast(whole, slices)
+            with torch.no_grad():
+                parameter.copy_(whole)
+
+
+def check_filled(units: Sequence[Unit]) -> None:
+    """Raise ValueError, on every rank, for what was on the meta device and has no values yet. Collective where
+    something was."""
+    for unit in units:
+        for group in unit.groups:
+            if group.unfilled:
+                _check_filled(group)
+                group.unfilled = []
+                equalize(group)
+    for unit in units:
+        for module in (each for ref in unit.modules if (each := ref()) is not None):
+            for name, buffer in module.named_buffers():
+                if buffer.is_meta:
+                    raise ValueError(
+                        f"{unit} is used while its buffer {name!r} is on the meta device: call "
+                        "model.to_empty(device=...) and fill it, or load a state dict with assign=True, before the "
+                        "first pass"
+                    )
+
+
+def _check_filled(group: ParameterGroup) -> None:
+    views = group.main_weight.views()
+    missing = torch.tensor([int(has_blank(views[number])) for number in group.unfilled]).to(group.device)
+    slices = dict.fromkeys(group_of(each.spec.mesh, 0) for each in group.tensor_parallel if each is not None)
+    for ranks in (*group.groups, *slices):
+        collectives.reduce_now(missing, dist.ReduceOp.MAX, ranks, "whether weights have values")
+    if names := [group.slots[number].name for number, empty in zip(group.unfilled, missing.tolist()) if empty]:
+        raise ValueError(
+            f"{group.owner()} is used before its parameters {', '.join(map(repr, names))} have values: they were on "
+            "the meta device when they were sharded, in modules without reset_parameters(). Call "
+            "model.to_empty(device=...) and the model's own initialisation, such as init_weights(), or load a "
+            "state dict, before the first pass"
+        )

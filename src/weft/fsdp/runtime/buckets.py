@@ -1,0 +1,111 @@
+"""Buckets: neighbouring small units whose weights travel together, one message for all of them.
+
+    unit            0     1     2     3     4        the large one travels by itself, as do units of other ranks or
+    bytes          small small small large small     dtypes; a bucket has at most `bucket_bytes`
+    bucket         |---- A ----|           -
+
+    a visit of      gathers
+    --------------  ----------------------------------------------------------------------------------------------
+    any unit of A   A, once in a pass; what of it is here already, or has no room, is sent and not kept
+    another of A    nothing: it is here, until its own forward or backward, or the pass, is over
+    one again       that unit by itself: its memory went after the first time
+
+Which units are in a bucket follows from the model alone, and is so the same on all ranks, whatever each of them runs:
+ranks that need different units of a bucket send the same message. A schedule, and a user who says what to gather ahead,
+gather unit by unit.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.buckets import all_gather_bucket
+from weft.comm.lanes import Ticket
+from weft.comm.ranges import profiled
+from weft.fsdp.channels import Channels
+from weft.fsdp.group import ParameterGroup
+from weft.fsdp.unit import Unit
+
+
+class Bucket:
+    """Units whose weights travel together. `gathered`: whether they have, in this pass."""
+
+    def __init__(self, units: Sequence[Unit], channels: Channels) -> None:
+        self.gathered = False
+        self.numbers = [unit.number for unit in units]
+        self._units = [weakref.ref(unit) for unit in units]
+        self._channels = channels
+        self._lead = units[0].groups[0]
+        self._name = f"{units[0].name} to {units[-1].name}"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that it travels over."""
+        return self._channels.of_gathers(self._lead.groups[-1])
+
+    @property
+    def channel(self) -> int:
+        """That of its messages."""
+        return self._lead.channel
+
+    def gather(self) -> None:
+        """Start the gather of all its units that are at rest and have room, if it was not gathered in this pass."""
+        if self.gathered or any(ref() is None for ref in self._units):  # a module was replaced
+            return
+        fulls: list[torch.Tensor | None] = []
+        coming: list[Unit] = []
+        for unit in self._here():
+            comes = not unit.resident and unit.fits(self._channels.weights)  # beside those before it
+            if comes:
+                self._channels.on_gather(unit)
+                coming.append(unit)
+            fulls += [group.open_full(self._channels) if comes else None for group in unit.groups]
+        ticket = self._start(fulls)
+        for unit in coming:
+            unit.come_by(ticket)
+
+    def take_part(self) -> Ticket | None:
+        """Start the part that other ranks need of this one in a gather whose result nobody uses here; None if it has
+        been gathered in this pass."""
+        return None if self.gathered else self._start([None for unit in self._here() for _ in unit.groups])
+
+    def _here(self) -> list[Unit]:
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
+        self.gathered = True
+        with torch.no_grad(), profiled(self._name, "gather"):
+            return self._channels.gathers.run(
+                all_gather_bucket,
+                fulls,
+                [group.model_weight.local for unit in self._here() for group in unit.groups],
+                self.group,
+                channel=self.channel,
+                dtype=self._lead.recipe.compute,
+                device=self._lead.device,
+            )
+
+
+def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:
+    """The bucket of each unit that is in one, by the unit's number; `most`: bytes of one bucket."""
+    runs: list[list[Unit]] = []
+    for unit in units:
+        if not unit.groups or unit.gathered_bytes > most or not all(group.fits_buckets for group in unit.groups):
+            runs.append([])
+            continue
+        bytes_before = sum(other.gathered_bytes for other in runs[-1]) if runs else 0
+        if not runs or not runs[-1] or bytes_before + unit.gathered_bytes > most or not _alike(runs[-1][0], unit):
+            runs.append([])
+        runs[-1].append(unit)
+    return {unit.number: bucket for run in runs if len(run) > 1 for bucket in [Bucket(run, channels)] for unit in run}
+
+
+def _alike(one: Unit, other: Unit) -> bool:
+    """Whether weights of both travel over the same ranks, in one dtype."""
+    return len({_kind(group) for unit in (one, other) for group in unit.groups}) == 1
+
+
+def _kind(group: ParameterGroup) -> tuple[dist.ProcessGroup, torch.dtype]:
+    return group.groups[-1], group.recipe.compute
