@@ -39,6 +39,7 @@ class Mutation(NamedTuple):
 
 
 ORDER = "fsdp/test_order.py::"
+BUCKETS = "fsdp/test_buckets.py::"
 SEAMS = "fsdp/seams/"
 WAYS_IN = SEAMS + "test_ways_in.py::"
 CHECK = "pipeline/test_check.py::"
@@ -46,7 +47,7 @@ SCHEDULES = "pipeline/test_schedules.py::"
 STREAMS = "debug/test_order_of_work.py::"
 SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
 ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel[2-False]"
-GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read[2]"
+GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_handed_back_behind_them[2]"
 CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
 RESUMED = "train/test_loop.py::test_on_the_same_ranks_a_run_goes_on_bit_for_bit"
@@ -55,6 +56,49 @@ SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
+    # --- what travels together ----------------------------------------------------------------------------------------
+    Mutation(
+        "small units never travel together",
+        "fsdp/runtime/buckets.py",
+        "for run in runs if len(run) > 1",
+        "for run in runs if len(run) > 99",
+        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+    ),
+    Mutation(
+        "small units are reduced one by one",
+        "fsdp/runtime/reductions.py",
+        "small = len(kinds) == 1",
+        "small = False and len(kinds) == 1",
+        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+    ),
+    Mutation(
+        "a bucket has no largest size",
+        "fsdp/runtime/buckets.py",
+        "bytes_before + unit.gathered_bytes > most or",
+        "",
+        BUCKETS + "test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves[2]",
+    ),
+    Mutation(
+        "what travels together is summed from this rank on",
+        "comm/buckets.py",
+        "column.unbind()",
+        "column.roll(-rank, 0).unbind()",
+        BUCKETS + "test_the_bits_are_those_of_units_that_travel_by_themselves[4-optim_grads_params-1]",
+    ),
+    Mutation(
+        "the next bucket is gathered when it is needed",
+        "fsdp/runtime/prefetch.py",
+        "for following in self._wanted(record):",
+        "for following in () if unit.number in self._buckets else self._wanted(record):",
+        BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
+    ),
+    Mutation(
+        "a rank that needs nothing of a bucket leaves others waiting",
+        "fsdp/runtime/joins.py",
+        "watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))",
+        "pass",
+        BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
+    ),
     # --- when things run ---------------------------------------------------------------------------------------------
     Mutation(
         "nothing is gathered ahead",
@@ -381,7 +425,7 @@ MUTATIONS = [
         "fsdp/group.py",
         "            with torch.no_grad():\n                ticket.wait()\n            self._give_staging()",
         "            self._give_staging()",
-        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim-False]",
+        STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
         "nobody waits for rows that arrive",
@@ -398,7 +442,7 @@ MUTATIONS = [
         STREAMS + GIVEN_UP,
     ),
     Mutation(
-        "a failed backward gives memory back that is being reduced",
+        "gradients are handed back while a failed backward reduces into them",
         "fsdp/runtime/runtime.py",
         "        self.reductions.order()\n        for group in self.groups:\n            group.gradients.give_back()",
         "        for group in self.groups:\n            group.gradients.give_back()",

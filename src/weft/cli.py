@@ -273,7 +273,7 @@ def _eval(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace, arguments: list[str]) -> int:
-    from weft.train.metrics import FILE
+    from weft.train.record.metrics import FILE
     from weft.train.report import write_report
     from weft.train.report.facts import read_facts
 

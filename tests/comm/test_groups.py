@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import weft
 from tests.pool import distributed
+from weft.checkpoint import CheckpointManager
 from weft.comm import groups
 from weft.comm.groups import check_alive, exchange_objects, host_group, neighbours, next_channel, tag_of, twin_group
 from weft.comm.watch.lookout import lookout
@@ -66,6 +67,17 @@ def test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_gro
         dist.all_gather_object(told, (rank, group.group_name), group=group)
         assert told == [(each, group.group_name) for each in ranks]
     assert len({group.group_name for group in made}) == len(made)
+
+
+@distributed(4)
+def test_some_ranks_keep_checkpoints_of_their_own_whatever_groups_others_have_made(tmp_path):
+    rank = dist.get_rank()
+    dist.new_group([0, 1])
+    mine = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    for _ in range(2):
+        with CheckpointManager(tmp_path / str(rank // 2), process_group=mine) as manager:
+            assert exchange_objects(rank, manager._group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert exchange_objects(rank, manager._writers) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
 def test_a_group_that_only_its_own_ranks_make_gets_its_name_in_one_place():

@@ -174,6 +174,8 @@ def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_besid
     for place in waits:
         counts = next(e for e in reversed(work[:place]) if e.stream.endswith("counts") and "alltoall" in e.operator)
         rows = next(e for e in work[place:] if e.stream.endswith("exchange") and "alltoall" in e.operator)
+        earlier = [e for e in work[: work.index(counts)] if e.stream.endswith("compute")]
+        assert all(each.before(counts) for each in earlier), "and so who read the rows before: their memory is free"
         queued = [e for e in work[work.index(counts) : place] if e.stream.endswith("compute")]
         experts = [e for e in queued if e.operator == "aten::_grouped_mm"]
         assert all(each.beside(counts) for each in queued), "the sizes do not wait for what is queued"
@@ -203,7 +205,19 @@ def test_a_device_is_not_asked_by_a_rank_without_rows():
 
 
 @distributed(2)
-def test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read():
+def test_weights_that_come_for_a_unit_that_does_not_run_are_awaited():
+    with weft.debug.check_streams() as checker:
+        net = nets.shard(nets.make(depth=3), strategy="optim")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        train(net, optimizer, checker, steps=2)
+        every, net.blocks = net.blocks, net.blocks[:2]
+        train(net, optimizer, checker, steps=2)
+        net.blocks = every
+        train(net, optimizer, checker, steps=2)
+
+
+@distributed(2)
+def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_handed_back_behind_them():
     def fail(gradient):
         raise RuntimeError("no")
 
@@ -211,10 +225,13 @@ def test_reductions_of_a_backward_that_fails_are_given_up_behind_what_they_read(
         net = nets.shard(nets.make(depth=4))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         train(net, optimizer, checker, steps=2)
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
         handle = net.blocks[0].register_forward_hook(lambda block, args, output: output.register_hook(fail) and None)
         with pytest.raises(RuntimeError, match="no"):
             nets.loss_of(net, nets.data(1, 4)[0]).backward()
         handle.remove()
+        for parameter in net.blocks.parameters():  # those of the backward before it are handed back at once
+            parameter.grad.to_local().sum()
         optimizer.zero_grad()
         train(net, optimizer, checker, steps=2)
 

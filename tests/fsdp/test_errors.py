@@ -220,6 +220,7 @@ def test_parameters_that_are_replaced_after_sharding_are_named_and_the_model_goe
         ({"allocator": "arena"}, ["allocator='arena'", "'trace'", "'caching'"]),
         ({"max_live_reduce_buffers": 0}, ["max_live_reduce_buffers=0", "at least 1"]),
         ({"prefetch_bytes": -1}, ["prefetch_bytes=-1", "None"]),
+        ({"bucket_bytes": -1}, ["bucket_bytes=-1", "0 or more"]),
     ],
 )
 def test_runtime_options_are_checked(option, said):
@@ -235,6 +236,7 @@ def test_runtime_options_are_checked(option, said):
         ({"max_live_reduce_buffers": 1.5}, ["max_live_reduce_buffers=1.5", "an int"]),
         ({"max_live_reduce_buffers": True}, ["max_live_reduce_buffers=True", "an int"]),
         ({"prefetch_bytes": "1"}, ["prefetch_bytes='1'", "an int", "None"]),
+        ({"bucket_bytes": None}, ["bucket_bytes=None", "an int", "0"]),
     ],
 )
 def test_types_of_runtime_options_are_checked(option, said):

@@ -12,24 +12,14 @@ import torch
 import torch.distributed as dist
 
 import weft
+from tests.overlap.small import build, config
 from tests.pool import distributed
 from weft.comm.lanes import Lane, Ticket
-from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
 from weft.overlap.order import BACKWARD, FORWARD, Step
 from weft.overlap.wgrad import DelayedWeights
 
-CFG = HybridConfig(
-    pattern="[*E]*[*E]",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=8,
-)
+CFG = config("[*E]*[*E]", shared_expert_intermediate_size=8)
 ATTENTION, SHARED, ROUTER, MLP, EXPERTS, PROJECT = 4, 3, 1, 3, 3, 1
 """Products with weights in each part."""
 DEPTHS = dataclasses.replace(CFG, pattern="[*E][*E]/[*E]/[*E]")
@@ -71,12 +61,6 @@ class Events(list):
     def exchanges(self):
         """Each transfer of rows: the step that issued it and the step that waited for it, by number."""
         return [(self.issued[t], self.awaited[t]) for t, lane in self.lanes.items() if lane == "exchange"]
-
-
-def build(cfg, meshes, **options):
-    torch.manual_seed(0)
-    model = HybridModel(cfg, meshes=meshes)
-    return weft.models.shard(model, meshes, **options) if options else model
 
 
 def data(count):
@@ -145,14 +129,15 @@ def test_without_overlap_nothing_of_another_microbatch_runs_beside_an_exchange()
 
 
 @distributed(2)
-def test_the_sizes_of_an_exchange_are_awaited_in_the_step_that_asks_for_them_after_the_shared_expert():
+def test_the_sizes_of_an_exchange_are_awaited_when_rows_leave_after_the_shared_expert():
     events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2))
     counts = [ticket for ticket, lane in events.lanes.items() if lane == "counts"]
     assert len(counts) == 2 * 2
     for ticket in counts:
         step = events[events.issued[ticket]]
         assert (step.direction, step.slot) == (FORWARD, "attend")
-        assert events.awaited[ticket] == events.issued[ticket]
+        assert events.awaited[ticket] == events.issued[ticket] + 1
+        assert events[events.awaited[ticket]] == Step(FORWARD, step.microbatch, step.layer, "dispatch", "exchange")
 
 
 @distributed(2)

@@ -19,33 +19,24 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import weft
+from tests.overlap.small import build, config, gradients, plain
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
 from weft.comm.watch.rules import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.fsdp.runtime.prefetch import Prefetch
-from weft.models import HybridConfig, HybridModel
+from weft.models import HybridModel
 from weft.models.layers import Attention
+from weft.models.prediction import PredictionDepth
 from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, forward_backward
 from weft.overlap.order import Layer
 from weft.overlap.units import ModelUnits
 
-CFG = HybridConfig(
-    pattern="[*E]*[*E]",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-    aux_loss_coef=0.1,
-)
+CFG = config("[*E]*[*E]", aux_loss_coef=0.1)
 MODELS = {
     "odd": CFG,
     "even, dense layers between": dataclasses.replace(CFG, pattern="[*E][*-]*E-", z_loss_coef=0.01),
@@ -58,40 +49,11 @@ SWITCHES = [
 ]
 
 
-def build(cfg, meshes, **options):
-    """The model with the same weights everywhere; sharded, if there are options."""
-    torch.manual_seed(0)
-    model = HybridModel(cfg, meshes=meshes)
-    return weft.models.shard(model, meshes, **options) if options else model
-
-
 def data(microbatches, vocabulary=CFG.vocab_size):
     """Microbatches of this rank, of different sizes."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shapes = [(2, 2, 6 + 2 * (number % 2)) for number in range(microbatches)]
     return [torch.randint(vocabulary, shape, generator=generator).unbind() for shape in shapes]
-
-
-def plain(model, microbatches):
-    """Forward and backward of one microbatch after the other, by the model itself."""
-    losses = []
-    for number, (tokens, labels) in enumerate(microbatches):
-        if isinstance(model, weft.FSDPModule):
-            model.set_is_last_backward(number + 1 == len(microbatches))
-        loss = model(tokens, labels)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def gradients(model):
-    """Local gradients by name, and away with them."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = gradient.to_local().clone() if isinstance(gradient, DTensor) else gradient
-    model.zero_grad()
-    return found
 
 
 def same(one, other):
@@ -278,6 +240,24 @@ def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strat
     losses = forward_backward(model, microbatches, trace=trace)
     assert all(loss < other for loss, other in zip(losses, apart[0]))
     assert not any(step.layer is not None and step.layer > 1 for step in trace)  # depths count in training only
+
+
+def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
+    model, microbatches = HybridModel(DEPTHS), [torch.zeros(2, 2, 6, dtype=torch.int64).unbind()]
+
+    def refused(kind, message):
+        with pytest.raises(kind, match=message):
+            forward_backward(model, microbatches, overlap=False)
+
+    with mock.patch.object(HybridModel, "depths", [nn.Linear(2, 2)]):
+        refused(TypeError, r"depth 0, a Linear, is no weft\.overlap\.StagedDepth, it lacks staged_layers, enter, leave")
+    with mock.patch.object(PredictionDepth, "staged_layers", []):
+        refused(ValueError, "depth 0, a PredictionDepth, has no layers: give it at least one")
+    hook = model.depths[1].register_forward_hook(print)
+    refused(ValueError, r"mtp\.layers\.1 \(PredictionDepth\) has hooks")
+    hook.remove()
+    model.mtp.layers[1] = checkpoint_wrapper(model.depths[1])
+    refused(ValueError, "depth 1 is inside an activation checkpoint: recompute inside the stages")
 
 
 @distributed(2)

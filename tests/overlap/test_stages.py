@@ -13,27 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import weft
 import weft.debug
+from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
 from weft.comm.watch.rules import CollectiveMismatch
-from weft.models import HybridConfig, HybridModel
+from weft.models import HybridModel
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
 from weft.pipeline import Action, Cut, Table, balanced
 
-CFG = HybridConfig(
-    pattern="[*-]*[*-]-",
-    vocab_size=37,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    num_experts=4,
-    moe_intermediate_size=16,
-)
+CFG = config("[*-]*[*-]-")
 
 
 def data(count, cfg=CFG, rank=0):
@@ -44,24 +35,6 @@ def data(count, cfg=CFG, rank=0):
 def build(cfg, meshes=None, **how):
     torch.manual_seed(0)
     return HybridModel(cfg, meshes, **how)
-
-
-def plain(model, microbatches):
-    losses = []
-    for tokens, labels in microbatches:
-        loss = model(tokens, labels)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def gradients(model):
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    model.zero_grad()
-    return found
 
 
 def same(one, other):
@@ -76,13 +49,13 @@ def in_stages(cfg, meshes, schedule, count, expected, rounds=1, switches=None, *
         trace = []
         found = forward_backward(model, data(count, cfg), schedule=schedule, trace=trace, **(switches or {}))
         same(found, losses)
-        same(gradients(model), {name: whole[name] for name, _ in model.named_parameters()})
+        same(gradients(model, whole=True), {name: whole[name] for name, _ in model.named_parameters()})
     return model, trace
 
 
 def one_piece(cfg, count):
     whole = build(cfg)
-    return plain(whole, data(count, cfg)), gradients(whole)
+    return plain(whole, data(count, cfg)), gradients(whole, whole=True)
 
 
 @distributed(2, 4)
@@ -159,7 +132,7 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
         copies = dist.get_rank() == 1 and not how
         assert (model.embedding is not None) == (dist.get_rank() == 0 or copies)
         assert (model.mtp is not None) == (model.decoder.final_layernorm is not None)
-        mine = gradients(model)
+        mine = gradients(model, whole=True)
         torch.testing.assert_close(mine, {name: whole[name] for name in mine})
         both = [None, None]
         dist.all_gather_object(both, mine.get("embedding.weight"))
@@ -175,7 +148,7 @@ def test_tied_weights_and_a_prediction_depth_on_four_ranks():
     for schedule, how in (("1f1b", {}), ("interleaved", {"chunks": 2}), ("zbv", {"chunks": 2, "placement": "v"})):
         model = build(cfg, meshes, **how)
         same(forward_backward(model, data(8, cfg), schedule=schedule), losses)
-        mine = gradients(model)
+        mine = gradients(model, whole=True)
         torch.testing.assert_close(mine, {name: whole[name] for name in mine})
         assert (model.embedding is not None) == (dist.get_rank() in ((0,) if "placement" in how else (0, 3)))
 
@@ -209,7 +182,7 @@ def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
             for _ in range(2):
                 losses = forward_backward(model, data(2 * ranks), schedule=schedule)
                 same(losses, expected[0])
-                found = gradients(model)
+                found = gradients(model, whole=True)
                 torch.testing.assert_close(found, {name: expected[1][name] for name in found})
 
 
@@ -241,12 +214,37 @@ def test_ranks_that_were_called_with_different_things_say_so():
         forward_backward(model, pairs, schedule="1f1b")
     with pytest.raises(CollectiveMismatch, match=r"'gpipe'.*'1f1b'"):
         forward_backward(model, data(4), schedule=("gpipe", "1f1b")[rank])
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: .* in training mode .*rank 1: .* in evaluation mode"):
+        forward_backward(model.train(not rank), data(4), schedule="1f1b")
+    model.train()
     # And after that as if nothing had been; another shape is told anew.
     forward_backward(model, data(4), schedule="1f1b")
     longer = [(tokens.repeat(1, 2), labels.repeat(1, 2)) for tokens, labels in data(3)]
     model.zero_grad()
     whole = build(CFG)
     same(forward_backward(model, [*data(1), *longer], schedule="1f1b"), plain(whole, [*data(1), *longer]))
+
+
+@distributed(2)
+def test_hooks_that_would_see_the_share_of_one_stage_are_refused():
+    meshes = weft.init_meshes("cpu", pp=2)
+    model = build(dataclasses.replace(CFG, tie_word_embeddings=True), meshes)
+    for parameter in model.parameters():  # a step as soon as a gradient is there
+        step = torch.optim.SGD([parameter], lr=0.1).step
+        parameter.register_post_accumulate_grad_hook(lambda _, step=step: step() and None)
+    with pytest.raises(ValueError, match="share a parameter that has a hook on its accumulated gradient"):
+        forward_backward(model, data(1), schedule="1f1b")
+
+
+@distributed(2)
+def test_an_average_of_a_model_in_stages_is_a_copy_that_runs():
+    meshes = weft.init_meshes("cpu", pp=2)
+    model = build(CFG, meshes)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    same(evaluate(average.module, data(2)), evaluate(model, data(2)))
+    forward_backward(model, data(2))
+    assert all(parameter.grad is None for parameter in average.parameters())
 
 
 def fails_in_the_second_stage():
@@ -281,6 +279,10 @@ def test_what_does_not_fit_is_refused():
         forward_backward(build(CFG, chunks=2, placement="v"), data(1), schedule="dualpipev")
     with pytest.raises(TypeError, match="pass a name or a Table"):
         forward_backward(model, data(4), schedule=3)
+    with pytest.raises(ValueError, match="table : cannot be read"):
+        forward_backward(model, data(4), schedule="")
+    with pytest.raises(TypeError, match="microbatch 0 is a tuple of Tensor, NoneType, not a pair of tensors"):
+        forward_backward(model, [(data(1)[0][0], None)])
     with pytest.raises(ValueError, match="5 segments"):
         build(dataclasses.replace(CFG, pattern="*|*|*|*|*"), chunks=2)
     with pytest.raises(ValueError, match="chunks=0: each rank has at least 1 stage"):
@@ -346,12 +348,12 @@ class OwnModel(nn.Module):
 def test_a_model_of_ones_own_says_how_it_is_cut():
     cfg = dataclasses.replace(CFG, vocab_size=11)
     whole = OwnModel()
-    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole)
+    losses, expected = forward_backward(whole, data(3, cfg), overlap=False), gradients(whole, whole=True)
     mesh = weft.init_meshes("cpu", pp=2).pp
     segments = range(2), range(2, 5)
     model = OwnModel(Cut(segments, 2, mesh.get_local_rank(), group=mesh.get_group()))
     same(forward_backward(model, data(3, cfg), schedule="1f1b"), losses)
-    same(gradients(model), {name: expected[name] for name, _ in model.named_parameters()})
+    same(gradients(model, whole=True), {name: expected[name] for name, _ in model.named_parameters()})
     model.layers.pop(next(iter(model.layers)))
     with pytest.raises(ValueError, match=r"OwnModel: its cut has \d layers on rank \d of the pipeline"):
         forward_backward(model, data(3, cfg), schedule="1f1b")

@@ -215,6 +215,60 @@ def test_a_broken_line_is_named_by_its_number(tmp_path):
         load_corpus(config(path, tmp_path, kind="jsonl"))
 
 
+def write_half_a_character(folder):
+    (folder / "half.jsonl").write_text('{"body": "whole"}\n{"body": "\\ud83d"}\n')
+    return folder / "half.jsonl"
+
+
+def write_nested(folder):
+    (folder / "deep.jsonl").write_text("[" * 100_000)
+    return folder / "deep.jsonl"
+
+
+def write_nothing_there(folder):
+    (folder / "null.jsonl").write_text('{"body": null}\n')
+    return folder / "null.jsonl"
+
+
+def write_no_text(folder):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    borders = pa.py_buffer(np.arange(0, 12, 4, dtype=np.int32).tobytes())
+    texts = pa.StringArray.from_buffers(2, borders, pa.py_buffer(b"text\xff\xfe.."))
+    parquet.write_table(pa.table({"body": texts}), folder / "bytes.parquet")
+    return folder / "bytes.parquet"
+
+
+def write_damage(folder):
+    path = WRITERS["parquet"](folder)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + bytes(range(256)) * 4 + whole[4 + 4 * 256 :])
+    return path
+
+
+UNREADABLE = {
+    "a half of a character": (write_half_a_character, "half.jsonl': document 2 cannot be read"),
+    "too deep for the parser": (write_nested, "deep.jsonl, line 1: is no JSON"),
+    "null": (write_nothing_there, "line 1: must be an object with text there, has null"),
+    "other bytes than text": (write_no_text, "bytes.parquet': document 2 cannot be read"),
+    "a damaged page": (write_damage, ".parquet': document 1 cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name):
+    write, words = UNREADABLE[name]
+    path = write(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_corpus(config(path, tmp_path, kind=path.suffix.removeprefix(".")))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tokens_below_zero_are_named():
+    """What `transformers` puts at places without a label is no token."""
+    with pytest.raises(ConfigError, match="a token file holds -100"):
+        next(Batches(np.array([5, -100] * 20), sequence_length=4, microbatch_size=2, global_batch_size=2))
+
+
 def test_tokens_beyond_the_vocabulary_are_named():
     sizes = {"sequence_length": 4, "microbatch_size": 5, "global_batch_size": 5}
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 2: .*files have 2; set model.vocab_size = 3"):

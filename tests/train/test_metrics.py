@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from weft.train.metrics import FILE, Metrics, read_metrics
+from weft.train.record.metrics import FILE, Metrics, read_metrics
 
 
 @pytest.fixture(autouse=True)

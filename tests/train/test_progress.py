@@ -4,8 +4,8 @@ import re
 import pytest
 from rich.console import Console
 
-from weft.train import progress as progress_module
-from weft.train.progress import Progress, format_bytes, format_count, format_time
+from weft.train.record import progress as progress_module
+from weft.train.record.progress import Progress, format_bytes, format_count, format_time
 
 
 @pytest.fixture

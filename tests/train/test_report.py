@@ -13,7 +13,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from weft.comm.timeline import Interval
 from weft.train.config import parse_config, to_toml
-from weft.train.metrics import FILE
+from weft.train.record.metrics import FILE
 from weft.train.report import expert_figures, figures
 from weft.train.report.facts import keep_facts
 from weft.train.report.figures import LIGHT

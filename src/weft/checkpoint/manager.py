@@ -20,6 +20,7 @@ from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
 from weft.checkpoint.writing import Writer
+from weft.comm.groups import group_beside
 
 Result = TypeVar("Result")
 
@@ -58,9 +59,10 @@ class CheckpointManager:
         if dist.is_initialized():
             # Groups of its own, and one for the background thread alone: its collectives must mix neither with those
             # of training nor with questions that are asked while it writes.
-            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            beside = process_group or dist.group.WORLD
+            assert beside is not None
             self._group, self._writers = (
-                dist.new_group(members, backend="gloo", timeout=_COLLECTIVE_TIMEOUT) for _ in range(2)
+                group_beside(beside, "checkpoints", timeout=_COLLECTIVE_TIMEOUT) for _ in range(2)
             )
         self.rank = dist.get_rank(self._group) if self._group else 0
         self.ranks = dist.get_world_size(self._group) if self._group else 1

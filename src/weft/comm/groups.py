@@ -13,8 +13,10 @@ import copy
 import threading
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -104,7 +106,8 @@ def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "",
     if not backend:
         backend = dist.distributed_c10d._world.pg_map[group][0]
         options["pg_options"] = _options(group)
-    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, group_desc=group.group_desc, **options)
+    options.setdefault("timeout", _timeout(group))
+    return dist.new_group(ranks, backend=backend, group_desc=group.group_desc, **options)
 
 
 def _made_within(group: dist.ProcessGroup, ranks: list[int], purpose: str, **options: Any) -> Any:
@@ -220,6 +223,17 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> l
             if list(ranks) == mine and group.rank() in pair:
                 found[number] = made[key]
     return found
+
+
+_beside: MutableMapping[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
+    """A new gloo group of the ranks of `group`, which all ask for one in the same order for each `purpose`."""
+    made = _beside.setdefault(group, Counter())
+    made[purpose] += 1
+    ranks = dist.get_process_group_ranks(group)
+    return _made_within(group, ranks, f"{purpose} {made[purpose]}", backend="gloo", timeout=timeout)
 
 
 _host_groups: dict[dist.ProcessGroup, Any] = {}

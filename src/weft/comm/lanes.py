@@ -236,7 +236,8 @@ class Lane:
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
 
-        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait.
+        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait. The
+        lane's goes back to the lane once the stream is past it, so that one piece serves exchange after exchange.
         """
         home = streams.current(self._device)
         with streams.on(self.stream):

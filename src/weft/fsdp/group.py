@@ -158,7 +158,7 @@ class ParameterGroup:
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
-            self.transient.make_way = lambda: not ((unit := ref()) and unit.computes)
+            self.transient.make_way = lambda: (unit := ref()) is None or unit.makes_way()
 
     def _ours(self, what: str) -> Callable[[], str]:
         """What errors call `what` of the unit; known to its buffers only weakly too."""
@@ -247,7 +247,8 @@ class ParameterGroup:
         """Memory for the full weights of what the main weights are now, which the bucket of the unit brings."""
         assert self.transient is not None
         self._gathered_from = self.version
-        return channels.weights.take(self.transient)
+        with torch.no_grad():
+            return channels.weights.take(self.transient)
 
     def take_part(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""

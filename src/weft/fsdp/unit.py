@@ -184,7 +184,7 @@ class Unit:
     def come_by(self, ticket: Ticket) -> None:
         """The weights are at rest, and their gather has started, with those of other units."""
         self._to("gather")
-        self._tickets.append(ticket)
+        self._tickets = [ticket]
 
     def acquire(self, holder: Any) -> None:
         """Hold the full weights: they are registered and ready for what is computed from here on."""
@@ -285,6 +285,13 @@ class Unit:
     def fits(self, pool: Pool) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
         return all(pool.has_room(each) for each in self.gathered)
+
+    def makes_way(self) -> bool:
+        """Whether the weights may move out of their place. What is on its way there arrives first."""
+        if self.computes:
+            return False
+        self._arrive()
+        return True
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""

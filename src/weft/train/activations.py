@@ -52,5 +52,6 @@ class Activations(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[Any]:
-    """Of the plain tensors in `values`."""
-    return [each.untyped_storage() for each in tree_leaves(values) if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    """Of the plain, dense tensors in `values`."""
+    tensors = (each for each in tree_leaves(values) if type(each) in (torch.Tensor, torch.nn.Parameter))
+    return [each.untyped_storage() for each in tensors if each.layout is torch.strided]

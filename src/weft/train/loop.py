@@ -29,12 +29,12 @@ from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
 from weft.train.files import replace_text
-from weft.train.loggers import check as check_loggers
-from weft.train.metrics import Metrics
 from weft.train.optimizers import make_optimizer, optimizer_bytes
 from weft.train.own_numbers import OwnNumbers
-from weft.train.profile import Operations, ProfilerWindow
-from weft.train.progress import Progress
+from weft.train.record.loggers import check as check_loggers
+from weft.train.record.metrics import Metrics
+from weft.train.record.profile import Operations, ProfilerWindow
+from weft.train.record.progress import Progress
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages

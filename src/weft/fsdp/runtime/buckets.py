@@ -52,30 +52,35 @@ class Bucket:
 
     def gather(self) -> None:
         """Start the gather of all its units that are at rest and have room, if it was not gathered in this pass."""
-        units = [ref() for ref in self._units]
-        if self.gathered or any(unit is None for unit in units):  # a module was replaced
+        if self.gathered or any(ref() is None for ref in self._units):  # a module was replaced
             return
-        coming = [unit for unit in units if unit and not unit.resident and unit.fits(self._channels.weights)]
-        for unit in coming:
-            self._channels.on_gather(unit)
-        ticket = self._start(coming)
+        fulls: list[torch.Tensor | None] = []
+        coming: list[Unit] = []
+        for unit in self._here():
+            comes = not unit.resident and unit.fits(self._channels.weights)  # beside those before it
+            if comes:
+                self._channels.on_gather(unit)
+                coming.append(unit)
+            fulls += [group.open_full(self._channels) if comes else None for group in unit.groups]
+        ticket = self._start(fulls)
         for unit in coming:
             unit.come_by(ticket)
 
     def take_part(self) -> Ticket | None:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here; None if it has
         been gathered in this pass."""
-        return None if self.gathered else self._start([])
+        return None if self.gathered else self._start([None for unit in self._here() for _ in unit.groups])
 
-    def _start(self, coming: Sequence[Unit]) -> Ticket:
+    def _here(self) -> list[Unit]:
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
         self.gathered = True
-        groups = [group for unit in (ref() for ref in self._units) if unit for group in unit.groups]
         with torch.no_grad(), profiled(self._name, "gather"):
-            fulls = [group.open_full(self._channels) if group.owner() in coming else None for group in groups]
             return self._channels.gathers.run(
                 all_gather_bucket,
                 fulls,
-                [group.model_weight.local for group in groups],
+                [group.model_weight.local for unit in self._here() for group in unit.groups],
                 self.group,
                 channel=self.channel,
                 dtype=self._lead.recipe.compute,

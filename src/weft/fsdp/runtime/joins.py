@@ -69,10 +69,11 @@ class Joins:
             ticket.wait()
 
     def _join(self, ref: "weakref.ref[Unit]", number: int | None) -> bool:
-        """Take part in a gather of group `number` of a unit, or for None bring its model weights up to date; whether
+        return (unit := ref()) is not None and self.take_part(unit, number)
+
+    def take_part(self, unit: Unit, number: int | None) -> bool:
+        """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
         there was anything to do. Called by the lookout, while this rank waits for something else."""
-        if (unit := ref()) is None:
-            return False
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)

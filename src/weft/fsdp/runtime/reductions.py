@@ -149,7 +149,6 @@ class Reductions:
         if self._turns and self._turns[0] == [unit.number]:
             self._start(unit)
         else:
-            self._keep_under_way(self.most_alive - 1)
             self._pack(unit)
             self.waiting.add(unit.number)
         while self._turns and self.waiting.issuperset(self._turns[0]):
@@ -218,6 +217,10 @@ class Reductions:
                 return
             self._finish_oldest()
 
+    def _leave_room(self) -> None:
+        """Wait until there is room for the gradients that the next backward brings."""
+        self._keep_under_way(self.most_alive - 1)
+
     def _take_turn(self, numbers: Sequence[int]) -> None:
         units = [unit for number in numbers if (unit := self._units[number]()) is not None]
         assert len(units) == len(numbers), "a unit is gone in the middle of its backward"
@@ -242,7 +245,7 @@ class Reductions:
                 reduce_scatter_bucket, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
             )
         self._under_way.extend(_Reduction(units[0], group, ticket) for group in groups)
-        self._keep_under_way(self.most_alive - 1)
+        self._leave_room()
 
     def _start(self, unit: Unit) -> None:
         self.waiting.discard(unit.number)
@@ -256,7 +259,7 @@ class Reductions:
                 scale = unit.scale_of(group)
                 ticket = group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
             self._under_way.append(_Reduction(unit, group, ticket))
-        self._keep_under_way(self.most_alive - 1)
+        self._leave_room()
 
     def _pack(self, unit: Unit) -> None:
         for group in unit.trainable_groups:

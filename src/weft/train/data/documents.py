@@ -74,12 +74,28 @@ def documents(data: DataConfig, files: Sequence[File], fraction: float) -> Itera
     read = {"jsonl": _lines, "parquet": _parquet_rows, "datasets": _arrow_rows}[data.kind]
     before = number = 0
     for path, size, _ in files:
-        for text, share in read(path, data.field):
+        for text, share in _told(path, read(path, data.field)):
             validates = _hash(number) < fraction
             number += 1
             if text:
-                yield Document(text.encode(), validates, True, True, (before + share * size) / total)
+                yield Document(text, validates, True, True, (before + share * size) / total)
         before += size
+
+
+def _told(path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
+    """`rows` of `path` in UTF-8. Whatever cannot be read of it is a ConfigError that says where."""
+    done = 0
+    try:
+        for text, share in rows:
+            yield text.encode(), share
+            done += 1
+    except ConfigError:
+        raise
+    except Exception as error:  # each format has errors of its own
+        raise ConfigError(
+            f"data.paths: {path!r}: document {done + 1} cannot be read ({' '.join(str(error).split())[:120]}); "
+            "correct it or leave the file out"
+        ) from error
 
 
 def _hash(number: int) -> float:
@@ -97,10 +113,12 @@ def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"data.paths: {path}, line {number}: is no JSON ({error}); correct it") from error
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 known = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
+                if isinstance(record, dict) and field in record:
+                    known = f"{json.dumps(record[field])[:40]}"
                 raise ConfigError(
                     f"data.field = {field!r}: {path}, line {number}: must be an object with text there, has {known}"
                 )

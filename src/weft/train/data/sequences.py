@@ -45,7 +45,10 @@ class Windows:
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         length = self.length
-        return np.stack([self.tokens[i * length : (i + 1) * length + 1] for i in indices.tolist()]).astype(np.int64)
+        found = np.stack([self.tokens[i * length : (i + 1) * length + 1] for i in indices.tolist()]).astype(np.int64)
+        if (least := int(found.min(initial=0))) < 0:
+            raise ConfigError(f"data.paths: a token file holds {least}; tokens are not negative, correct it")
+        return found
 
 
 class WholeDocuments:

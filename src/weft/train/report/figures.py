@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from weft.train.progress import format_bytes, format_count
+from weft.train.record.progress import format_bytes, format_count
 from weft.train.report.numbers import median
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.train.files import replace_text
-from weft.train.metrics import read_metrics
-from weft.train.progress import format_bytes, format_count, format_time
+from weft.train.record.metrics import read_metrics
+from weft.train.record.progress import format_bytes, format_count, format_time
 from weft.train.report.facts import read_facts
 from weft.train.report.numbers import counted, curve, loss_unit, losses, median, memory_groups
 from weft.train.report.settings import in_use

@@ -14,9 +14,11 @@ from matplotlib.patches import FancyBboxPatch, Patch
 from weft.models.pattern import LAYER_NAMES, LogicalLayer, parse
 from weft.train.report.figures import Draw, Theme
 
-SYMBOLS_IN_A_LINE = 24
+SYMBOLS_IN_A_LINE = 16
 GAP = 0.45
 """Between logical layers, in widths of a symbol."""
+APART = 1.9
+"""Lines, from middle to middle."""
 Line = tuple[str, list[tuple[LogicalLayer, bool]]]
 """What stands before it, and its layers, each with whether a pipeline segment starts there."""
 
@@ -31,22 +33,23 @@ def pattern(text: str) -> Draw:
         colors = _colors(theme)
         widest = 0.0
         for row, (label, layers) in enumerate(lines):
-            axes.text(-0.3, -row * 1.7, label, ha="right", va="center", color=theme.quiet, fontsize=9)
+            middle = -row * APART
+            axes.text(-0.3, middle, label, ha="right", va="center", color=theme.quiet, fontsize=9)
             at = 0.0
             for layer, starts_segment in layers:
                 if starts_segment:
                     border = at - GAP / 2
-                    axes.plot([border, border], [-row * 1.7 - 0.7, -row * 1.7 + 0.7], color=theme.quiet, linestyle=":")
-                at = _layer(axes, layer, at, -row * 1.7, theme, colors) + GAP
+                    axes.plot([border, border], [middle - 0.7, middle + 0.7], color=theme.quiet, linestyle=":")
+                at = _layer(axes, layer, at, middle, theme, colors) + GAP
             widest = max(widest, at)
         axes.set_xlim(-2.2, max(widest, 8))
-        axes.set_ylim(-len(lines) * 1.7 + 0.6, 1.1)
+        axes.set_ylim(-len(lines) * APART + 0.6, 1.1)
         axes.set_aspect("equal")
         used = [
             symbol for symbol in LAYER_NAMES if any(symbol in each.symbols for _, line in lines for each, _ in line)
         ]
         handles = [Patch(color=colors[symbol], label=f"{symbol}  {LAYER_NAMES[symbol]}") for symbol in used]
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=1, handleheight=1)
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=1, handleheight=1)
         figure.suptitle(_title(text), x=0.02, ha="left", fontsize=12.5, fontweight="bold")
 
     return draw
@@ -100,4 +103,4 @@ def _colors(theme: Theme) -> dict[str, str]:
 
 
 def _title(text: str) -> str:
-    return f"The pattern {text}" if len(text) <= 60 else "The pattern"
+    return f"The pattern {text}" if len(text) <= 36 else "The pattern"

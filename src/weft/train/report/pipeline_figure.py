@@ -25,7 +25,8 @@ def pipeline(simulation: Simulation) -> Draw:
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        axes.set_title(title(simulation.table))
+        width = figure.get_figwidth()
+        axes.set_title(title(simulation.table), fontsize=min(12.5, 1.75 * width))
         axes.set_xlabel(cost(simulation), loc="left")
         axes.grid(visible=False)
         ranks = simulation.table.ranks
@@ -43,7 +44,8 @@ def pipeline(simulation: Simulation) -> Draw:
         beside.set_yticks(range(len(ranks)), _figures(simulation))
         beside.tick_params(axis="y", length=0)
         handles = [Patch(color=color, label=name) for name, color in _legend(simulation, theme)]
-        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), labelcolor=theme.quiet)
+        columns = 4 if width > 7 else 2
+        figure.legend(handles=handles, loc="outside lower left", ncols=columns, labelcolor=theme.quiet)
 
     return draw
 

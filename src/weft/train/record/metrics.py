@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.train.files import replace_text
-from weft.train.loggers import Logger, open_loggers
+from weft.train.record.loggers import Logger, open_loggers
 
 FILE = "metrics.jsonl"
 

@@ -1,0 +1,222 @@
+"""Neighbouring small units travel together: fewer messages, the same bits, whatever each rank runs of them."""
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.pool import distributed
+from weft.comm.lanes import Lane
+from weft.comm.watch.lookout import lookout
+from weft.fsdp.module import units_under
+
+WIDTH, DEPTH = 8, 6
+EACH, ALL = 0, 1 << 18
+STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
+
+
+class Layers(nn.Module):
+    """Layers of one size but for those that are `wide`; a call may skip some of them."""
+
+    def __init__(self, wide=()):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 40 * WIDTH), nn.Linear(40 * WIDTH, WIDTH))
+            if n in wide
+            else nn.Linear(WIDTH, WIDTH)
+            for n in range(DEPTH)
+        )
+
+    def forward(self, x, skip=(), spoil=None):
+        for number, layer in enumerate(self.layers):
+            if number == spoil:
+                x.register_hook(lambda gradient: 1 / 0)
+            if number not in skip:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def model(bucket_bytes, wide=(), frozen=(), runtime=None, **options):
+    torch.manual_seed(0)
+    net = Layers(wide)
+    for number in frozen:
+        net.layers[number].requires_grad_(False)
+    for layer in net.layers:
+        weft.fully_shard(layer, **options)
+    runtime = weft.RuntimeOptions(bucket_bytes=bucket_bytes, **(runtime or {}))
+    return weft.fully_shard(net, runtime=runtime, **options)
+
+
+def train(net, steps=3, microbatches=1, skip=lambda step: (), lanes=None):
+    """The parameters after some steps; `lanes`: gets how often each lane carried something in the last of them."""
+    run, optimizer = Lane.run, torch.optim.AdamW(net.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def counted(lane, *args, **kwargs):
+        if lanes is not None:
+            lanes[lane.name] += 1
+        return run(lane, *args, **kwargs)
+
+    with mock.patch.object(Lane, "run", counted):
+        for step in range(steps):
+            if lanes is not None:
+                lanes.clear()
+            for number in range(microbatches):
+                net.set_is_last_backward(number == microbatches - 1)
+                net(torch.randn(3, WIDTH, generator=generator), skip(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.full_tensor() for parameter in net.parameters()]
+
+
+def bytes_of_a_layer():
+    return units_under(model(EACH))[1].gathered_bytes
+
+
+def equal_bit_by_bit(one, other):
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2, 4)
+def test_the_bits_are_those_of_units_that_travel_by_themselves(strategy, microbatches):
+    lanes = Counter()
+    together = train(model(ALL, strategy=strategy), microbatches=microbatches, lanes=lanes)
+    assert equal_bit_by_bit(together, train(model(EACH, strategy=strategy), microbatches=microbatches))
+    assert lanes["reductions"] and not lanes["reduce"]
+
+
+@distributed(2)
+def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients():
+    lanes = Counter()
+    train(model(ALL), lanes=lanes)
+    assert lanes == {"gathers": 2, "reductions": 1}
+    train(model(EACH), lanes=lanes)
+    assert lanes == {"gather": 2 * DEPTH - 1, "reduce": DEPTH}  # the last unit of a forward stays
+
+
+@distributed(2)
+def test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves():
+    lanes, layer = Counter(), bytes_of_a_layer()
+    train(model(2 * layer), lanes=lanes)
+    assert (lanes["reductions"], lanes["reduce"]) == (DEPTH // 2, 0)
+    train(model(2 * layer - 1), lanes=lanes)
+    assert (lanes["reductions"], lanes["reduce"]) == (0, DEPTH)
+    together = train(model(4 * layer, wide=[2]), lanes=lanes)  # 0 1 | 2 | 3 4 5
+    assert (lanes["reductions"], lanes["reduce"]) == (2, 1)
+    assert lanes["gather"] == 2  # the wide one's
+    assert equal_bit_by_bit(together, train(model(EACH, wide=[2])))
+    train(model(ALL, runtime={"prefetch_bytes": 0}), lanes=lanes)  # nothing is gathered ahead
+    assert lanes["gathers"] == 0
+
+
+@distributed(2)
+def test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed():
+    events: list[str] = []
+    net, run, linear = model(2 * bytes_of_a_layer()), Lane.run, nn.functional.linear
+
+    def noted(lane, *args, **kwargs):
+        events.append(lane.name)
+        return run(lane, *args, **kwargs)
+
+    def computed(*args):
+        events.append("forward")
+        return linear(*args)
+
+    with mock.patch.object(Lane, "run", noted), mock.patch.object(nn.functional, "linear", computed), torch.no_grad():
+        for _ in range(2):
+            events.clear()
+            net(torch.ones(1, WIDTH))
+    pair = ["forward", "forward"]
+    assert events == ["gathers", "gathers", *pair, "gathers", *pair, *pair]
+
+
+@distributed(2)
+def test_ranks_that_run_other_units_of_a_bucket_send_the_same_messages():
+    rank = dist.get_rank()
+
+    def skip(step):
+        return [(), (1, 4), (0,)][(step + rank) % 3]
+
+    before = lookout().joins if lookout() is not None else 0
+    together = train(model(ALL), skip=skip)
+    assert lookout().joins == before, "nobody had to wait for a rank to be asked"
+    assert equal_bit_by_bit(together, train(model(EACH), skip=skip))
+
+
+@distributed(2)
+def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
+    def skip(step):
+        return (0, 1) if dist.get_rank() else ()
+
+    together = train(model(2 * bytes_of_a_layer()), steps=2, skip=skip)
+    assert (lookout().joins > 0) == (dist.get_rank() == 1)
+    assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=skip))
+
+
+@distributed(2)
+def test_frozen_units_and_what_the_user_gathers_and_modules_that_are_used_twice_are_as_before():
+    def found(bucket_bytes):
+        net = model(bucket_bytes, frozen=[1, 4])
+        net.layers[2].unshard()
+        first = train(net, steps=1)
+        net.layers.append(net.layers[0])  # used again at the end
+        return [*first, *train(net, steps=2)]
+
+    assert equal_bit_by_bit(found(ALL), found(EACH))
+
+
+@distributed(2)
+def test_after_an_exception_units_travel_together_again():
+    def found(bucket_bytes):
+        net = model(bucket_bytes)
+        train(net, steps=1)
+        with pytest.raises(TypeError):
+            net(torch.ones(1, WIDTH), skip=5)
+        with pytest.raises(ZeroDivisionError):
+            net(torch.ones(1, WIDTH), spoil=3).sum().backward()
+        lanes = Counter()
+        net.zero_grad()
+        return train(net, steps=2, lanes=lanes), lanes
+
+    together, lanes = found(ALL)
+    assert lanes == {"gathers": 2, "reductions": 1}
+    assert equal_bit_by_bit(together, found(EACH)[0])
+
+
+@distributed(2)
+def test_two_roots_have_buckets_of_their_own():
+    def found(bucket_bytes):
+        one, other = model(bucket_bytes), model(bucket_bytes)
+        for _ in range(2):
+            (one(torch.ones(2, WIDTH)) + other(torch.ones(2, WIDTH))).square().sum().backward()
+        return [p.grad.full_tensor() for net in (one, other) for p in net.parameters()]
+
+    assert equal_bit_by_bit(found(ALL), found(EACH))
+
+
+@distributed(4)
+def test_weights_of_a_two_axis_mesh_travel_together_over_the_inner_one():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    lanes = Counter()
+    together = train(model(ALL, mesh=mesh), lanes=lanes)
+    assert lanes["gathers"] == 2 and not lanes["gather"]
+    assert equal_bit_by_bit(together, train(model(EACH, mesh=mesh)))
+
+
+@distributed(2)
+def test_memory_is_planned_for_what_travels_together():
+    layer = bytes_of_a_layer()
+    net = model(2 * layer)
+    train(net, steps=4)
+    weights = weft.memory_report(net)["transient"]["gathered weights"]
+    assert weights["peak"] == 4 * layer, "the bucket that computes, and the next"
+    fallbacks = weights["fallbacks"]
+    train(net, steps=2)
+    assert weft.memory_report(net)["transient"]["gathered weights"]["fallbacks"] == fallbacks
