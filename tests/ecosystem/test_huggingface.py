@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import weft
-from tests.ecosystem.accelerated import prepared
+from tests.ecosystem.llama import llama, prepared
 from tests.fsdp import nets
 from tests.pool import distributed
 
@@ -27,22 +27,6 @@ def needs(library: str) -> pytest.MarkDecorator:
     """Skip where `library` is not installed."""
     missing = importlib.util.find_spec(library) is None
     return pytest.mark.skipif(missing, reason=f"needs {library}: pip install 'weft[ecosystem]'")
-
-
-SIZES = {
-    "vocab_size": 67,
-    "hidden_size": 24,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 def trained(model: nn.Module) -> list[list[torch.Tensor]]:

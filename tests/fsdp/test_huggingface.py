@@ -15,28 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import weft
-from tests.ecosystem.accelerated import prepared
+from tests.ecosystem.llama import SIZES, llama, prepared
 from tests.fsdp import nets
 from tests.pool import distributed
 
 pytestmark = pytest.mark.slow
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 67,
-    "hidden_size": 24,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-
-
-def llama(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
 
 
 def mixtral(**options: Any) -> nn.Module:

@@ -214,12 +214,37 @@ def test_ranks_that_were_called_with_different_things_say_so():
         forward_backward(model, pairs, schedule="1f1b")
     with pytest.raises(CollectiveMismatch, match=r"'gpipe'.*'1f1b'"):
         forward_backward(model, data(4), schedule=("gpipe", "1f1b")[rank])
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: .* in training mode .*rank 1: .* in evaluation mode"):
+        forward_backward(model.train(not rank), data(4), schedule="1f1b")
+    model.train()
     # And after that as if nothing had been; another shape is told anew.
     forward_backward(model, data(4), schedule="1f1b")
     longer = [(tokens.repeat(1, 2), labels.repeat(1, 2)) for tokens, labels in data(3)]
     model.zero_grad()
     whole = build(CFG)
     same(forward_backward(model, [*data(1), *longer], schedule="1f1b"), plain(whole, [*data(1), *longer]))
+
+
+@distributed(2)
+def test_hooks_that_would_see_the_share_of_one_stage_are_refused():
+    meshes = weft.init_meshes("cpu", pp=2)
+    model = build(dataclasses.replace(CFG, tie_word_embeddings=True), meshes)
+    for parameter in model.parameters():  # a step as soon as a gradient is there
+        step = torch.optim.SGD([parameter], lr=0.1).step
+        parameter.register_post_accumulate_grad_hook(lambda _, step=step: step() and None)
+    with pytest.raises(ValueError, match="share a parameter that has a hook on its accumulated gradient"):
+        forward_backward(model, data(1), schedule="1f1b")
+
+
+@distributed(2)
+def test_an_average_of_a_model_in_stages_is_a_copy_that_runs():
+    meshes = weft.init_meshes("cpu", pp=2)
+    model = build(CFG, meshes)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    same(evaluate(average.module, data(2)), evaluate(model, data(2)))
+    forward_backward(model, data(2))
+    assert all(parameter.grad is None for parameter in average.parameters())
 
 
 def fails_in_the_second_stage():
@@ -254,6 +279,10 @@ def test_what_does_not_fit_is_refused():
         forward_backward(build(CFG, chunks=2, placement="v"), data(1), schedule="dualpipev")
     with pytest.raises(TypeError, match="pass a name or a Table"):
         forward_backward(model, data(4), schedule=3)
+    with pytest.raises(ValueError, match="table : cannot be read"):
+        forward_backward(model, data(4), schedule="")
+    with pytest.raises(TypeError, match="microbatch 0 is a tuple of Tensor, NoneType, not a pair of tensors"):
+        forward_backward(model, [(data(1)[0][0], None)])
     with pytest.raises(ValueError, match="5 segments"):
         build(dataclasses.replace(CFG, pattern="*|*|*|*|*"), chunks=2)
     with pytest.raises(ValueError, match="chunks=0: each rank has at least 1 stage"):

@@ -48,6 +48,30 @@ def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, *
     return model, trace
 
 
+@distributed(4)
+def test_stages_without_parameters_clip_and_step_with_the_others():
+    cfg = dataclasses.replace(CFG, pattern="[*-]|||[*-]")
+    whole = build(cfg)
+    steps = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for tokens, labels in data(3, cfg):
+        whole(tokens, labels).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    steps.step()
+    meshes = weft.init_meshes("cpu", pp=4)
+    model = shard(build(cfg, meshes), meshes)
+    optimizer = weft.optim.flat(torch.optim.AdamW, model, lr=1e-2, no_decay=lambda name, parameter: False)
+    forward_backward(model, data(3, cfg), schedule="1f1b")
+    norms = weft.parameter_norms(model)
+    assert bool(norms) == (dist.get_rank() in (0, 3))
+    assert weft.find_nonfinite(model) == []
+    torch.testing.assert_close(weft.optim.clip_grad_norm_(model, 0.1), norm)
+    optimizer.step()
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name])
+    assert len(optimizer.param_groups) == 2  # on all ranks, as checkpoints want them
+
+
 @pytest.mark.slow
 @distributed(4)
 def test_zero_1_to_3_and_hsdp_in_stages():

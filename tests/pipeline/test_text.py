@@ -61,3 +61,9 @@ def test_text_that_is_no_table_is_refused_with_its_line(text, said):
 def test_a_file_that_is_not_there_is_one_clear_error(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_table(tmp_path / "none.txt")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    made = table("1f1b", ranks=2, microbatches=2)
+    (tmp_path / "marked.txt").write_text(format_table(made), encoding="utf-8-sig")
+    assert read_table(tmp_path / "marked.txt") == made

@@ -87,7 +87,7 @@ class Starts:
         """Train; returns the run's directory."""
         ranks = self.start()
         for process in ranks:
-            process.join(timeout=120)
+            process.join(timeout=300)
         assert [process.exitcode for process in ranks] == [0] * RANKS, self.said()
         return self.run()
 

@@ -70,6 +70,16 @@ def test_a_run_goes_on_with_other_stages(pool, tmp_path):
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
 
 
+def test_stages_without_a_matrix_of_its_own_go_on_with_muon_in_one_piece(pool, tmp_path):
+    path = write_config(tmp_path, model__pattern="[*-][*-]|", train__validate_every=0, checkpoint__every=2)
+    muon = ["optimizer.name=Muon", "optimizer.lr=0.01"]
+    pool.run(2, train_on, path, tmp_path / "whole", muon, stop_at=4)
+    pool.run(2, train_on, path, tmp_path / "parts", [*muon, "sharding.pp=2"], stop_at=2)
+    pool.run(2, train_on, path, tmp_path / "parts", muon, stop_at=4, resume_from=2)
+    for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)  # Muon iterates in bf16
+
+
 def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
     """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)

@@ -214,6 +214,31 @@ def test_what_cannot_work_is_one_line(pool, tmp_path):
         assert word in line and "\n" not in line
 
 
+def losses_that_are_none(folder):
+    said = []
+    for number, wrong in enumerate(
+        (
+            lambda model, batch: 1.0,
+            lambda model, batch: None,
+            lambda model, batch: model(batch[0]).square(),
+            lambda model, batch: loss(model, batch)[0].detach(),
+            lambda model, batch: (*loss(model, batch), 3),
+        )
+    ):
+        with pytest.raises(ConfigError) as error:
+            make(folder / str(number), loss=wrong).run()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_is_no_loss_is_one_line(pool, tmp_path):
+    said = pool.run(1, losses_that_are_none, tmp_path)[0]
+    for line, word in zip(
+        said, ("a float", "a NoneType", "a tensor [8, 2]", "no parameter of the model leads to", "a tuple"), strict=True
+    ):
+        assert line.startswith("loss: gives ") and word in line and "\n" not in line
+
+
 def test_data_that_yields_nothing_is_an_error():
     with pytest.raises(ConfigError, match="data: yields no microbatch"):
         Stream([], 1).next_step()

@@ -97,6 +97,8 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     Raises ValueError for a model without sharded modules.
     """
     found = _nonfinite_here(model)
+    if not any(unit.groups for unit in units_of(model)):  # a stage without parameters
+        return found
     groups = _groups_to_all_ranks(model)
     channel = min(group.channel for unit in units_of(model) for group in unit.groups)
     if not any(agree([bool(found)], [], groups, "search for values that are not finite", channel=channel)[0]):

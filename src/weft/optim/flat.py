@@ -72,11 +72,12 @@ def flat(
             runs[decay].append(run)
     outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
     _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
+    in_stages = getattr(model, "cut", None) is not None  # these have the same groups, whatever lies in them
     groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
-    if runs[False]:
+    if runs[False] or (in_stages and no_decay is not None):
         groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})
     cls = _classes.setdefault(optimizer, type(f"Flat{optimizer.__name__}", (FlatOptimizer, optimizer), {}))
-    made = cls([group for group in groups if group["params"]], **options)
+    made = cls([group for group in groups if group["params"] or in_stages], **options)
     made._runs = [*runs[True], *runs[False]]
     made._groups = list(dict.fromkeys(run.group for run in made._runs))
     made._outside = outside

@@ -233,6 +233,8 @@ def _squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | Non
     """The squared 2-norms of tensors: of each, a group, the number of the parameter there whose shape and cuts it has,
     and what lies here of it, None for nothing. None for a tensor of which nobody has anything. Collective.
     """
+    if not parts:  # a stage without parameters
+        return []
     ranks = ModelRanks([group for group, _, _ in parts])
     of_parts = [ranks.beyond(group.slice_groups[number]) for group, number, _ in parts]
     slices = list(dict.fromkeys(own for own in of_parts if own is not None))

@@ -113,8 +113,10 @@ def checked_microbatches(microbatches: Any) -> list[tuple[Tensor, Tensor]]:
         raise ValueError("forward_backward got no microbatches: pass at least one pair of tokens and labels")
     for number, pair in enumerate(pairs):
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
+            held = f" of {', '.join(type(each).__name__ for each in pair)}" if isinstance(pair, (tuple, list)) else ""
             raise TypeError(
-                f"microbatch {number} is a {type(pair).__name__}, not a pair of tensors: pass (tokens, labels) for each"
+                f"microbatch {number} is a {type(pair).__name__}{held}, not a pair of tensors: pass (tokens, labels) "
+                "for each"
             )
     return [(tokens, labels) for tokens, labels in pairs]
 
@@ -178,11 +180,15 @@ def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
     return found
 
 
-def require_same(cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tensor]], order: Any = ()) -> None:
-    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same: `what`, in which order."""
+def require_same(
+    model: nn.Module, cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tensor]], order: Any = ()
+) -> None:
+    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same: `what`, in which order, with all
+    stages in one mode."""
     if cut.group is None:
         return
-    said = f"{what} of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
+    mode = "training" if model.training else "evaluation"
+    said = f"{what} in {mode} mode of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
     word = zlib.crc32(f"{said} {order}".encode())
     (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule", channel=cut.channel)
     if highest != -lowest:
@@ -191,7 +197,7 @@ def require_same(cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tenso
         raise mismatch(
             "of one pipeline run different things",
             dict(zip(ranks, everyone)),
-            "each calls with the same schedule, and as many microbatches of the same shapes",
+            "each calls with the same schedule, in the same mode, and as many microbatches of the same shapes",
         )
 
 

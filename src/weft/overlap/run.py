@@ -200,6 +200,11 @@ class SharedEnds:
         shares = cut.shares_ends and (cut.is_first or cut.is_last)
         modules = model.shared_ends if shares else ()
         self._parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
+        if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in self._parameters):
+            raise ValueError(
+                "the first and the last stage share a parameter that has a hook on its accumulated gradient, which "
+                "would see the share of its own stage alone: step the optimizer after the call"
+            )
         self._cut = cut
         self._transport = transport
         for parameter in self._parameters if cut.has_copies else ():

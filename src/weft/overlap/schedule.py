@@ -78,8 +78,10 @@ def forward_backward(
             "overlap=True, but no layer exchanges tokens between ranks (expert parallel 1, or no experts): there is "
             "nothing to hide; pass overlap=False"
         )
-    table = table_of(schedule or ("combined" if overlap else "1f1b"), cut, len(microbatches))
-    require_same(cut, f"schedule {table.name!r}", microbatches, table.ranks)
+    if schedule is None:
+        schedule = "combined" if overlap else "1f1b"
+    table = table_of(schedule, cut, len(microbatches))
+    require_same(model, cut, f"schedule {table.name!r}", microbatches, table.ranks)
     run = ScheduledRun(model, layers, depths, cut, microbatches, scales)
     run.forward_backward(table, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release, trace=trace)
     return run.losses()
@@ -96,7 +98,7 @@ def evaluate(model: Any, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[
     layers = layers_of(model)
     cut = cut_of(model, layers)
     microbatches = checked_microbatches(microbatches)
-    require_same(cut, "an evaluation", microbatches)
+    require_same(model, cut, "an evaluation", microbatches)
     run = ScheduledRun(model, layers, depths_of(model), cut, microbatches, [1.0] * len(microbatches))
     run.evaluate()
     return run.losses()

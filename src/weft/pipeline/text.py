@@ -43,7 +43,7 @@ def _format_row(label: str, entries: tuple[Entry, ...]) -> str:
 def read_table(path: str | Path) -> Table:
     """The checked table in the file at `path`. Raises as `parse_table` does."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"table {path}: cannot be read: {error}") from error
     return parse_table(text, source=str(path))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import weft
+from weft.models.stages import Stages
 from weft.train.errors import ConfigError
 from weft.train.imported import imported
 from weft.train.sections import OptimizerConfig
@@ -93,18 +94,19 @@ def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (muon if _is_for_muon(name, parameter, config) else rest).append(parameter)
-    if not muon:
+    in_stages = getattr(model, "cut", None) is not None
+    if not any(Stages(model).all_of(bool(muon))):
         raise ConfigError(
             f'optimizer.name = "Muon": no matrix is left for it beside optimizer.adamw_for = '
             f"{show(list(config.adamw_for))}; take patterns out there, or choose AdamW"
         )
     # With that adjustment one learning rate suits both.
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-    first = _made(torch.optim.Muon, muon, options | _known_options(torch.optim.Muon, config))
-    if not rest:
+    first = _made(torch.optim.Muon, [{"params": muon}], options | _known_options(torch.optim.Muon, config))
+    if not rest and not in_stages:
         return Joined(first)
     shared: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-    return Joined(first, torch.optim.AdamW(_decay_groups(rest, config.weight_decay), **shared))
+    return Joined(first, torch.optim.AdamW(_decay_groups(rest, config.weight_decay, in_stages=in_stages), **shared))
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:

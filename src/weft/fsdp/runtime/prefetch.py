@@ -207,7 +207,9 @@ class Prefetch:
 
     def _wanted(self, record: Itinerary) -> Iterator[Unit]:
         """The units that should be here, or on their way, besides those that are held."""
-        here = self._together(record.visited[-1], self._kind) if record.visited else ()
+        here: Sequence[int] = record.visited[-1:]
+        if here and here[0] in self._buckets and self._buckets[here[0]].gathered:
+            here = self._together(here[0], self._kind)
         return self.behind(here, record.ahead(), record.depth)
 
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:

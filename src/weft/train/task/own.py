@@ -66,7 +66,18 @@ class OwnTask:
 
     def loss(self, microbatch: Any) -> Losses:
         found = self._loss(self.model, microbatch)
-        return found if isinstance(found, tuple) else (found, {})
+        loss, numbers = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        what = f"a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            what = f"a tensor {list(loss.shape)}"
+            if loss.numel() == 1:
+                if loss.requires_grad or not torch.is_grad_enabled():
+                    return loss, numbers
+                what += " that no parameter of the model leads to"
+        raise ConfigError(
+            f"loss: gives {what}; give the mean over the microbatch, a scalar that can go backward, or (mean, "
+            '{"name": number})'
+        )
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
         return [self.loss(microbatch) for microbatch in microbatches]

@@ -1,7 +1,8 @@
-"""A model as Accelerate's FSDP2 plugin prepares it, without an Accelerator, of which a process has only one."""
+"""A small Llama of transformers, and a model as Accelerate's FSDP2 plugin prepares it."""
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,28 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def llama(**options: Any) -> nn.Module:
+    """The same on every rank."""
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
+
 
 def prepared(model: nn.Module, *, efficient: bool = False) -> nn.Module:
-    """A model of transformers, in units of Accelerate's choosing; `efficient`: only rank 0 has loaded weights."""
+    """In units of Accelerate's choosing, without an Accelerator, of which a process has only one; `efficient`: only
+    rank 0 has loaded weights."""
     from accelerate.utils import fsdp_utils
 
     layers = type(model.model.layers[0])
