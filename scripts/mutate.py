@@ -232,7 +232,7 @@ MUTATIONS = [
         "overlap/units.py",
         'each.step.slot in ("embed", "enter", "head", "head.weights")',
         'each.step.slot in ("embed", "head", "head.weights")',
-        "overlap/test_stages_sharded.py::test_prediction_depths_stand_behind_the_last_stage[2-1f1b-how0]",
+        "overlap/test_stages_sharded.py::test_prediction_depths_stand_behind_the_last_stage[1f1b-how0-2]",
     ),
     Mutation(
         "the next message between stages is not received ahead",

@@ -108,7 +108,7 @@ class Family:
         theirs |= {**self.required, **self.write(cfg)}
         if cfg.parsed.depths and self.depths is not None:
             theirs[self.depths.counted] = cfg.parsed.depths
-        again = self.config(theirs, {name for place in self.places(cfg).values() for name in place.names})
+        again = self.config(theirs, self._projections(cfg))
         different = [
             f"{name}={getattr(cfg, name)!r} (it has {getattr(again, name)!r})"
             for name in relevant(cfg)
@@ -140,6 +140,13 @@ class Family:
         else:
             prefix = self.depths.prefix(trunk, length, int(depth), number)
         return self._place(layer.symbols[place], inner, prefix, cfg)
+
+    def _projections(self, cfg: HybridConfig) -> set[str]:
+        """The tensors by which the depths of a model of `cfg` are counted."""
+        if self.depths is None:
+            return set()
+        trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
+        return {self.depths.names(trunk, length, each)["project"] + ".weight" for each in range(cfg.parsed.depths)}
 
     def _copies(self, module: str, trunk: int, length: int, cfg: HybridConfig) -> list[str]:
         """Where depths have `module` of the model again; a tied head is the embedding's."""
