@@ -1,6 +1,10 @@
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.pool import distributed
 from weft.mesh import init_meshes
@@ -156,3 +160,19 @@ def test_pipeline_and_tensor_axes_of_a_real_world_communicate():
         assert members(getattr(meshes, axis)) == [0, 1]
         assert ranks(meshes.dense) == [dist.get_rank()]
         assert meshes.dp_size == 1
+
+
+@distributed(4)
+def test_tensors_of_a_new_world_are_on_its_meshes_though_those_of_the_last_one_are_equal():
+    for made_before in range(2):
+        for _ in range(made_before):
+            dist.new_group([0, 1])  # so that names of groups, which torch counts, are other ones
+        tensor = DTensor.from_local(torch.ones(2), init_meshes("cpu", ep=2).ep, [Shard(0)])
+        group = nn.Parameter(tensor).device_mesh.get_group()
+        assert len(dist.get_process_group_ranks(group)) == 2
+        if not made_before:
+            store = dist.distributed_c10d._get_default_store()
+            dist.barrier()
+            dist.destroy_process_group()
+            store = dist.PrefixStore("again", store)
+            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=4)

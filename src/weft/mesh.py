@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def init_meshes(
     """
     world = _world_size()
     dp_shard = _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, ep=ep, tp=tp)
+    # torch keeps what it worked out by what meshes are equal to: those of an earlier world, whose groups are gone, too.
+    _clear_sharding_prop_cache()
 
     dense_view = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     outer = dp_replicate > 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import weft
 from tests.overlap.small import gradients
@@ -133,9 +133,10 @@ def test_prediction_depths_stand_behind_the_last_stage(schedule, how):
 
 @pytest.mark.slow
 @distributed(4)
-def test_prediction_depths_with_experts_on_two_ranks():
-    """pp 2 x ep 2; the depths are with the last stage."""
-    meshes = weft.init_meshes("cpu", pp=2, ep=2)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_prediction_depths_with_experts_on_two_ranks(pp):
+    """pp 2 x ep 2, and ep 2 x two ranks that have the same experts; the depths are with the last stage."""
+    meshes = weft.init_meshes("cpu", pp=pp, ep=2)
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0, pattern="[*E]*[*-][*E]/[*E][*E]")
     expected = of_the_whole(cfg, meshes.dp_size, 4)
     for schedule, placement in (("interleaved", "loop"), ("combined", "loop"), ("dualpipev", "v"), ("zbv", "v")):
@@ -190,10 +191,10 @@ def clipped_steps(cfg, meshes, model, schedule, **switches):
 
 @pytest.mark.slow
 @distributed(4)
-@pytest.mark.parametrize("schedule, strategy", [("combined", "optim_grads_params"), ("dualpipev", "optim")])
-def test_clipped_steps_of_experts_on_several_ranks_equal_those_of_one_process(schedule, strategy):
-    """pp 2 x ep 2."""
-    meshes = weft.init_meshes("cpu", pp=2, ep=2)
+@pytest.mark.parametrize("pp, schedule, strategy", [(2, "combined", "optim_grads_params"), (1, "dualpipev", "optim")])
+def test_clipped_steps_of_experts_on_several_ranks_equal_those_of_one_process(pp, schedule, strategy):
+    """pp 2 x ep 2, and two stages on each rank with ep 2 x two ranks that have the same experts."""
+    meshes = weft.init_meshes("cpu", pp=pp, ep=2)
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0, pattern="[*E]*[*-][*E]/[*E]", tie_word_embeddings=True)
     how = {"chunks": 2, "placement": "v" if schedule == "dualpipev" else "loop"}
     model = shard(build(cfg, meshes, **how), meshes, strategy=strategy)
@@ -208,22 +209,28 @@ def trained(model, optimizer, schedule):
 
 
 def goes_on_elsewhere(folder, cfg, begins, others):
-    """A model saved in the stages that `begins` says goes on in `others`: (configuration, meshes, schedule, how)."""
+    """A model saved in the stages that `begins` says goes on in `others`: (configuration, meshes, schedule, how).
+
+    The optimizer's settings are saved by parameter, too: a list of parameters is another one in each stage.
+    """
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     (meshes, schedule, how), losses = begins, []
     model = shard(build(cfg, meshes, **how), meshes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses.append(trained(model, optimizer, schedule))
-    weights, state = get_state_dict(model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=by_name)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     losses.append(trained(model, optimizer, schedule))
     for other_cfg, meshes, schedule, how in others:
         torch.manual_seed(7)  # other weights to begin with
         other = shard(weft.models.HybridModel(other_cfg, meshes, **how), meshes)
         theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
-        weights, state = get_state_dict(other, theirs)
+        weights, state = get_state_dict(other, theirs, options=by_name)
         loaded = {"model": weights, "optimizer": state}
         dcp.load(loaded, checkpoint_id=folder)
-        set_state_dict(other, theirs, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        set_state_dict(
+            other, theirs, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=by_name
+        )
         torch.testing.assert_close(evaluate(other.eval(), data(3, cfg)), losses[0])
         moments = [state["exp_avg"].full_tensor().abs().sum() for state in theirs.state.values()]
         assert len(moments) == len(list(other.parameters())) and all(moments)

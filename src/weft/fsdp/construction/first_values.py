@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
+from weft.fsdp.construction.originals import place_of
 from weft.fsdp.slots import Slot
 from weft.memory.blank import blank_storage, has_blank
 
@@ -75,6 +76,9 @@ def materialize(
     fillers = {module: filler for module in order if module in asked and (filler := _filler(module)) is not None}
 
     kept = {id(tensor) for module in modules for tensor in _real_tensors(module)}
+    kept |= {
+        id(each) for module in modules for each in module._parameters.values() if each is not None and place_of(each)
+    }
     real: dict[torch.Tensor, Any] = {}
     for parameter, (module, name) in filled_in.items():  # elsewhere it is still on the meta device: no second filling
         memory = _memory_for(parameter, module, device)
