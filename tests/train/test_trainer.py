@@ -276,7 +276,7 @@ def test_loaders_with_an_epoch_and_a_state_hear_of_the_epoch_first():
         def load_state_dict(self, state):
             heard.append(("state", state["at"]))
 
-    Stream(Loader([1]), 1).load_state_dict({"epoch": 2, "taken": 1, "own": [{"at": 1}]})
+    Stream(Loader([1]), 1).load_state_dict({"epoch": 2, "taken": 1, "own": [{"at": 1}, None]})
     assert heard == [("epoch", 2), ("state", 1)]
 
 

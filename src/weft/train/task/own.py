@@ -140,7 +140,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.taken = int(state["epoch"]), int(state["taken"])
-        own, *begun = state["own"]
+        own, begun = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
         self._set_epoch()  # first: some loaders begin the epoch anew with it
@@ -149,8 +149,8 @@ class Stream:
             self._iterator = iter(self.source)
         elif self.taken:
             now = self._random.state_dict()
-            self._begun = begun[0] if begun else now  # a checkpoint of before has none
-            self._random.load_state_dict(self._begun)
+            self._begun = begun
+            self._random.load_state_dict(begun)
             self._iterator = iter(self.source)
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
