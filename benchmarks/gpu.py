@@ -228,7 +228,7 @@ def _say_nothing(line: str) -> None:
 
 def main() -> None:
     """Everything, one after another, on the first GPU."""
-    options = _report.parser(__doc__).parse_args()
+    options = _report.parser(__doc__, rounds=1 if REHEARSES else 5).parse_args()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if REHEARSES:
         card = "a rehearsal without a card: no figure means anything"
