@@ -228,13 +228,6 @@ MUTATIONS = [
         "overlap/test_events.py::test_each_delayed_product_of_a_sharded_model_runs_in_its_slot[2]",
     ),
     Mutation(
-        "what is outside of layers is reduced before prediction depths have read it",
-        "overlap/units.py",
-        'each.step.slot in ("embed", "enter", "head", "head.weights")',
-        'each.step.slot in ("embed", "head", "head.weights")',
-        "overlap/test_stages_sharded.py::test_prediction_depths_stand_behind_the_last_stage[1f1b-how0-2]",
-    ),
-    Mutation(
         "the next message between stages is not received ahead",
         "pipeline/transport.py",
         "        tensors, ticket = self._expected.popleft()\n        self._expect()\n",
