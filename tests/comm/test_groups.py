@@ -45,7 +45,7 @@ def test_the_hosts_group_beside_one_of_devices_has_its_timeout_and_description()
     assert host is not mine and host.group_desc == "shards" and timeout_of(host) == timedelta(seconds=44)
 
 
-@distributed(4)
+@distributed(4, timeout=30)
 def test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others():
     world, rank = dist.group.WORLD, dist.get_rank()
     dist.new_group([0, 1])
