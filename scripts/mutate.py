@@ -99,6 +99,13 @@ MUTATIONS = [
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
+    Mutation(
+        "a rank takes part in a bucket only while it has not gathered it itself",
+        "fsdp/runtime/buckets.py",
+        "return self._start([None",
+        "return None if self.gathered else self._start([None",
+        BUCKETS + "test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too[2]",
+    ),
     # --- when things run ---------------------------------------------------------------------------------------------
     Mutation(
         "nothing is gathered ahead",

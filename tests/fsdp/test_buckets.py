@@ -14,6 +14,8 @@ from tests.pool import distributed
 from weft.comm.lanes import Lane
 from weft.comm.watch.lookout import lookout
 from weft.fsdp.module import units_under
+from weft.fsdp.runtime.joins import Joins
+from weft.fsdp.runtime.passes import Pass
 
 WIDTH, DEPTH = 8, 6
 EACH, ALL = 0, 1 << 18
@@ -158,6 +160,23 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
     together = train(model(2 * bytes_of_a_layer()), steps=2, skip=skip)
     assert lookout().joins > 0 or dist.get_rank() == 0
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=skip))
+
+
+@distributed(2)
+def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too():
+    times, take_part = Counter(), Joins.take_part_in_bucket
+
+    def late(joins, number):
+        if dist.get_rank() and net._weft_driver.runtime.passes.current is not Pass.BACKWARD:
+            return False  # as if this rank had had no time to look
+        times[number] += 1
+        return take_part(joins, number)
+
+    net = model(2 * bytes_of_a_layer())
+    with mock.patch.object(Joins, "take_part_in_bucket", late):
+        together = train(net, steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ())
+    assert times[0] == (4 if dist.get_rank() else 0)  # in each step for the other's forward and its backward
+    assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ()))
 
 
 @distributed(2)

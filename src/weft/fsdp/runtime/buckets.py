@@ -9,6 +9,7 @@
     any unit of A   A, once in a pass; what of it is here already, or has no room, is sent and not kept
     another of A    nothing: it is here, until its own forward or backward, or the pass, is over
     one again       that unit by itself: its memory went after the first time
+    another rank's  A, to be sent and not kept, whatever this rank does: it may be in another pass
 
 Which units are in a bucket follows from the model alone, and is so the same on all ranks, whatever each of them runs:
 ranks that need different units of a bucket send the same message. A schedule, and a user who says what to gather ahead,
@@ -30,7 +31,7 @@ from weft.fsdp.unit import Unit
 
 
 class Bucket:
-    """Units whose weights travel together. `gathered`: whether they have, in this pass."""
+    """Units whose weights travel together. `gathered`: whether this rank gathered them in this pass."""
 
     def __init__(self, units: Sequence[Unit], channels: Channels) -> None:
         self.gathered = False
@@ -54,6 +55,7 @@ class Bucket:
         """Start the gather of all its units that are at rest and have room, if it was not gathered in this pass."""
         if self.gathered or any(ref() is None for ref in self._units):  # a module was replaced
             return
+        self.gathered = True
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._here():
@@ -66,16 +68,17 @@ class Bucket:
         for unit in coming:
             unit.come_by(ticket)
 
-    def take_part(self) -> Ticket | None:
-        """Start the part that other ranks need of this one in a gather whose result nobody uses here; None if it has
-        been gathered in this pass."""
-        return None if self.gathered else self._start([None for unit in self._here() for _ in unit.groups])
+    def take_part(self) -> Ticket:
+        """Start the part that other ranks need of this one in a gather whose result nobody uses here.
+
+        Whatever was gathered here: those who ask may be in another pass.
+        """
+        return self._start([None for unit in self._here() for _ in unit.groups])
 
     def _here(self) -> list[Unit]:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
-        self.gathered = True
         with torch.no_grad(), profiled(self._name, "gather"):
             return self._channels.gathers.run(
                 all_gather_bucket,
