@@ -8,18 +8,16 @@ answer, or if the text to be replaced is not in its file exactly once.
 """
 
 import argparse
-import contextlib
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from trials import Outcome, import_what_weft_does, run_in_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -1087,66 +1085,44 @@ def misfits(mutations: Sequence[Mutation]) -> list[str]:
     return found
 
 
-_running: set[subprocess.Popen] = set()
-"""Tests under way, each with its workers a process group."""
-
-
-def kill(process: subprocess.Popen) -> None:
-    """End a test and its workers."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def run_tests(source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
-    """The exit status of pytest over `tests` against the package in `source`, None after `timeout`, and its output."""
-    paths = dict.fromkeys(str(ROOT / "tests" / test) for test in tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(source)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    _running.add(process)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        kill(process)
-        output, _ = process.communicate()
-        return None, output
-    except BaseException:
-        kill(process)
-        raise
-    finally:
-        _running.discard(process)
-
-
-class Verdict(NamedTuple):
-    """What became of a mutant."""
-
-    mutation: Mutation
-    said: str
-    seconds: float
-    output: str
-
-
-def try_out(mutation: Mutation, pristine: Path, folder: Path) -> Verdict:
-    """Run the test of `mutation` against a mutated copy of `pristine`, made in `folder`."""
-    begin = time.monotonic()
+def mutated(mutation: Mutation, pristine: Path, folder: Path) -> Path:
+    """A copy of `pristine` in `folder`, mutated."""
     source = folder / mutation.name.replace(" ", "-")
     shutil.copytree(pristine, source)
     file = source / "weft" / mutation.file
     file.write_text(file.read_text().replace(mutation.old, mutation.new))
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
         compiled.unlink()
-    status, output = run_tests(source, [mutation.test], TIMEOUT_S)
-    shutil.rmtree(source)
-    said = {0: "SURVIVED", 1: "killed", None: f"NO ANSWER in {TIMEOUT_S} s"}.get(status, f"NO TEST (exit {status})")
-    return Verdict(mutation, said, time.monotonic() - begin, output)
+    return source
+
+
+def said_of(outcome: Outcome) -> str:
+    """The verdict on a mutant whose test ended so."""
+    known = {0: "SURVIVED", 1: "killed", None: f"NO ANSWER in {TIMEOUT_S} s"}
+    return known.get(outcome.status, f"NO TEST (exit {outcome.status})")
+
+
+def try_out(mutations: Sequence[Mutation], folder: Path, jobs: int) -> list[str]:
+    """Print what becomes of each mutant; reports of those that were not killed."""
+    pristine = folder / "as it is"
+    shutil.copytree(SOURCE, pristine)
+    begin = time.monotonic()
+    tests = list(dict.fromkeys(each.test for each in mutations))
+    (plain,) = run_in_turn([(lambda: pristine, tests)], ROOT, timeout=BASELINE_TIMEOUT_S, jobs=1)
+    if plain.status != 0:
+        return [f"{plain.output}\nwithout any mutation the named tests end with {plain.status}: they must pass"]
+    print(f"{len(tests)} tests pass without mutation ({time.monotonic() - begin:.0f} s)\n")
+    print("| mutation | file | test | verdict | seconds |\n|---|---|---|---|---|", flush=True)
+    trials = [(lambda each=each: mutated(each, pristine, folder), [each.test]) for each in mutations]
+    reports = []
+    for mutation, outcome in zip(mutations, run_in_turn(trials, ROOT, timeout=TIMEOUT_S, jobs=jobs)):
+        said, (file, _, test) = said_of(outcome), mutation.test.partition("::")
+        print(f"| {mutation.name} | {mutation.file} | {file} {test} | {said} | {outcome.seconds:.0f} |", flush=True)
+        shutil.rmtree(folder / mutation.name.replace(" ", "-"))
+        if said != "killed":
+            reports.append(f"--- {mutation.name}: {said}\n{outcome.output[-3000:]}")
+    print(f"\n{len(mutations) - len(reports)} of {len(mutations)} mutants killed in {time.monotonic() - begin:.0f} s")
+    return reports
 
 
 def main() -> int:
@@ -1167,46 +1143,11 @@ def main() -> int:
         print("\n".join(problems))
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="weft-mutants-") as temporary:
-        folder = Path(temporary)
-        pristine = folder / "as it is"
-        shutil.copytree(SOURCE, pristine)
-        used = subprocess.run(
-            [sys.executable, "-c", "import weft; print(weft.__file__)"],
-            env={**os.environ, "PYTHONPATH": str(pristine)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        if not Path(used.strip()).is_relative_to(pristine):
-            print(f"the tests would import {used.strip()}, not the copy in {pristine}")
-            return 1
-        status, output = run_tests(pristine, [each.test for each in chosen], BASELINE_TIMEOUT_S)
-        if status != 0:
-            print(f"{output}\nwithout any mutation the named tests end with {status}: they must pass")
-            return 1
-        print(f"{len({each.test for each in chosen})} tests pass without mutation ({time.monotonic() - begin:.0f} s)\n")
-        print("| mutation | file | test | verdict | seconds |\n|---|---|---|---|---|", flush=True)
-        survivors = []
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            try:
-                for verdict in pool.map(lambda each: try_out(each, pristine, folder), chosen):
-                    mutation, said, seconds, _ = verdict
-                    test = f"{mutation.test.partition('::')[0]} {mutation.test.partition('::')[2]}"
-                    print(f"| {mutation.name} | {mutation.file} | {test} | {said} | {seconds:.0f} |", flush=True)
-                    if said != "killed":
-                        survivors.append(verdict)
-            except BaseException:  # such as an interrupt: begin no further tests, and end those that run
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(_running):
-                    kill(process)
-                raise
-    for verdict in survivors:
-        print(f"\n--- {verdict.mutation.name}: {verdict.said}\n{verdict.output[-3000:]}")
-    killed = len(chosen) - len(survivors)
-    print(f"\n{killed} of {len(chosen)} mutants killed in {time.monotonic() - begin:.0f} s")
-    return 1 if survivors else 0
+    import_what_weft_does(ROOT)
+    with tempfile.TemporaryDirectory(prefix="weft-mutants-") as folder:
+        reports = try_out(chosen, Path(folder), arguments.jobs)
+    print("\n\n".join(["", *reports]) if reports else "", end="")
+    return 1 if reports else 0
 
 
 if __name__ == "__main__":

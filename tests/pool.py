@@ -119,9 +119,11 @@ class Pool:
     def _start(self, ranks: int) -> None:
         """Start workers until there are enough for `ranks`: a run of one small test need not wait for all."""
         assert ranks <= MAX_RANKS, f"{ranks} ranks: a test has at most {MAX_RANKS}"
-        # Forked from a process that has imported everything and done nothing, so that no thread is lost on the way.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["weft.fsdp", "weft.models", "weft.optim", "weft.overlap"])
+        # Forked from a process that has imported everything and done nothing, so that no thread is lost on the way;
+        # with WEFT_FORK this is one.
+        context = multiprocessing.get_context("fork" if os.environ.get("WEFT_FORK") == "1" else "forkserver")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(["weft.fsdp", "weft.models", "weft.optim", "weft.overlap"])
         while len(self.workers) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

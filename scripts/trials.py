@@ -1,0 +1,132 @@
+"""Tests against copies of the source, each in a process forked from this one, which has imported all but weft.
+
+this process        torch and all else that weft imports, once; nothing computed, no thread started
+  a trial           the copy of weft, pytest, one test
+    its ranks       forked from the trial (tests/pool.py): nothing is imported again
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LOOK_S = 0.05
+"""How often trials are asked whether they are over."""
+
+
+class Outcome(NamedTuple):
+    """`status`: pytest's exit status, None for no answer in time."""
+
+    status: int | None
+    output: str
+    seconds: float
+
+
+def import_what_weft_does(root: Path) -> None:
+    """Import every module that weft, its tests and pytest need, but for their own."""
+    rooms = ("fsdp", "models", "models.hf", "optim", "overlap", "pipeline", "train", "checkpoint", "debug")
+    code = f"import sys, pytest, hypothesis, weft, {', '.join(f'weft.{room}' for room in rooms)}; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env=_environment(root / "src"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in found.stdout.split():
+        if name.partition(".")[0] not in ("weft", "__main__"):
+            with contextlib.suppress(ImportError):  # made by another module, not imported
+                importlib.import_module(name)
+
+
+class _Trial:
+    """One under way: its process, which leads a group of its own, and what it prints."""
+
+    def __init__(self, source: Path, tests: Sequence[str], root: Path) -> None:
+        self.begin = time.monotonic()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # of two processes, until the last has ended
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.setsid()
+                for stream in (1, 2):
+                    os.dup2(self._output.fileno(), stream)
+                os._exit(_run_pytest(source, tests, root))
+            finally:
+                os._exit(70)
+
+    def outcome(self, timeout: float) -> Outcome | None:
+        """What became of it, None while it runs; ends it behind `timeout`."""
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        seconds = time.monotonic() - self.begin
+        if not ended and seconds < timeout:
+            return None
+        self.end()
+        self._output.seek(0)
+        code = os.waitstatus_to_exitcode(status) if ended else None
+        return Outcome(code, self._output.read().decode(errors="replace"), seconds)
+
+    def end(self) -> None:
+        """End its process and its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def run_in_turn(
+    trials: Sequence[tuple[Callable[[], Path], Sequence[str]]], root: Path, *, timeout: float, jobs: int
+) -> Iterator[Outcome]:
+    """What became of each of `trials`, in their order: what makes the copy of the source, and tests below tests/."""
+    running: dict[int, _Trial] = {}
+    done: dict[int, Outcome] = {}
+    waiting = list(enumerate(trials))
+    try:
+        for number in range(len(trials)):
+            while number not in done:
+                while waiting and len(running) < jobs:
+                    which, (make, tests) = waiting.pop(0)
+                    running[which] = _Trial(make(), tests, root)
+                for which, trial in list(running.items()):
+                    if (outcome := trial.outcome(timeout)) is not None:
+                        done[which] = outcome
+                        del running[which]
+                time.sleep(LOOK_S)
+            yield done.pop(number)
+    finally:  # such as an interrupt
+        for trial in running.values():
+            trial.end()
+
+
+def _environment(source: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(source)}
+
+
+def _run_pytest(source: Path, tests: Sequence[str], root: Path) -> int:
+    """In the process of a trial: its exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(root)
+    os.environ.update(_environment(source))
+    if len(tests) == 1:  # no test before it has started threads
+        os.environ["WEFT_FORK"] = "1"
+    sys.path[:0] = [str(source), str(root)]
+    importlib.invalidate_caches()
+    import pytest
+
+    weft: Any = importlib.import_module("weft")
+    if not Path(weft.__file__).is_relative_to(source):
+        print(f"the tests would import {weft.__file__}, not the copy in {source}")
+        return 70
+    status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *(str(root / "tests" / test) for test in tests)]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
