@@ -54,6 +54,19 @@ def test_a_parameter_from_before_sharding_is_known_again_as_tied():
 
 
 @distributed(2)
+def test_a_parameter_of_a_model_that_has_gone_is_refused_by_name():
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    original = one.weight
+    weft.fully_shard(one)
+    sharded = one.weight
+    del one
+    for held in (original, sharded):
+        other.weight = held
+        with pytest.raises(ValueError, match=r"'weight' of Linear is sharded already, by a unit that is gone"):
+            weft.fully_shard(other)
+
+
+@distributed(2)
 def test_a_model_that_was_built_on_the_meta_device_is_no_exception():
     with torch.device("meta"):
         model = nets.Block(4, 8)

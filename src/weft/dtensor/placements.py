@@ -18,52 +18,36 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from weft.dtensor.uneven import UnevenDTensor
 from weft.layout.cuts import Cuts
 
 
-class UnevenShard(Shard):
-    """`Shard(dim)` over one of the axes of `cuts`; `shape`: of the whole tensor."""
+class _Uneven:
+    """Over one of the axes of `cuts`. `even`: what torch takes it as; `shape`: of the whole tensor."""
 
-    def __init__(self, dim: int, cuts: Cuts, shape: torch.Size) -> None:
-        super().__init__(dim)
-        self.cuts, self.shape = cuts, shape
+    dim: int
 
-    @property
-    def even(self) -> Placement:
-        """What torch takes it as."""
-        return Shard(self.dim)
+    def __init__(self, even: Any, cuts: Cuts, shape: torch.Size) -> None:
+        options = {"split_factor": even.split_factor} if isinstance(even, _StridedShard) else {}
+        super().__init__(even.dim, **options)  # type: ignore[call-arg]
+        self.even, self.cuts, self.shape = even, cuts, shape
 
     def __reduce__(self) -> Any:
-        return type(self), (self.dim, self.cuts, self.shape)
+        return type(self), (self.even, self.cuts, self.shape)
 
     def __repr__(self) -> str:
-        return f"UnevenShard(dim={self.dim}, borders={self.cuts.borders})"
+        return f"{type(self).__name__}(dim={self.dim}, borders={self.cuts.borders})"
 
 
-class UnevenStridedShard(_StridedShard):
+class UnevenShard(_Uneven, Shard):
+    """`Shard(dim)`."""
+
+
+class UnevenStridedShard(_Uneven, _StridedShard):
     """The same of a tensor that tensor parallelism slices along the dimension that is cut."""
-
-    def __init__(self, dim: int, split_factor: Any, cuts: Cuts, shape: torch.Size) -> None:
-        super().__init__(dim, split_factor=split_factor)
-        self.cuts, self.shape = cuts, shape
-
-    @property
-    def even(self) -> Placement:
-        """What torch takes it as."""
-        return _StridedShard(self.dim, split_factor=self.split_factor)
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.dim, self.split_factor, self.cuts, self.shape)
-
-    def __repr__(self) -> str:
-        return f"UnevenStridedShard(dim={self.dim}, sf={self.split_factor}, borders={self.cuts.borders})"
-
-
-_UNEVEN = (UnevenShard, UnevenStridedShard)
 
 
 def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
@@ -73,17 +57,14 @@ def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
         return spec.placements
     found = list(spec.placements)
     for axis in cuts.axes:
-        each: Any = found[axis]
-        if isinstance(each, _StridedShard):
-            found[axis] = UnevenStridedShard(each.dim, each.split_factor, cuts, spec.shape)
-        else:
-            found[axis] = UnevenShard(each.dim, cuts, spec.shape)
+        kind: Any = UnevenStridedShard if isinstance(found[axis], _StridedShard) else UnevenShard
+        found[axis] = kind(found[axis], cuts, spec.shape)
     return tuple(found)
 
 
 def plain(placements: Sequence[Placement]) -> list[Placement]:
     """What torch takes `placements` as."""
-    return [each.even if isinstance(each, _UNEVEN) else each for each in placements]
+    return [each.even if isinstance(each, _Uneven) else each for each in placements]
 
 
 class _FromLocal(torch.autograd.Function):
@@ -106,16 +87,14 @@ def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
     """The tensor of which `local` is the part that lies here. Raises ValueError where it is no part of these cuts."""
-    first: Any = next(each for each in placements if isinstance(each, _UNEVEN))
+    first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
-    if [axis for axis, each in enumerate(placements) if isinstance(each, _UNEVEN)] != sorted(cuts.axes):
+    if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):
         raise ValueError(
             f"from_local(placements={list(placements)}): what a weft parameter is cut over goes together; pass "
             "parameter.placements as they are, or Shard(dim) for parts of your own"
         )
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh, tuple(plain(placements)), tensor_meta=meta)
-    made = UnevenDTensor._wrap(local.detach(), spec, cuts)
+    made = UnevenDTensor.make(local.detach(), cuts, mesh, tuple(plain(placements)), shape=shape)
     expected = tuple(cuts.shaped(torch.empty(cuts.size_of(made.part), device="meta"), made.part).shape)
     if tuple(local.shape) != expected or (given is not None and tuple(given) != tuple(shape)):
         raise ValueError(
@@ -123,13 +102,13 @@ def _like_a_part(
             f"{tuple(shape)}, whose part on this rank has the shape {expected}: pass what is made of "
             "parameter.to_local(), or Shard(dim) for parts of your own"
         )
-    return _FromLocal.apply(local, spec, cuts)
+    return _FromLocal.apply(local, made._spec, cuts)
 
 
 def _taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
     @functools.wraps(from_local)
     def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        if placements is None or not any(isinstance(each, _UNEVEN) for each in placements):
+        if placements is None or not any(isinstance(each, _Uneven) for each in placements):
             return from_local(local_tensor, device_mesh, placements, **options)
         if device_mesh is None:
             raise ValueError("from_local() with the placements of a weft parameter: pass parameter.device_mesh too")

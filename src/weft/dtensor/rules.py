@@ -193,36 +193,36 @@ def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     return replicated(combined_norms(norm.view(1), float(order), tensor)[0], tensor.device_mesh)
 
 
-_REDUCTIONS: dict[str, tuple[Any, Any]] = {
-    "aten::sum": (dist.ReduceOp.SUM, 0),
-    "aten::mean": (dist.ReduceOp.SUM, 0),
-    "aten::max": (dist.ReduceOp.MAX, None),
-    "aten::min": (dist.ReduceOp.MIN, None),
+_REDUCTIONS = {
+    "aten::sum": (dist.ReduceOp.SUM, True),
+    "aten::mean": (dist.ReduceOp.SUM, True),
+    "aten::max": (dist.ReduceOp.MAX, False),
+    "aten::min": (dist.ReduceOp.MIN, False),
     "aten::all": (dist.ReduceOp.MIN, True),
-    "aten::any": (dist.ReduceOp.MAX, False),
+    "aten::any": (dist.ReduceOp.MAX, True),
 }
+"""How parts of the result become the whole one, and whether the operator has a result for no elements."""
 
 
 def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     """A reduction over the whole tensor; over some of its dimensions it runs on the whole one."""
     tensor, local = args[0], args[0]._local_tensor
-    op, empty = _REDUCTIONS[func._schema.name]
+    op, of_nothing = _REDUCTIONS[func._schema.name]
+    mean = func._schema.name == "aten::mean"
     if len(args) > 1 or set(kwargs) - {"dtype"}:
         return _on_whole(func, args, kwargs)
-    if local.numel():
-        value = local.sum(**kwargs) if func._schema.name == "aten::mean" else func(local, **kwargs)
-    elif empty is None:  # the largest or smallest value of nothing
+    if local.numel() or of_nothing:
+        value = local.sum(**kwargs) if mean else func(local, **kwargs)
+    else:  # the largest or smallest value of nothing
         if local.is_floating_point():
             least, most = -math.inf, math.inf
         else:
             least, most = torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max
         value = local.new_full((), least if op == dist.ReduceOp.MAX else most)
-    else:
-        value = func(local, **kwargs) if func._schema.name != "aten::mean" else local.sum(**kwargs)
     if tensor.axes:
         small = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
         value = tensor.combine(small, op).to(value.dtype)
-    if func._schema.name == "aten::mean":
+    if mean:
         value = value / tensor.numel()
     return replicated(value, tensor.device_mesh)
 

@@ -46,6 +46,11 @@ def spec_of(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies here of a tensor, without its history."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
 class RuledDTensor(DTensor):
     """A DTensor whose operators run by weft's rules, which know these classes: `rules.py` sets `__torch_dispatch__`."""
 
@@ -79,13 +84,12 @@ class UnevenDTensor(RuledDTensor):
         cuts: Cuts,
         mesh: DeviceMesh,
         placements: tuple[Placement, ...],
-        requires_grad: bool = False,
         shape: torch.Size | None = None,
     ) -> "UnevenDTensor":
         """The tensor whose part on this rank is `local`; `shape`: where `cuts` are those of a slice, the whole one."""
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
-        return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), cuts, requires_grad)
+        return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), cuts)
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool = False) -> "UnevenDTensor":

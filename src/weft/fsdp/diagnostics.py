@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weft.comm.groups import exchange_objects, group_of
 from weft.comm.watch.control import agree
+from weft.dtensor.uneven import local_of
+from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_of
 from weft.fsdp.unit import Unit
@@ -109,19 +110,12 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
 
 
 def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
-    units = {id(group): unit.name for unit in units_of(model) for group in unit.groups}
     tensors: list[tuple[str, str | None, Any, torch.Tensor]] = []
-    known: set[int] = set()
-    for name, group, number in named_slots(model):
-        parameter = group.sharded_parameters[number]
-        known |= {id(parameter), id(group.full_parameters[number])}
-        tensors += [(name, units[id(group)], what, each) for what, each in _both(parameter)]
-    order: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        order[name] = len(order)
-        if id(parameter) not in known:
-            tensors += [(name, None, what, each) for what, each in _both(parameter)]
-    tensors.sort(key=lambda each: order.get(each[0], len(order)))
+        home, unit = home_of(parameter), None
+        if home is not None:  # a full one may be registered
+            unit, parameter = home[0].name, home[1].sharded_parameters[home[2]]
+        tensors += [(name, unit, what, each) for what, each in _both(parameter)]
     parts: dict[torch.device, dict[int, torch.Tensor]] = {}
     for number, (*_, tensor) in enumerate(tensors):
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
@@ -200,26 +194,15 @@ def named_slots(model: nn.Module) -> Iterator[tuple[str, ParameterGroup, int]]:
                 yield name or f"{unit.name}.{group.slots[number].name}".lstrip("."), group, number
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies here of a tensor, without its history."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a dense tensor's first byte and of the one behind its last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _transient(pools: list[Pool]) -> dict[str, int]:
-    return {
-        "live": sum(pool.live for pool in pools),
-        "peak": sum(pool.peak for pool in pools),
-        "slab": sum(pool.slab_bytes for pool in pools),
-        "lower bound": sum(pool.lower_bound for pool in pools),
-        "plans": sum(pool.plans for pool in pools),
-        "allocations": sum(pool.allocations for pool in pools),
-        "fallbacks": sum(pool.fallbacks for pool in pools),
-    }
+    counts = ("live", "peak", "slab_bytes", "lower_bound", "plans", "allocations", "fallbacks")
+    names = {"slab_bytes": "slab", "lower_bound": "lower bound"}
+    return {names.get(count, count): sum(getattr(pool, count) for pool in pools) for count in counts}
 
 
 def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:

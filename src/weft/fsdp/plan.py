@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 
 from weft.comm import streams
+from weft.dtensor.uneven import local_of
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import Layout, plan_layout
@@ -41,7 +42,7 @@ class GroupPlan:
         """Plan the layout of `tensors`, of DTensors that of their local parts; `cutting`: granularity and dimension of
         the cuts of each."""
         layout = plan_layout(
-            [tuple(each.to_local().shape if isinstance(each, DTensor) else each.shape) for each in tensors],
+            [tuple(local_of(each).shape) for each in tensors],
             ranks_over(mesh, sharded_axes(placements.optimizer)),
             itemsize=recipe.smallest_itemsize,
             granularities=[granularity for granularity, _ in cutting],

@@ -83,13 +83,13 @@ class Cuts:
         return (tensor.movedim(self.dim, 0) if self.dim else tensor).reshape(-1)
 
     def _stored_part(self, part: int) -> tuple[int, ...]:
-        numel = self.borders[part + 1] - self.borders[part]
-        if self.row_dims is not None:
-            rows = self.stored[self.row_dims :]
-            return (numel // math.prod(rows), *rows)
-        if math.prod(self.shape) == numel:
+        numel = self.size_of(part)
+        if numel == math.prod(self.shape):
             return self.stored
-        return (numel,)
+        if self.row_dims is None:
+            return (numel,)
+        rows = self.stored[self.row_dims :]
+        return (numel // math.prod(rows), *rows)
 
     def boxes(self, part: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """The part as rectangles of the full tensor: `(offsets, sizes, first element within the part)`."""

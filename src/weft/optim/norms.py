@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_gather_uneven, reduce_now
 from weft.comm.groups import group_of
-from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp.diagnostics import local_of, named_slots
+from weft.dtensor.uneven import UnevenDTensor, local_of
+from weft.fsdp.diagnostics import named_slots
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import unit_of, units_of
 from weft.mesh import ranks_over

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
+
+from weft.dtensor.uneven import local_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int
     """
     if choice is None or choice == Shard(0):
         return 1, 0
-    shape = tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
+    shape = tuple(local_of(parameter).shape)
     if isinstance(choice, Shard):
         dims = len(shape)
         if not -dims <= choice.dim < dims:

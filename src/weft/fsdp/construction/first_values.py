@@ -42,7 +42,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
-from weft.fsdp.construction.originals import place_of
+from weft.dtensor.uneven import local_of
+from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.slots import Slot
 from weft.memory.blank import blank_storage, has_blank
 
@@ -75,10 +76,8 @@ def materialize(
     asked = {module for module, *_ in (*filled_in.values(), *buffers)}
     fillers = {module: filler for module in order if module in asked and (filler := _filler(module)) is not None}
 
-    kept = {id(tensor) for module in modules for tensor in _real_tensors(module)}
-    kept |= {
-        id(each) for module in modules for each in module._parameters.values() if each is not None and place_of(each)
-    }
+    owned = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values())]
+    kept = {id(each) for each in owned if each is not None and (not each.is_meta or home_of(each))}
     real: dict[torch.Tensor, Any] = {}
     for parameter, (module, name) in filled_in.items():  # elsewhere it is still on the meta device: no second filling
         memory = _memory_for(parameter, module, device)
@@ -102,7 +101,7 @@ def materialize(
     everyone = [*groups, *dict.fromkeys(beyond)]
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
-            broadcast(_local(filled.detach()), group, "first weights")
+            broadcast(local_of(filled), group, "first weights")
     for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none goes on alone
         _check_filled(real[parameter], module, name, slots[parameter].name)
     for module, name, buffer in buffers:
@@ -167,14 +166,8 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
         memory = torch.empty_like(tensor, device=device)
     else:
         memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    blank_storage(_local(memory))
+    blank_storage(local_of(memory))
     return memory
-
-
-def _real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and not tensor.is_meta:
-            yield tensor
 
 
 @contextmanager
@@ -219,16 +212,12 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
 
 def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: str) -> None:
     """Raise ValueError if `name` of `module`, in its unit `called`, was not filled."""
-    if has_blank(_local(filled.detach())):
+    if has_blank(local_of(filled)):
         raise ValueError(
             f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
             f"{type(module).__name__} left memory of its {name!r} as it was; fill all of it there, or load or build it "
             "on a real device"
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed(full: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -21,9 +21,10 @@ from weft.fsdp.construction.arguments import Request
 from weft.fsdp.construction.assignment import copy_assigned
 from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
-from weft.fsdp.construction.originals import place_of, settle
+from weft.fsdp.construction.originals import retire
 from weft.fsdp.construction.parameters import checked_parameter
 from weft.fsdp.construction.start import equalize
+from weft.fsdp.gradients.direct import home_of, settle
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
 from weft.fsdp.plan import GroupPlan
@@ -41,7 +42,7 @@ class Members:
         self.owners = _owners(request.modules)
         self._found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
         _refuse_sparse(self.owners, self._found)
-        self._tied = {parameter: place for parameter in self._found if (place := place_of(parameter)) is not None}
+        self._tied = {parameter: home for parameter in self._found if (home := home_of(parameter)) is not None}
         self._refuse_outside_in()
         self._own = {parameter: slot for parameter, slot in self._found.items() if parameter not in self._tied}
         choices = {parameter: choice_of(parameter, request.choose, request.mesh) for parameter in self._own}
@@ -64,8 +65,8 @@ class Members:
     def _refuse_outside_in(self) -> None:
         """Raise for a parameter that a unit around the modules has; a unit beside them shares it."""
         modules = self._request.modules
-        for parameter, (unit, _) in self._tied.items():
-            around = [one for ref in (unit.modules if unit else ()) if (one := ref()) is not None]
+        for parameter, (unit, *_) in self._tied.items():
+            around = [one for ref in unit.modules if (one := ref()) is not None]
             if any(one in other.modules() for other in around for one in modules):
                 raise ValueError(
                     f"parameter {self._found[parameter].name!r} of {kind_of(modules[0])} is sharded already, by a "
@@ -108,16 +109,15 @@ class Members:
     def register(self, unit: Unit) -> None:
         """Put the sharded parameters of `unit`, which has the groups, in the place of the original ones."""
         for group, members in zip(unit.groups, self._members):
-            for original, sharded, slot in zip(members, group.sharded_parameters, group.slots):
-                settle(original, sharded, unit, slot)
+            settle(unit, group, [members])
+            for original in members:
+                retire(original)
             equalize(group)
             group.register(full=False)
-        for parameter, (other, theirs) in self._tied.items():
+        for parameter, (other, group, number) in self._tied.items():
             mine = self._found[parameter]
-            if theirs is not None:
-                theirs.share(mine.owners)
-            if other is not None:
-                unit.tied.setdefault(other, mine.name)
+            group.slots[number].share(mine.owners)
+            unit.tied.setdefault(other, mine.name)
         for owner in self.owners:
             if any(parameter is not None for parameter in owner._parameters.values()):
                 owner.register_load_state_dict_pre_hook(copy_assigned)

@@ -9,46 +9,32 @@ a write in place                               RuntimeError: it would not reach 
 its values, shape, attributes are read         as they were
 """
 
+import functools
 import re
-import weakref
-from collections.abc import MutableMapping
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.fsdp.autograd import behind_classes
-from weft.fsdp.slots import Slot
-from weft.fsdp.unit import Unit
-
-_places: MutableMapping[Any, tuple["weakref.ref[Unit]", "weakref.ref[Slot]"]] = WeakTensorKeyDictionary()
-"""Of each original parameter, and each sharded one: where a later unit that meets it finds that it is tied."""
+from weft.fsdp.gradients.direct import home_of
 
 _WRITES = re.compile(
     r".*[^_]_|__set__|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 
 
-def place_of(parameter: nn.Parameter) -> tuple[Unit | None, Slot | None] | None:
-    """The unit and slot that have a parameter which was sharded already; None for another."""
-    if parameter not in _places:
-        return None
-    unit, slot = _places[parameter]
-    return unit(), slot()
+def retire(original: nn.Parameter) -> None:
+    """A sharded parameter has taken the place of `original`, which has the same home."""
+    original.__class__ = _retired(type(original))
 
 
-def settle(original: nn.Parameter, sharded: nn.Parameter, unit: Unit, slot: Slot) -> None:
-    """`sharded` has taken the place of `original` in `slot` of `unit`."""
-    for each in (original, sharded):
-        _places[each] = (weakref.ref(unit), weakref.ref(slot))
-    here = type(original)
-    if here not in _classes:
-        _classes[here] = type(f"Original{here.__name__}", (_Original, here), {"__slots__": ()})
-    original.__class__ = _classes[here]
+@functools.cache
+def _retired(kind: type) -> type:
+    return type(f"Original{kind.__name__}", (Original, kind), {"__slots__": ()})
 
 
-class _Original:
+class Original:
     """Of parameters that are no module's any more."""
 
     __slots__ = ()
@@ -58,18 +44,17 @@ class _Original:
         with behind_classes():
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if attribute == "grad" or _WRITES.fullmatch(func.__name__):
-                held = next((each for each in tree_leaves((args[:1], kwargs)) if isinstance(each, _Original)), None)
+                held = next((each for each in tree_leaves((args[:1], kwargs)) if isinstance(each, Original)), None)
                 if held is not None:
                     raise RuntimeError(_replaced(held))
             return func(*args, **(kwargs or {}))
 
 
-_classes: dict[type, type] = {}
-
-
 def _replaced(original: Any) -> str:
-    unit, slot = place_of(original) or (None, None)
-    name = "a parameter" if unit is None or slot is None else f"parameter {slot.name!r} of {unit}"
+    home, name = home_of(original), "a parameter"
+    if home is not None:
+        unit, group, number = home
+        name = f"parameter {group.slots[number].name!r} of {unit}"
     return (
         f"{name} is held from before fully_shard, which has put a sharded one in its place: what an optimizer or a "
         "write does to the old one never reaches the model. Build the optimizer after fully_shard, from "

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.construction.originals import Original
 from weft.fsdp.group import HOOK_NEVER_RUNS
 
 
@@ -30,7 +31,7 @@ def checked_parameter(
     """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it.
 
     `replicas`: names of the data-parallel axes, for one that lies over a whole mesh."""
-    if isinstance(parameter, UnevenDTensor):
+    if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
     if is_lazy(parameter):
         raise ValueError(f"{where} has no shape yet: run one forward of the module before fully_shard")

@@ -43,7 +43,7 @@ def settle(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) 
 
 
 def home_of(parameter: Any) -> tuple[Any, Any, int] | None:
-    """The unit of a parameter, full or sharded, its group and its number there; None for others."""
+    """The unit of a parameter, full, sharded or from before that, its group and its number there; None for others."""
     if parameter not in _homes:
         return None
     unit, group, number = _homes[parameter]
