@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
@@ -82,6 +83,14 @@ def test_ranks_with_different_units_are_told_so_before_the_first_pass():
     said = r"rank 0: blocks\.0 \(Block, \d+ elements\); rank 1: .*build the same model on every rank"
     with pytest.raises(CollectiveMismatch, match=said):
         net(nets.data(1, 4)[0])
+
+
+@distributed(4)
+def test_ranks_on_two_axes_are_all_told_of_different_units_whichever_group_sees_it_first():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    units = ["first", "second", "third" if dist.get_rank() else "another third"]
+    with pytest.raises(CollectiveMismatch, match=r"have different units.*build the same model on every rank"):
+        Agreement(True, channel=0).same_structure(units, [mesh.get_group(axis) for axis in (0, 1)])
 
 
 @distributed(2)

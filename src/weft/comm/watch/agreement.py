@@ -7,10 +7,9 @@ in a single process.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 import torch.distributed as dist
 
@@ -57,13 +56,8 @@ class Agreement:
     def same_structure(self, units: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
         """Raise CollectiveMismatch where ranks have different units; each string says all of one unit."""
         (high, low), _ = agree(_both_ways(_fingerprint(units)), [], groups, "first pass", channel=self._channel)
-        if high == -low:
-            return
-        for group in groups:
-            for _, here in _partings(dict(exchange_objects((dist.get_rank(), list(units)), group))):
-                said = {rank: theirs or "nothing" for rank, theirs in here.items()}
-                raise mismatch("have different units", said, "build the same model on every rank")
-        raise mismatch("of another process group have different units", {}, "build the same model on every rank")
+        if high != -low:
+            raise _parted(units, groups, "have different units", "build the same model on every rank")
 
     def reach(
         self,
@@ -89,8 +83,9 @@ class Agreement:
             channel=self._channel,
         )
         if highest[0] != -highest[1]:
-            logs = [dict(exchange_objects((dist.get_rank(), log), group)) for group in groups]
-            raise _difference(logs, names)
+            issued = [f"{what} of {names[unit] or 'the root'} ({nbytes} bytes)" for unit, what, nbytes in log]
+            rule = "every rank must run the same units in the same order"
+            raise _parted(issued, groups, "issued different collectives", rule)
         any_waiting = _unpacked(union[len(flags) :], len(names))
         return Agreed(
             _unpacked(union[: len(flags)], len(present)),
@@ -116,25 +111,12 @@ def _fingerprint(things: Sequence[object]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(things).encode(), digest_size=7).digest())
 
 
-def _partings(logs: Mapping[int, Sequence[Any]]) -> Iterator[tuple[int, dict[int, Any]]]:
-    """The positions where the ranks' logs differ, with what each has there, None behind its end."""
-    for position, here in enumerate(zip_longest(*logs.values())):
-        if len(set(here)) > 1:
-            yield position, dict(zip(logs, here))
-
-
-def _difference(logs_by_group: list[dict[int, list[tuple[int, str, int]]]], names: Sequence[str]) -> CollectiveMismatch:
-    """The first place where logs part."""
-    rule = "every rank must run the same units in the same order"
-    for logs in logs_by_group:
-        for position, here in _partings(logs):
-            said = {rank: _spoken(entry, names) for rank, entry in here.items()}
-            return mismatch(f"issued different collectives, first at position {position} of this step", said, rule)
-    return mismatch("of another process group issued different collectives", {}, rule)
-
-
-def _spoken(entry: tuple[int, str, int] | None, names: Sequence[str]) -> str:
-    if entry is None:
-        return "nothing"
-    unit, operation, nbytes = entry
-    return f"{operation} of {names[unit] or 'the root'} ({nbytes} bytes)"
+def _parted(mine: Sequence[str], groups: Sequence[dist.ProcessGroup], what: str, rule: str) -> CollectiveMismatch:
+    """The first place where what the ranks say, `mine` on this one, is not the same on all."""
+    # Over all groups before anybody raises: others wait for this rank in the next one.
+    said = [dict(exchange_objects((dist.get_rank(), list(mine)), group)) for group in groups]
+    for sayings in said:
+        for position, here in enumerate(zip_longest(*sayings.values(), fillvalue="nothing")):
+            if len(set(here)) > 1:
+                return mismatch(f"{what}, first at position {position}", dict(zip(sayings, here)), rule)
+    return mismatch(f"of another process group {what}", {}, rule)
