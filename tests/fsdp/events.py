@@ -24,8 +24,6 @@ from weft.comm import collectives
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.module import units_under
 
-GATHERS = (collectives.all_gather, collectives.all_gather_uploaded)
-
 
 class Events(list[str]):
     """The events, as above. `behind`: of what was issued behind a ticket, that ticket's label. `groups`: the process
@@ -48,7 +46,7 @@ class Events(list[str]):
 
         def issue(lane: Lane, collective: Any, *args: Any, **options: Any) -> Ticket:
             ticket = run(lane, collective, *args, **options)
-            kind = "gather" if collective in GATHERS else "reduce"
+            kind = "gather" if collective is collectives.all_gather else "reduce"
             label = f"{'outer ' * (lane.name == 'outer')}{kind} {names[options['channel']]}"
             self.groups[kind].update(each for each in args if isinstance(each, dist.ProcessGroup))
             if options.get("after") is not None:

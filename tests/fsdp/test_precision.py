@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.comm import collectives
+from weft.comm.lanes import Lane
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -54,13 +56,15 @@ def shard(net: nets.Net, policy: weft.MixedPrecisionPolicy, **options) -> nets.N
 def travelled(monkeypatch) -> set[torch.dtype]:
     """The dtypes of gradients that are reduced from now on."""
     seen = set()
-    reduce_into = weft.memory.buffer.FlatBuffer.reduce_into
+    run = Lane.run
 
-    def spy(buffer, *args, **options):
-        seen.add(buffer.local.dtype)
-        return reduce_into(buffer, *args, **options)
+    def spy(lane, collective, *args, **options):
+        if collective in (collectives.reduce_scatter, collectives.all_reduce):
+            _, partial, _ = args
+            seen.add(partial.dtype)
+        return run(lane, collective, *args, **options)
 
-    monkeypatch.setattr(weft.memory.buffer.FlatBuffer, "reduce_into", spy)
+    monkeypatch.setattr(Lane, "run", spy)
     return seen
 
 

@@ -93,8 +93,8 @@ def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGrou
     return Pending(works)
 
 
-def upload(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, tag: int) -> Pending:
-    """Copy `source`, in (pinned) CPU memory, to `target` on the device.
+def move(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, tag: int = 0) -> Pending:
+    """Copy `source` to `target`, of which one may be in (pinned) CPU memory: the host does not wait. Nothing is sent.
 
     `staging`: memory on the device in `source`'s dtype, where that is not `target`'s: casting on the CPU would make the
     host wait.
@@ -105,15 +105,6 @@ def upload(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | N
         staging.copy_(source, non_blocking=True)
         target.copy_(staging)
     return Pending()
-
-
-def all_gather_uploaded(
-    full: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, group: dist.ProcessGroup, tag: int
-) -> Pending:
-    """`upload` into this rank's slice of `full`, then `all_gather`."""
-    own = full.view(group.size(), -1)[dist.get_rank(group)]
-    upload(own, source, staging, tag)
-    return all_gather(full, own, group, tag)
 
 
 def reduce_scatter(

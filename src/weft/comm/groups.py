@@ -73,7 +73,17 @@ def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
 
 # --- channels and tags ------------------------------------------------------------------------------------------------
 
-_channels: dict[dist.ProcessGroup, int] = {}
+_of_groups: MutableMapping[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many things of each kind a group has, for as long as there is the group."""
+_made: MutableMapping[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""The groups that are made once for a group, by what they are for."""
+
+
+def _next(group: dist.ProcessGroup, kind: str) -> int:
+    """The number of a new one of this kind."""
+    counts = _of_groups.setdefault(group, Counter())
+    counts[kind] += 1
+    return counts[kind]
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
@@ -81,9 +91,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
 
     What has channels waits for other ranks, so that from now on waits are watched.
     """
-    for other in [each for each in _channels if each not in dist.distributed_c10d._world.pg_map]:
-        del _channels[other]
-    channel = _channels[group] = _channels.get(group, 0) + 1
+    channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group, and no tags are left: use another group")
     if group.size() > 1 and not is_pretended(group):
@@ -174,18 +182,19 @@ def twin_group(group: dist.ProcessGroup) -> Any:
 
     One communicator runs its collectives one after another; on a twin they run beside those of the first.
     """
-    mine = dist.get_process_group_ranks(group)
-    world = dist.group.WORLD
-    assert world is not None
     twin = None
-    for ranks in sorted({tuple(ranks) for ranks in exchange_objects(mine, world, "the ranks of a twin group")}):
-        made = _made_like(group, list(ranks))
-        if list(ranks) == mine:
-            twin = made
+    for ranks, mine in _everywhere(group, "the ranks of a twin group"):
+        made = _made_like(group, ranks)
+        twin = made if mine else twin
     return twin
 
 
-_neighbours: MutableMapping[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
+def _everywhere(group: dist.ProcessGroup, what: str) -> Iterator[tuple[list[int], bool]]:
+    """The ranks of this group and of those like it elsewhere in the world, in one order; whether it is this one."""
+    mine, world = dist.get_process_group_ranks(group), dist.group.WORLD
+    assert world is not None
+    for ranks in sorted({tuple(ranks) for ranks in exchange_objects(mine, world, what)}):
+        yield list(ranks), list(ranks) == mine
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
@@ -193,7 +202,7 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
     Every rank of `group` calls this in the same order; it is made once for each size.
     """
-    made = _neighbours.setdefault(group, {})
+    made = _made.setdefault(group, {})
     if size not in made:
         first = group.rank() // size * size
         ranks = dist.get_process_group_ranks(group)[first : first + size]
@@ -210,33 +219,23 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> l
     tagged = backend_of(group, torch.device("cpu")) == "gloo"
     if tagged and group.size() == 2:
         return [group for _ in pairs]
-    mine, world = dist.get_process_group_ranks(group), dist.group.WORLD
-    assert world is not None
     made: dict[Any, Any] = {}
     found: list[Any] = [None] * len(pairs)
-    for ranks in sorted({tuple(ranks) for ranks in exchange_objects(mine, world, "the ranks of pipelines")}):
+    for ranks, mine in _everywhere(group, "the ranks of pipelines"):
         for number, pair in enumerate(pairs):
             two = tuple(sorted(ranks[each] for each in pair))
             key = (two, 0 if tagged else number)
             if key not in made:
                 made[key] = _made_like(group, list(two))
-            if list(ranks) == mine and group.rank() in pair:
+            if mine and group.rank() in pair:
                 found[number] = made[key]
     return found
 
 
-_beside: MutableMapping[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-
-
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
     """A new gloo group of the ranks of `group`, which all ask for one in the same order for each `purpose`."""
-    made = _beside.setdefault(group, Counter())
-    made[purpose] += 1
     ranks = dist.get_process_group_ranks(group)
-    return _made_within(group, ranks, f"{purpose} {made[purpose]}", backend="gloo", timeout=timeout)
-
-
-_host_groups: dict[dist.ProcessGroup, Any] = {}
+    return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend="gloo", timeout=timeout)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
@@ -246,12 +245,10 @@ def host_group(group: dist.ProcessGroup) -> Any:
     """
     if backend_of(group, torch.device("cpu")) == "gloo":
         return group
-    if group not in _host_groups:
-        for other in [each for each in _host_groups if each not in dist.distributed_c10d._world.pg_map]:
-            del _host_groups[other]
-        ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = _made_within(group, ranks, "hosts", backend="gloo")
-    return _host_groups[group]
+    made = _made.setdefault(group, {})
+    if "hosts" not in made:
+        made["hosts"] = _made_within(group, dist.get_process_group_ranks(group), "hosts", backend="gloo")
+    return made["hosts"]
 
 
 def exchange_objects(value: Any, group: dist.ProcessGroup, what: str = "what the ranks tell each other") -> list[Any]:

@@ -268,15 +268,6 @@ class Lane:
             if self.stream is not None and not self._waits_later:
                 pending.complete()
                 pending = Pending()
-            return timeline.noting(entry, pending, self.title)
+            return timeline.noting(entry, pending)
 
         return run
-
-    def follow(self, ticket: Ticket, work: Callable[[], Any]) -> Ticket:
-        """Start `work` behind `ticket` alone, whatever has been computed since."""
-        return self.run(_work_here, work, after=ticket)
-
-
-def _work_here(work: Callable[[], Any], tag: int) -> Pending:
-    work()
-    return Pending()

@@ -9,8 +9,8 @@
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then moves
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread for each lane waits for its transfers, so that an end is noticed when the work ends, not when somebody
-asks for it. On CUDA events are recorded on the lane's stream and read when the intervals are asked for.
+On CPU a thread waits for each transfer, so that an end is noticed when the work ends, not when somebody asks for it. On
+CUDA events are recorded on the lane's stream and read when the intervals are asked for.
 """
 
 import threading
@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.comm.collectives import Pending
+from weft.comm.transfers import in_background
 
 
 class Interval(NamedTuple):
@@ -63,11 +63,7 @@ class Timeline:
         self.label = ""
         """What the communication issued now belongs to; `labelled` sets it."""
         self._entries: list[_Entry] = []
-        self._waiters: dict[str, SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._closed = False
-        """Left: what begins now is not noted any more."""
+        self._under_way: list[WatchedWorks] = []
         self._zero = 0.0
         self._zero_event: Any = None
 
@@ -86,12 +82,8 @@ class Timeline:
         """Stop recording and wait for what is under way."""
         global _recording
         _recording = None
-        with self._lock:
-            self._closed = True
-            for waiter in self._waiters.values():
-                waiter.put(None)
-        for thread in self._threads:
-            thread.join()
+        for works in self._under_way:
+            works.done.wait()
         if self._zero_event is not None:
             torch.cuda.synchronize()
 
@@ -130,34 +122,17 @@ class Timeline:
         """It ended here: now, or where the current stream is."""
         entry.end = self._now()
 
-    def noting(self, entry: _Entry, pending: Pending, waiter: str) -> Pending:
-        """The same transfers, of which the end is noted when it comes: of the last round of them.
-
-        `waiter`: of transfers that end one after another, in the order in which they are issued.
-        """
-        second, ended = pending.second, lambda: self.end(entry)
-        if second is not None:
-            works = self._watched(f"{waiter}, first round", pending.works, lambda: None)
-            return Pending(works, pending.finish, lambda: self.noting(entry, second(), waiter))
+    def noting(self, entry: _Entry, pending: Pending) -> Pending:
+        """The same transfers, of which the end is noted when it comes: of the last round of them."""
+        if (second := pending.second) is not None:
+            return Pending(pending.works, pending.finish, lambda: self.noting(entry, second()))
         if not pending.works:
-            ended()
+            self.end(entry)
             return pending
-        return Pending(self._watched(waiter, pending.works, ended), pending.finish)
-
-    def _watched(self, waiter: str, works: Sequence[Any], ended: Callable[[], None]) -> list[Any]:
-        """The same works as one, for which the thread `waiter` waits."""
-        watched = WatchedWorks(works, ended)
-        with self._lock:
-            if self._closed:
-                return list(works)
-            if waiter not in self._waiters:
-                queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-                self._waiters[waiter] = queue
-                thread = threading.Thread(target=_serve, args=(queue,), name=f"weft-{waiter}-timeline", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-            self._waiters[waiter].put(watched.run)
-        return [watched]
+        works = WatchedWorks(pending.works, lambda: self.end(entry))
+        self._under_way.append(works)
+        in_background(works.run)
+        return Pending([works], pending.finish)
 
 
 class WatchedWorks:
@@ -166,7 +141,7 @@ class WatchedWorks:
     def __init__(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
         self._works = works
         self._ended = ended
-        self._done = threading.Event()
+        self.done = threading.Event()
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -178,11 +153,11 @@ class WatchedWorks:
         except BaseException as failure:  # belongs to whoever waits for the result
             self._failure = failure
         self._works = ()
-        self._done.set()
+        self.done.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until the works are done; raises what they raised."""
-        self._done.wait(timeout.total_seconds() if timeout is not None else None)
+        self.done.wait(timeout.total_seconds() if timeout is not None else None)
         if self._failure is not None:
             raise self._failure
 
@@ -270,8 +245,3 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
-    while (job := queue.get()) is not None:
-        job()

@@ -90,7 +90,7 @@ class Transfer:
 
     def end_by_itself(self) -> None:
         """Let a thread of the crew wait for it, so that its memory goes as soon as it can."""
-        _crew.start(self._complete_for_nobody)
+        in_background(self._complete_for_nobody)
 
     def _complete_for_nobody(self) -> None:
         with contextlib.suppress(BaseException):  # belongs to whoever asks
@@ -151,6 +151,8 @@ class _Crew:
 
 
 _crew = _Crew()
+in_background = _crew.start
+"""`in_background(job)`: call `job()` on a thread of the crew."""
 _turns: dict[Hashable, threading.Event] = {}
 """Of each key, whether the last that was put off has begun."""
 _turns_lock = threading.Lock()
@@ -179,4 +181,4 @@ def _in_turn(
                     del _turns[key]
             mine.set()
 
-    _crew.start(job)
+    in_background(job)

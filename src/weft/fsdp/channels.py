@@ -12,7 +12,8 @@
 Messages of different models never meet: each parameter group has a channel of its own on every lane.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from weft.comm.groups import twin_group
 from weft.comm.lanes import Lane
 from weft.memory.pool import Pool
 
-_twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_twins: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class Channels:
@@ -53,8 +54,6 @@ class Channels:
 
 def separate_gathers(groups: list[dist.ProcessGroup]) -> None:
     """Make a second communicator for each of `groups`, once. Every rank of the world calls this alike."""
-    for group in [each for each in _twins if each not in dist.distributed_c10d._world.pg_map]:
-        del _twins[group]
     for group in groups:
         if group not in _twins:
             _twins[group] = twin_group(group)

@@ -30,6 +30,7 @@ from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
 from weft.debug.guard import guards_memory
 from weft.dtensor.tensor_parallel import TensorParallel
+from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes, lost_writes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
@@ -67,7 +68,7 @@ class ParameterGroup:
         self.slots = list(slots)
         self.trainable = parameters[0].requires_grad
         self.tensor_parallel = list(tensor_parallel)
-        slices = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+        slices = [local_of(each) for each in parameters]
         self.main_weight, self.model_weight = self._weights(slices)
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
@@ -221,16 +222,13 @@ class ParameterGroup:
             source = self.model_weight.local
             if not self.refreshes:
                 self._gathered_from = self.version
-            if self.offload is not None and not self.refreshes:
-                staging = self._take_staging(channels)
-                self._upload = channels.gather.run(
-                    collectives.all_gather_uploaded, full, source, staging, group, **options
-                )
-                return self._upload
-            if source.dtype != full.dtype:  # cast on its way
+            uploads = self.offload is not None and not self.refreshes
+            if uploads or source.dtype != full.dtype:  # on its way
                 main, source = source, self.full.part(self.model_weight.placements).local
-                options["prepare"] = functools.partial(source.copy_, main)
-            return channels.gather.run(collectives.all_gather, full, source, group, **options)
+                options["prepare"] = functools.partial(collectives.move, source, main, self._take_staging(channels))
+            ticket = channels.gather.run(collectives.all_gather, full, source, group, **options)
+            self._upload = ticket if uploads else self._upload
+            return ticket
 
     @property
     def fits_buckets(self) -> bool:
@@ -276,7 +274,7 @@ class ParameterGroup:
             own = self.model_weight.part(self.placements.optimizer).local
             if self.offload is not None:  # on the lane of the gather, which so comes behind it
                 staging = self._take_staging(channels)
-                self._upload = uploaded = lane.run(collectives.upload, own, self.main_weight.local, staging)
+                self._upload = uploaded = lane.run(collectives.move, own, self.main_weight.local, staging)
             elif own.data_ptr() != self.main_weight.local.data_ptr():
                 copy = functools.partial(own.copy_, self.main_weight.local)
             gathered = self.model_weight.gather_in_place(

@@ -1,11 +1,10 @@
 """A flat local tensor that knows its layout and where it lies.
 
-    from       to         over one axis         collective
-    ---------  ---------  --------------------  ----------------------
-    Shard      Replicate  gather_in_place       all-gather
-    Partial    Shard      reduce_into           reduce-scatter
-    Partial    Replicate  reduce_into           all-reduce
-    Replicate  Shard      part                  none: a view
+    from       to         by                    communicates
+    ---------  ---------  --------------------  --------------------------------------
+    Shard      Replicate  `gather_in_place`     an all-gather over each axis
+    Partial    any        `GradientStage`       a reduce-scatter, or an all-reduce
+    Replicate  Shard      `part`                nothing: a view
 
 On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts its shards again:
 
@@ -69,11 +68,6 @@ class FlatBuffer:
 
     def views(self) -> list[torch.Tensor]:
         """What lies here of each tensor: the tensor itself in a whole buffer, its part in a piece."""
-        if not self.axes:
-            return [
-                self.cuts(number).shaped(self.local[extent.offset : extent.end])
-                for number, extent in enumerate(self.layout.extents)
-            ]
         index = self.index
         begin = index * (self.layout.numel // self.pieces)
         parts = []
@@ -143,34 +137,6 @@ class FlatBuffer:
             )
             inner, axes, prepare = outer, axes[:-1], None
         return ticket
-
-    def reduce_into(
-        self,
-        output: "FlatBuffer",
-        axis: int,
-        lane: Lane,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-        sum_only: bool = False,
-        through: tuple[Callable[[torch.Tensor], None], torch.Tensor] | None = None,
-        **order: Any,
-    ) -> Ticket:
-        """Start `output` (+)= `scale` times the sum of this buffer, which is partial over `axis`, over its ranks.
-
-        `sum_only`: without averages by the backend. `through`: a function that may change what is reduced before
-        `output` takes it, and memory like `output`'s in this buffer's dtype for it to work on. `order`: of `Lane.run`.
-        """
-        group = group_of(self.mesh, axis)
-        options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, "inbox": inbox, **order}
-        reduction: Callable[..., Any] = collectives.all_reduce
-        if output.placements[axis].is_shard():
-            reduction = collectives.reduce_scatter
-            options["sum_only"] = sum_only
-        if through is None:
-            return lane.run(reduction, output.local, self.local, group, **options)
-        return lane.run(collectives.reduce_through, *through, reduction, output.local, self.local, group, **options)
 
 
 def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from weft.comm import streams
+from weft.comm.collectives import move
 from weft.comm.lanes import Lane, Ticket
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
@@ -66,7 +67,7 @@ class GradientDownload:
                 )
             target = self._more
         self._adds = accumulate
-        self._arriving = lane.follow(reduction, lambda: target.copy_(source, non_blocking=True))
+        self._arriving = lane.run(move, target, source, None, after=reduction)
         return self._arriving
 
     def close(self) -> None:

@@ -31,29 +31,23 @@ def agree(
     rounds of doubling distance, so that log2(n) messages do for n ranks. `what`: at which moment; words of another
     moment or `channel`, which is that of a model, never pair with these.
     """
-    with streams.on_host():
-        return _agree(highest, union, groups, what, channel)
-
-
-def _agree(
-    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, channel: int
-) -> tuple[list[int], list[int]]:
     tag = tag_of(TAGS, what, channel)
-    words = torch.tensor([*highest, *union], dtype=torch.int64)
-    received = torch.empty_like(words)
-    high, low = words[: len(highest)], words[len(highest) :]
-    for group in groups:
-        size = group.size()
-        if size == 1 or is_pretended(group):
-            continue
-        host = host_group(group)
-        rank, distance = host.rank(), 1
-        with watching(f"{what}/{channel}", f"the {what}", host):
-            while distance < size:
-                sent = host.send([words.clone()], (rank + distance) % size, tag)
-                host.recv([received], (rank - distance) % size, tag).wait()
-                sent.wait()
-                torch.maximum(high, received[: len(highest)], out=high)
-                torch.bitwise_or(low, received[len(highest) :], out=low)
-                distance *= 2
-    return high.tolist(), low.tolist()
+    border = len(highest)
+    with streams.on_host():
+        words = torch.tensor([*highest, *union], dtype=torch.int64)
+        received = torch.empty_like(words)
+        high, low = words[:border], words[border:]
+        for group in groups:
+            if group.size() == 1 or is_pretended(group):
+                continue
+            host, distance = host_group(group), 1
+            rank, size = host.rank(), host.size()
+            with watching(f"{what}/{channel}", f"the {what}", host):
+                while distance < size:
+                    sent = host.send([words.clone()], (rank + distance) % size, tag)
+                    host.recv([received], (rank - distance) % size, tag).wait()
+                    sent.wait()
+                    torch.maximum(high, received[:border], out=high)
+                    torch.bitwise_or(low, received[border:], out=low)
+                    distance *= 2
+        return high.tolist(), low.tolist()

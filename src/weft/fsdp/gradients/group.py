@@ -161,12 +161,10 @@ class GroupGradients:
 
     def place_of(self, number: int, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
         """Where a module that writes the gradient of parameter `number` itself puts it, and whether to add to it."""
-        packed = self._packed(pool, defer=defer)
-        extent = self._plan.layout.extents[number]
-        view = packed.cuts(number).shaped(packed.local[extent.offset : extent.end])
+        self._packed(pool, defer=defer)
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
-        return view, accumulate
+        return self._stages[0].views()[number], accumulate
 
     # --- packing ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ where the terms are not.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement
@@ -36,14 +37,13 @@ class GradientStage:
         goal: tuple[Placement, ...],
         describe: Callable[[], str],
     ) -> None:
-        self.axis = axis
-        self.goal = goal
+        self._scatters = goal[axis].is_shard()
+        self._group = group_of(plan.mesh, axis)
         self._plan = plan
         self._placements = placements
         self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
-        reduction = collectives.reduce_scatter if goal[axis].is_shard() else collectives.all_reduce
-        inbox = collectives.inbox_numel(reduction, self._numel, group_of(plan.mesh, axis), plan.device)
+        inbox = collectives.inbox_numel(self._reduction, self._numel, self._group, plan.device)
         self._inbox = Transient(
             inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
         )
@@ -52,6 +52,10 @@ class GradientStage:
         self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
+
+    @property
+    def _reduction(self) -> Callable[..., Any]:
+        return collectives.reduce_scatter if self._scatters else collectives.all_reduce
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
@@ -81,9 +85,11 @@ class GradientStage:
         channel: int,
         after: Ticket | None,
     ) -> Ticket:
-        """Start the reduction over the stage's axis, behind `after` if that is given; `close` when it is done.
+        """Start `output` (+)= `scale` times the sum of the buffer over the ranks of the stage's axis, behind `after` if
+        that is given; `close` when it is done.
 
-        `hook`: gets what is reduced, in the reduce dtype, and may change it before `output` takes it.
+        `sum_only`: without averages by the backend. `hook`: gets what is reduced, in the reduce dtype, and may change
+        it before `output` takes it.
         """
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
@@ -95,23 +101,17 @@ class GradientStage:
             def prepare() -> None:
                 narrow.copy_(wide.mul_(first) if first != 1.0 else wide)
 
-        inbox = pool.take(self._inbox) if self._inbox.nbytes else self._inbox.own
-        if hook is not None and self._hooked is None:
+        options: dict[str, Any] = {"channel": channel, "prepare": prepare, "after": after}
+        options |= {"scale": scale, "accumulate": accumulate}
+        options["inbox"] = pool.take(self._inbox) if self._inbox.nbytes else self._inbox.own
+        if self._scatters:
+            options["sum_only"] = sum_only
+        tensors = output.local, self.buffer.local, self._group
+        if hook is None:
+            return lane.run(self._reduction, *tensors, **options)
+        if self._hooked is None:
             self._hooked = torch.empty_like(output.local, dtype=self._plan.recipe.reduce)
-        through = (hook, self._hooked) if hook is not None and self._hooked is not None else None
-        return self.buffer.reduce_into(
-            output,
-            self.axis,
-            lane,
-            scale=scale,
-            accumulate=accumulate,
-            inbox=inbox,
-            sum_only=sum_only,
-            through=through,
-            channel=channel,
-            prepare=prepare,
-            after=after,
-        )
+        return lane.run(collectives.reduce_through, hook, self._hooked, self._reduction, *tensors, **options)
 
     def close(self) -> None:
         """Give the memory back."""
