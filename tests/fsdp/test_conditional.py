@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.seams.truth import assert_gradients, assert_weights, sgd
 from tests.pool import distributed
 from weft.comm.watch.lookout import DELAY_S, lookout
 
@@ -73,7 +74,7 @@ def last() -> int:
 def assert_truth(way: Way, microbatches: int, flagged: bool = True, **options) -> None:
     """Three steps of the sharded net have the gradients and weights of one process that goes every rank's way."""
     plain, sharded = make(), shard(make(), **options)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (plain, sharded)]
+    optimizers = sgd(plain, sharded)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for step, batch in enumerate(nets.data(3, 2 * ranks * microbatches)):
         for optimizer in optimizers:
@@ -86,13 +87,10 @@ def assert_truth(way: Way, microbatches: int, flagged: bool = True, **options) -
             if flagged:
                 sharded.set_is_last_backward(micro == microbatches - 1)
             loss_of(sharded, rows.chunk(ranks)[rank]).backward()
-        expected = {name: p.grad for name, p in plain.named_parameters()}
-        actual = {name: p.grad if p.grad is None else nets.full(p.grad) for name, p in sharded.named_parameters()}
-        torch.testing.assert_close(actual, expected)
+        assert_gradients(sharded, plain)
         for optimizer in optimizers:
             optimizer.step()
-    weights = {name: nets.full(p) for name, p in sharded.named_parameters()}
-    torch.testing.assert_close(weights, {name: p.detach() for name, p in plain.named_parameters()})
+    assert_weights(sharded, plain)
     assert all(role["live"] == 0 for role in weft.memory_report(sharded)["transient"].values())
 
 

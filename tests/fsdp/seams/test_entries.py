@@ -3,6 +3,8 @@
 Weights that are gone must not be read: not from memory that another unit has by now, not from none.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,22 +117,26 @@ def test_an_auxiliary_loss_alone_on_scores_that_stay_on_a_module(known):
 
 @distributed(2)
 def test_an_auxiliary_loss_in_a_backward_of_its_own_after_that_of_the_output():
-    def train() -> None:
-        plain, sharded = routed(), shard(routed())
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        for batch in inputs(2):
-            for net, parts in ((plain, batch.chunk(ranks)), (sharded, [batch.chunk(ranks)[rank]])):
-                for part in parts:
-                    value = net(part).square().mean()
-                    auxiliary = sum(block.scores.square().mean() for block in net.blocks)
-                    (value / len(parts)).backward(retain_graph=True)
-                    (auxiliary / len(parts)).backward()
-            assert_gradients(sharded, plain)
-            for net in (plain, sharded):
-                for parameter in net.parameters():
-                    parameter.grad = None
+    def work(net, part: torch.Tensor, share: float) -> None:
+        value = net(part).square().mean()
+        auxiliary = sum(block.scores.square().mean() for block in net.blocks)
+        (value * share).backward(retain_graph=True)
+        (auxiliary * share).backward()
 
-    right_or_refused(train, r"blocks\.\d")
+    right_or_refused(lambda: assert_works(work), r"blocks\.\d")
+
+
+def assert_works(work: Callable[[nn.Module, torch.Tensor, float], None]) -> None:
+    """`work(net, part, share)` on this rank's part, and on all of them in the plain net, leaves the same gradients."""
+    plain, sharded = routed(), shard(routed())
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for batch in inputs(2):
+        for net, parts in ((plain, batch.chunk(ranks)), (sharded, [batch.chunk(ranks)[rank]])):
+            for part in parts:
+                work(net, part, 1 / len(parts))
+        assert_gradients(sharded, plain)
+        for net in (plain, sharded):
+            net.zero_grad()
 
 
 class Features(nn.Module):
@@ -283,23 +289,14 @@ def test_a_list_that_block_after_block_fills_is_the_callers_though_it_holds_what
 def test_a_loss_on_an_inner_tensor_of_an_earlier_microbatch():
     """The block ran again since: its weights came and went, and the tensor waits."""
 
-    def train() -> None:
-        plain, sharded = routed(), shard(routed())
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        for batch in inputs(2):
-            for net, parts in ((plain, batch.chunk(ranks)), (sharded, [batch.chunk(ranks)[rank]])):
-                for part in parts:
-                    (net(part).square().mean() / len(parts)).backward(retain_graph=True)
-                    early = net.blocks[0].scores
-                    with torch.no_grad():
-                        net(part)
-                    (early.square().mean() / len(parts)).backward()
-            assert_gradients(sharded, plain)
-            for net in (plain, sharded):
-                for parameter in net.parameters():
-                    parameter.grad = None
+    def work(net, part: torch.Tensor, share: float) -> None:
+        (net(part).square().mean() * share).backward(retain_graph=True)
+        early = net.blocks[0].scores
+        with torch.no_grad():
+            net(part)
+        (early.square().mean() * share).backward()
 
-    right_or_refused(train, r"blocks\.\d")
+    right_or_refused(lambda: assert_works(work), r"blocks\.\d")
 
 
 @distributed(2)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.seams import truth
 from tests.fsdp.seams.truth import (
     STRATEGIES,
     assert_gradients,
@@ -60,9 +61,7 @@ def test_a_penalty_on_sharded_parameters_computed_beside_the_forward(strategy, m
     optimizers = sgd(plain, sharded)
     for number, batch in enumerate(nets.data(3, 4 * microbatches)):
         with naming("step", number):
-            for micro, rows in enumerate(batch.chunk(microbatches)):
-                sharded.set_is_last_backward(micro == microbatches - 1)
-                backward(plain, sharded, loss, rows)
+            truth.microbatches(plain, sharded, loss, batch, microbatches)
             assert_gradients(sharded, plain)
             step(optimizers)
     assert_weights(sharded, plain)
@@ -160,9 +159,7 @@ def test_a_gradient_that_the_user_set_is_added_to(strategy, microbatches):
                 own[net] = [torch.full_like(parameter, 0.5).detach() for parameter in parameters_of[net]]
                 for parameter, gradient in zip(parameters_of[net], own[net]):
                     parameter.grad = gradient
-            for micro, rows in enumerate(batch.chunk(microbatches)):
-                sharded.set_is_last_backward(micro == microbatches - 1)
-                backward(plain, sharded, tokens_loss, rows)
+            truth.microbatches(plain, sharded, tokens_loss, batch, microbatches)
             assert_gradients(sharded, plain)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.seams import truth
 from tests.fsdp.seams.truth import (
     STRATEGIES,
     assert_gradients,
@@ -207,9 +208,7 @@ def test_a_root_that_returns_its_heads_weight_for_a_fused_loss(strategy, microba
     optimizers = sgd(plain, sharded)
     for number, batch in enumerate(nets.data(4, 4 * microbatches)):
         with naming("step", number):
-            for micro, rows in enumerate(batch.chunk(microbatches)):
-                sharded.set_is_last_backward(micro == microbatches - 1)
-                backward(plain, sharded, loss, rows)
+            truth.microbatches(plain, sharded, loss, batch, microbatches)
             assert_gradients(sharded, plain)
             step(optimizers)
             with torch.no_grad():

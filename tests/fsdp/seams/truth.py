@@ -22,6 +22,15 @@ def backward(plain: nn.Module, sharded: nn.Module, loss: Callable[..., torch.Ten
     loss(sharded, parts[rank], rank).backward()
 
 
+def microbatches(
+    plain: nn.Module, sharded: nn.Module, loss: Callable[..., torch.Tensor], batch: torch.Tensor, count: int
+) -> None:
+    """`backward` of each of `count` parts of the batch, the last one before the optimizer said to be it."""
+    for number, rows in enumerate(batch.chunk(count)):
+        sharded.set_is_last_backward(number == count - 1)
+        backward(plain, sharded, loss, rows)
+
+
 def assert_gradients(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
     """Every parameter has the plain one's gradient, or none where that has none."""
     actual = {name: p.grad if p.grad is None else nets.full(p.grad) for name, p in sharded.named_parameters()}
