@@ -395,8 +395,10 @@ def test_wrong_calls_are_refused_with_the_fix():
         forward_backward(model, [batch, {}], overlap=False)
     with pytest.raises(ValueError, match=r"early_release=True without overlap"):
         forward_backward(model, [batch], overlap=False, early_release=True)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="no gradients; call it outside"):
-        forward_backward(model, [batch], overlap=False)
+    for without in (torch.inference_mode, torch.no_grad):
+        said = f"inside torch.{without.__name__}: there are no gradients; call it outside"
+        with without(), pytest.raises(RuntimeError, match=said):
+            forward_backward(model, [batch], overlap=False)
     for scale, error, said in (
         (
             [0.5, 0.25, 0.25],
