@@ -1,6 +1,7 @@
 """The command line: weft train | eval | report | config | sample | convert | pattern | schedule | inspect | bench."""
 
 import argparse
+import math
 import os
 import shlex
 import subprocess
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
 3 interrupted and saved: go on with --resume"""
+
+_MOST_ACTIONS = 100_000
+_MOST_BOXES = 3_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,10 +126,10 @@ def _parser() -> argparse.ArgumentParser:
 
     convert = commands.add_parser(
         "convert",
-        help="turn a directory of Hugging Face files into weft's own, or back",
+        help="turn a directory of Hugging Face files into weft's own, or that or a run into Hugging Face files",
         epilog=EXIT_CODES,
     )
-    convert.add_argument("source", metavar="SOURCE")
+    convert.add_argument("source", metavar="SOURCE", help="a model's directory, a run, or a checkpoint")
     convert.add_argument("target", metavar="TARGET", help="a new directory")
     convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
     convert.set_defaults(run=_convert)
@@ -190,12 +194,13 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.config import ConfigError, load_config
     from weft.train.run.changes import CONFIG
     from weft.train.run.launch import launch
-    from weft.train.run.runs import open_run, remove_if_unused, resuming
+    from weft.train.run.runs import open_run, refuse_folder_of_runs, remove_if_unused, resuming
     from weft.train.run.world import place_from
 
     config_path = options.config
     if config_path is None and isinstance(options.resume, str):
         if Path(options.resume).is_dir():
+            refuse_folder_of_runs(Path(options.resume))
             config_path = str(Path(options.resume) / CONFIG)
         else:  # `--resume CONFIG.toml`: the only path there is names the configuration
             config_path = options.config = options.resume
@@ -301,6 +306,13 @@ def _sample(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.checkpoint.directory import CheckpointError
     from weft.train.source import Source
 
+    for name, good, rule in (
+        ("tokens", options.tokens >= 0, "must be at least 0"),
+        ("temperature", 0 <= options.temperature < math.inf, "must be at least 0, which takes the best token"),
+        ("top-p", 0 < options.top_p <= 1, "must be more than 0 and at most 1"),
+    ):
+        if not good:
+            raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
     try:
         for part in Source(options.source).continued(
             options.prompt,
@@ -319,9 +331,23 @@ def _sample(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _convert(options: argparse.Namespace, arguments: list[str]) -> int:
-    from weft.models import hf
+    from weft.checkpoint import CheckpointError
+    from weft.checkpoint.manifest import MANIFEST
+    from weft.models import HybridModel, hf
+    from weft.train.run.runs import CHECKPOINTS
+    from weft.train.source import Source
 
-    hf.convert(options.source, options.target, options.family)
+    if not any((Path(options.source) / name).exists() for name in (CHECKPOINTS, MANIFEST)):
+        hf.convert(options.source, options.target, options.family)
+        return 0
+    try:
+        source = Source(options.source)
+        model = HybridModel(source.model_config)
+        source.load(model)
+    except CheckpointError as error:
+        print(f"weft convert: {error}", file=sys.stderr)
+        return 1
+    hf.save(model, options.target, options.family)
     return 0
 
 
@@ -364,6 +390,7 @@ def _schedule(options: argparse.Namespace, arguments: list[str]) -> int:
     target = Path(options.save) if options.save else None
     if target is not None and target.suffix not in (".png", ".txt"):
         raise ValueError(f"--save {target}: must end in .png, for a picture, or .txt, for a table to change")
+    _check_size(options, picture=target is not None and target.suffix == ".png")
     made = table(options.name, ranks=options.pp, chunks=options.chunks, microbatches=options.microbatches)
     found = check(made, _costs(options))
     if target is not None and target.suffix == ".png":
@@ -372,6 +399,22 @@ def _schedule(options: argparse.Namespace, arguments: list[str]) -> int:
         _write(target, format_table(made).encode())
     Console().print(Drawing(found))
     return 0
+
+
+def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
+    """Refuse what would take minutes, or boxes of less than a pixel."""
+    actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # of a rank, or more
+    wanted = f"--microbatches {options.microbatches}"
+    if actions * (options.pp or 1) > _MOST_ACTIONS:
+        raise ValueError(
+            f"{wanted}: {actions * (options.pp or 1):,} actions or more, and at most {_MOST_ACTIONS:,} are simulated; "
+            "take fewer: a schedule repeats itself"
+        )
+    if picture and actions > _MOST_BOXES:
+        raise ValueError(
+            f"{wanted} --save {options.save}: {actions:,} actions of a rank, and a picture has room for "
+            f"{_MOST_BOXES:,}; take fewer, or save a table (.txt)"
+        )
 
 
 def _costs(options: argparse.Namespace) -> "Costs":

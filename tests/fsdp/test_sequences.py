@@ -299,18 +299,11 @@ class Pair:
         """Losses whose backward may follow, plain and sharded."""
         self.due = True
         """Whether the gradients are those of all backwards so far."""
-        self.spoiled = False
-        """Whether a failed backward has left parts of gradients, which nobody uses before they are cleared."""
         self.handed_out = self.gradients()
         """The gradients when they last were due."""
         self.held: dict[int, bool] = {}
         """The units that the user unsharded, and whether what is registered is what the main weights are."""
         self.batches = 0
-
-    @property
-    def settled(self) -> bool:
-        """Whether the gradients can be compared."""
-        return self.due and not self.spoiled
 
     @property
     def truth(self) -> dict[str, nn.Parameter]:
@@ -372,7 +365,7 @@ class Pair:
         """Weights, gradients and what is registered are right."""
         for name, parameter in self.truth.items():
             close(nets.full(self.mine[name]), parameter.detach(), self.setup, name)
-            if self.settled:
+            if self.due:
                 found = self.mine[name].grad
                 close(
                     None if found is None else nets.full(found), parameter.grad, self.setup, f"the gradient of {name}"
@@ -385,7 +378,7 @@ class Pair:
                     del self.held[unit]
                 elif self.held[unit]:
                     close(parameter.detach(), self.truth[name].detach(), self.setup, f"the unsharded {name}")
-        if self.settled:
+        if self.due:
             self.handed_out = self.gradients()
 
     def check_rest(self) -> None:
@@ -436,8 +429,6 @@ class Program:
             pair.waiting.clear()
             for unit in pair.units:
                 unit.reshard()
-            if pair.spoiled:
-                self._ZeroGrad(ZeroGrad(number, "optimizer", True))
             pair.held.clear()
             self._Keep(Keep(number, False))
             self._Train(Train(number, "last"))
@@ -513,7 +504,7 @@ class Program:
 
     def _Step(self, action: Step) -> None:
         pair = self.pairs[action.model]
-        if pair.settled:
+        if pair.due:
             pair.writes()
             for optimizer in pair.optimizers:
                 optimizer.step()
@@ -522,18 +513,16 @@ class Program:
         pair = self.pairs[action.model]
         if not pair.due:  # zero_grad does not reach what waits for its reduction, with torch's FSDP neither
             self._Reset(Reset(action.model))
-        to_none = action.to_none or pair.spoiled  # which of them were there, nobody knows
         if action.by == "model":
-            pair.plain.zero_grad(to_none)
-            pair.sharded.zero_grad(to_none)
+            pair.plain.zero_grad(action.to_none)
+            pair.sharded.zero_grad(action.to_none)
         else:
             for optimizer in pair.optimizers:
-                optimizer.zero_grad(to_none)
-        pair.spoiled = False
+                optimizer.zero_grad(action.to_none)
 
     def _Clip(self, action: Clip) -> None:
         pair = self.pairs[action.model]
-        if pair.settled:
+        if pair.due:
             norms = [torch.nn.utils.clip_grad_norm_(each.values(), action.most) for each in (pair.truth, pair.mine)]
             close(nets.full(norms[1]), norms[0], self.setup, "the norm of the gradients")
 
@@ -610,8 +599,9 @@ class Program:
             handle.remove()
         for each in self.pairs if both else [pair]:
             each.begins()
-            if "backward" in where:
-                each.spoiled = True
+            if "backward" in where:  # whatever was accumulated before it is gone with it
+                each.plain.zero_grad()
+                each.due = True
 
     def _Reset(self, action: Reset) -> None:
         pair = self.pairs[action.model]

@@ -32,7 +32,7 @@ from weft.models import HybridModel
 from weft.models.layers import Attention
 from weft.models.prediction import PredictionDepth
 from weft.moe import AllToAll, LocalDispatcher
-from weft.overlap import Crossing, UndeclaredTensor, forward_backward
+from weft.overlap import Crossing, UndeclaredTensor, evaluate, forward_backward
 from weft.overlap.order import Layer
 from weft.overlap.units import ModelUnits
 
@@ -318,6 +318,28 @@ def test_an_exception_leaves_a_model_that_runs_again():
     same((forward_backward(model, microbatches), gradients(model)), expected)
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@distributed(2)
+def test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none(strategy):
+    def accumulated(evaluation):
+        model = build(CFG, weft.init_meshes("cpu", ep=2), strategy=strategy)
+        failing = mock.patch.object(type(model.decoder.layers[1]), "attend", side_effect=ArithmeticError)
+        model.set_is_last_backward(False)
+        forward_backward(model, data(2))
+        if evaluation:
+            with failing, pytest.raises(ArithmeticError):
+                evaluate(model, data(1))
+        model.set_is_last_backward(True)
+        forward_backward(model, data(3))
+        return model, failing
+
+    (whole, failing), (model, _) = accumulated(False), accumulated(True)
+    same(gradients(model), gradients(whole))
+    with failing, pytest.raises(ArithmeticError):
+        forward_backward(whole, data(2))
+    assert all(parameter.grad is None for parameter in whole.parameters())
+
+
 @distributed(2)
 def test_a_rank_that_fails_in_a_schedule_is_named_to_the_others():
     own = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")  # the communicator does not survive
@@ -373,8 +395,10 @@ def test_wrong_calls_are_refused_with_the_fix():
         forward_backward(model, [batch, {}], overlap=False)
     with pytest.raises(ValueError, match=r"early_release=True without overlap"):
         forward_backward(model, [batch], overlap=False, early_release=True)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="no gradients; call it outside"):
-        forward_backward(model, [batch], overlap=False)
+    for without in (torch.inference_mode, torch.no_grad):
+        said = f"inside torch.{without.__name__}: there are no gradients; call it outside"
+        with without(), pytest.raises(RuntimeError, match=said):
+            forward_backward(model, [batch], overlap=False)
     for scale, error, said in (
         (
             [0.5, 0.25, 0.25],

@@ -69,6 +69,17 @@ def test_a_long_schedule_becomes_one_letter_an_action():
     assert "P--P--P--" in text
 
 
+def test_of_a_very_long_schedule_the_beginning_is_drawn_and_one_without_end_is_refused(tmp_path, capsys):
+    whole = drawn(check(table("1f1b", ranks=2, microbatches=20)))
+    lines = drawn(check(table("1f1b", ranks=2, microbatches=5000))).splitlines()
+    assert len(lines) < 300 and any("and so on from time" in line for line in lines) and "so on" not in whole
+    assert main(["schedule", "1f1b", "--pp", "2", "--microbatches", "100000"]) == 2
+    assert "--microbatches 100000: 400,000 actions or more" in capsys.readouterr().err
+    picture = str(tmp_path / "long.png")
+    assert main(["schedule", "1f1b", "--pp", "2", "--microbatches", "2000", "--save", picture]) == 2
+    assert "a picture has room for 3,000" in capsys.readouterr().err
+
+
 def test_the_command_draws_a_schedule_with_its_costs(capsys):
     assert main(["schedule", "dualpipev", "--pp", "4", "--microbatches", "8", "--costs", "1,1,1", "--pair", "0.8"]) == 0
     text = capsys.readouterr().out

@@ -68,6 +68,15 @@ def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
     assert "no run 'tiny' in" in line
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_resume_of_the_folder_of_runs_names_the_runs(tmp_path, capsys, named):
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name / "checkpoints" / "step-00000003").mkdir(parents=True)
+    config = [write_config(tmp_path)] if named else []
+    line = refused(capsys, "train", *config, "--resume", tmp_path / "runs")
+    assert f"name one of them: {tmp_path / 'runs' / 'first'}, {tmp_path / 'runs' / 'second'}" in line
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "said"),

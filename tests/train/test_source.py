@@ -10,7 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.train.command import weft, write_config
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
+from weft.train.config import load_config
 from weft.train.errors import ConfigError
+from weft.train.loop import Trainer
+from weft.train.run.runs import Run
 from weft.train.source import Source
 
 
@@ -49,6 +52,41 @@ def test_a_text_ends_where_the_model_ends_it(published):
 def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     assert main(["sample", str(tmp_path)]) == 2
     assert "is no run with a checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--top-p", "7", "must be more than 0 and at most 1"),
+        ("--top-p", "nan", "must be more than 0 and at most 1"),
+        ("--temperature", "-1", "must be at least 0, which takes the best token"),
+        ("--tokens", "-3", "must be at least 0"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_before_anything_is_read_or_printed(capsys, option, value, rule):
+    assert main(["sample", "nowhere", option, value]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and option in printed.err and value in printed.err and rule in printed.err
+
+
+def trained(path, directory):
+    trainer = Trainer(load_config(path), Run(directory), say=lambda line: None)
+    trainer.run()
+    return {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_run_is_converted_to_a_directory_of_the_same_weights(pool, tmp_path, capsys):
+    path = write_config(tmp_path, train__steps=2, train__validate_every=0, model__pattern="[*-]")
+    weights = pool.run(1, trained, path, tmp_path / "run")[0]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    for number, source in enumerate((tmp_path / "run", checkpoint)):
+        target = tmp_path / f"published-{number}"
+        assert main(["convert", str(source), str(target)]) == 0
+        model = HybridModel(hf.config_of(target))
+        hf.load(model, target)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert main(["convert", str(checkpoint), str(tmp_path / "other"), "--family", "mixtral"]) == 2
+    assert "mixtral" in capsys.readouterr().err
 
 
 def test_a_directory_without_tokenizer_is_refused(published):

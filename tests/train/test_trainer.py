@@ -214,6 +214,73 @@ def test_what_cannot_work_is_one_line(pool, tmp_path):
         assert word in line and "\n" not in line
 
 
+class Deep(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+
+
+def frozen():
+    return make_model().requires_grad_(False)
+
+
+def nothing(*arguments):
+    """A function that forgot to return."""
+
+
+WRONG = {
+    "model: None cannot be called": {"model": None},
+    "model: a float cannot be called": {"model": 3.0},
+    "model: the class Deep is called without arguments: missing a required argument: 'depth'": {"model": Deep},
+    "model: the function nothing gives None, no torch.nn.Module": {"model": nothing},
+    "model: the class int gives a int": {"model": int},
+    "in which no parameter requires a gradient": {"model": frozen},
+    "loss: None cannot be called": {"loss": None},
+    "loss: a Tensor cannot be called": {"loss": torch.zeros(())},
+    "loss: the function <lambda> is called with (model, batch): too many": {"loss": lambda model: 0},
+    "loss: a CrossEntropyLoss compares outputs": {"loss": nn.CrossEntropyLoss()},
+    "loss: the function mse_loss compares outputs": {"loss": mse_loss},
+    "data: None is neither": {"data": None},
+    "data: the function nothing gives None": {"data": nothing},
+    "data: the class Deep is called with (rank, ranks)": {"data": Deep},
+    "validation: the function nothing gives None": {"validation": nothing},
+    "validation: is an iterator": {"validation": iter([])},
+    "shard: a bool cannot be called": {"shard": True},
+    "optimizer: a SGD cannot be called": {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)},
+    "optimizer: the function nothing gives None": {"optimizer": nothing},
+    "optimizer: the function <lambda> gives a list": {"optimizer": lambda model: list(model.parameters())},
+    "callbacks: 'step': None cannot be called": {"callbacks": {"step": None}},
+    "say: a bool cannot be called": {"say": False},
+    "resume: None; give True": {"resume": None},
+    "config: None; give the path": {"config": None},
+    "[train]": {"config": {"train": 3}},
+}
+
+
+def refusals_of_arguments(folder):
+    arguments = {"model": make_model, "loss": loss, "data": batches, "config": settings(folder)}
+    found = []
+    for change in WRONG.values():
+        with pytest.raises(ConfigError) as error:
+            Trainer(**{**arguments, **change})
+        found.append(str(error.value))
+    return found
+
+
+def test_an_argument_of_another_kind_is_one_line_with_the_argument_what_it_is_and_the_fix(pool, tmp_path):
+    for words, line in zip(WRONG, pool.run(1, refusals_of_arguments, tmp_path)[0], strict=True):
+        assert words in line and "\n" not in line and (";" in line), line
+
+
+def went_on(folder):
+    make(folder).run()
+    return make(folder, steps=2, resume=folder / "default").run_place.directory == folder / "default"
+
+
+def test_a_run_to_go_on_with_may_be_a_path(pool, tmp_path):
+    assert pool.run(1, went_on, tmp_path)[0]
+
+
 def losses_that_are_none(folder):
     said = []
     for number, wrong in enumerate(
@@ -242,6 +309,14 @@ def test_what_is_no_loss_is_one_line(pool, tmp_path):
 def test_data_that_yields_nothing_is_an_error():
     with pytest.raises(ConfigError, match="data: yields no microbatch"):
         Stream([], 1).next_step()
+
+
+def test_data_that_can_be_gone_through_once_says_so_when_it_is_at_its_end():
+    with pytest.raises(ConfigError, match="data: a generator, ended after 3 microbatches of this rank") as error:
+        stream = Stream((number for number in range(3)), 2)
+        assert stream.next_step() == [0, 1]
+        stream.next_step()
+    assert "give what starts anew" in str(error.value)
 
 
 def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():

@@ -231,7 +231,10 @@ class FSDPModule:
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Return every unit to rest after an exception in forward or backward."""
+        """Return every unit to rest after an exception in forward or backward, at once; what comes next does it too.
+
+        Gradients that wait for their reduction are dropped. A backward that failed has dropped all: `.grad` is None.
+        """
         runtime_of(self).reset()
 
 

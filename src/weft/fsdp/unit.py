@@ -275,10 +275,14 @@ class Unit:
         for group in self.groups:
             group.drop_piece()
 
+    def stand_back(self) -> None:
+        """Let all holders go but for the user: a pass was abandoned."""
+        for holder in [each for each in self.holders if not _is_users(each)]:
+            self._let_go(holder)  # units that are tied stand back by themselves
+
     def rest(self) -> None:
         """Go to rest from any state but for the user's hold: a pass was abandoned."""
-        for holder in [each for each in self.holders if not _is_users(each)]:
-            self._let_go(holder)  # units that are tied go to rest by themselves
+        self.stand_back()
         self.forget()
         self.free()
 

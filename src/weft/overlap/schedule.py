@@ -70,8 +70,12 @@ def forward_backward(
     scales = checked_scales(loss_scale, len(microbatches))
     if early_release and not overlap:
         raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("forward_backward inside torch.inference_mode: there are no gradients; call it outside")
+    if not torch.is_grad_enabled():
+        inside = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RuntimeError(
+            f"forward_backward inside torch.{inside}: there are no gradients; call it outside, or evaluate(...), which "
+            "has no backward"
+        )
     everything = [*layers, *(layer for depth in depths for layer in depth)]
     if overlap and schedule is None and cut.group is None and all(layer.dispatcher is None for layer in everything):
         raise ValueError(

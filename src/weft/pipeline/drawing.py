@@ -31,6 +31,8 @@ STYLES = {
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "P": "pair"}
 MOST_LINES = 60
 """More, and the labels go."""
+MOST_DRAWN = 240
+"""Lines: more, and what comes later is left out."""
 
 
 class Drawing:
@@ -93,6 +95,7 @@ class _Chart:
         self.scale = columns / unit
         self._band = self._width // columns * columns  # whole units, so that few labels are cut
         self._bands = ceil(round(self.simulation.time * self.scale) / self._band)
+        self._drawn = min(self._bands, max(MOST_DRAWN // (len(self.simulation.table.ranks) + 2), 1))
 
     def _shortest(self, kinds: str) -> float:
         """Of the entries of `kinds` that are no pair and take time."""
@@ -106,13 +109,16 @@ class _Chart:
 
     def lines(self) -> Iterator[Text]:
         table = self.simulation.table
-        rows = [self._row(rank) for rank in range(len(table.ranks))]
-        for band in range(self._bands):
-            cut = slice(band * self._band, (band + 1) * self._band)
-            yield Text(" " * self._margin + self._ruler(cut), style="dim")
+        borders = [band * self._band for band in range(1, self._drawn + 1)]
+        rows = [self._row(rank, borders[-1]).divide(borders) for rank in range(len(table.ranks))]
+        for band, border in enumerate(borders):
+            yield Text(" " * self._margin + self._ruler(slice(border - self._band, border)), style="dim")
             for rank, row in enumerate(rows):
-                yield Text(f"rank {rank}".ljust(self._margin)) + row[cut]
+                yield Text(f"rank {rank}".ljust(self._margin)) + row[band]
             yield Text("")
+        if self._drawn < self._bands:
+            last, time = borders[-1] / self.scale, self.simulation.time
+            yield Text(f"... and so on from time {last:g} to {time:g}: fewer microbatches are drawn as a whole\n")
         if self.labelled:
             several = table.chunks > 1
             yield Text("F2.1: microbatch 2 through chunk 1" if several else "F2: microbatch 2", style="dim")
@@ -131,13 +137,16 @@ class _Chart:
             ruler = ruler.ljust(column) + label
         return ruler
 
-    def _row(self, rank: int) -> Text:
+    def _row(self, rank: int, columns: int) -> Text:
+        """Of so many columns, or with a last action that reaches beyond them."""
         row = Text()
         for entry, (start, end) in zip(self.simulation.table.ranks[rank], self.simulation.spans[rank]):
             first, last = round(start * self.scale), round(end * self.scale)
+            if first >= columns:
+                break
             row.append(" " * (first - len(row)))
             self._append(row, entry, last - first)
-        row.append(" " * (self._bands * self._band - len(row)))
+        row.append(" " * (columns - len(row)))
         return row
 
     def _append(self, row: Text, entry: Entry, columns: int) -> None:

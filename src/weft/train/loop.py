@@ -24,6 +24,7 @@ from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.overlap import forward_backward
 from weft.train.activations import Activations
+from weft.train.callables import told
 from weft.train.config import TrainConfig, to_dict, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -85,7 +86,9 @@ class Trainer:
         self.batches, self.experts = self.task.batches, self.task.experts
         self.stages = Stages(self.model)
         self.parameter_count = self.stages.count_parameters()
-        self.optimizer = make_optimizer(self.model, config.optimizer) if optimizer is None else optimizer(self.model)
+        self.optimizer = (
+            make_optimizer(self.model, config.optimizer) if optimizer is None else _made_by(optimizer, self.model)
+        )
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
         self.spikes = Spikes(config.train.skip_spikes)
@@ -506,6 +509,15 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def _made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    found = make(model)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: {told(make)} gives {told(found)}, no torch.optim.Optimizer; return the optimizer"
+        )
+    return found
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.train import loop
+from weft.train.callables import check_callable, told
 from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
@@ -58,12 +59,22 @@ class Trainer(loop.Trainer):
         shard: Callable[..., Any] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         callbacks: Mapping[str, Callback] | None = None,
-        resume: bool | str = False,
+        resume: bool | str | Path = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.callbacks = dict(callbacks or {})
         if strange := set(self.callbacks) - set(MOMENTS):
             raise loop.ConfigError(f"callbacks: {sorted(strange)[0]!r} is no moment; choose from {', '.join(MOMENTS)}")
+        for moment, called in self.callbacks.items():
+            check_callable(f"callbacks: {moment!r}", called, ["trainer", "numbers"], "a function (trainer, numbers)")
+        if optimizer is not None:
+            check_callable("optimizer", optimizer, ["model"], "a function that makes one for the sharded model")
+        if say is not None:
+            check_callable("say", say, ["line"], "a function that is told lines, such as print")
+        if isinstance(resume, Path):
+            resume = str(resume)
+        if not isinstance(resume, (bool, str)):
+            raise loop.ConfigError(f"resume: {told(resume)}; give True, False, the directory of a run, or {OR_START!r}")
         settings = _configuration(config)
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
@@ -101,7 +112,12 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
     if isinstance(config, TrainConfig):
         return config
     if isinstance(config, Mapping):
-        return from_tables({section: dict(values) for section, values in config.items()})
+        tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in config.items()}
+        return from_tables(tables)
+    if not isinstance(config, (str, Path)):
+        raise loop.ConfigError(
+            f"config: {told(config)}; give the path of a TOML file, its tables as a dictionary, or a TrainConfig"
+        )
     return load_config(config)
 
 

@@ -13,8 +13,17 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
-from tests.fsdp.failing import Oops, fails_later, throw
-from tests.fsdp.seams.truth import assert_gradients, assert_weights, backward, naming, sgd, step, tokens_loss
+from tests.fsdp.failing import FailsInBackward, Oops, fails_later, throw
+from tests.fsdp.seams.truth import (
+    STRATEGIES,
+    assert_gradients,
+    assert_weights,
+    backward,
+    naming,
+    sgd,
+    step,
+    tokens_loss,
+)
 from tests.pool import distributed
 
 
@@ -166,6 +175,46 @@ def test_going_on_after_an_exception(fails, then):
                     assert_gradients(sharded, plain)
                     step(optimizers)
                 assert_weights(sharded, plain)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it(strategy, bucket_bytes):
+    """All of them, whatever of it had run: none is of some microbatches here and of others there. Seen at once."""
+    for place in ("head", "blocks.2", "blocks.2.up", "blocks.0", "embedding"):
+        for waits in (False, True):
+            with naming("fails in", place, "waits for its reduction", waits):
+                plain = nets.make()
+                sharded = nets.shard(
+                    nets.make(), strategy=strategy, runtime=weft.RuntimeOptions(bucket_bytes=bucket_bytes)
+                )
+                first, second, third = nets.data(3, 4)
+                sharded.set_is_last_backward(not waits)
+                nets.loss_of(sharded, mine(first)).backward()
+                sharded.set_is_last_backward(True)
+                handle = sharded.get_submodule(place).register_forward_hook(fails_later)
+                with pytest.raises(Oops):
+                    nets.loss_of(sharded, mine(second)).backward()
+                handle.remove()
+                for name, parameter in sharded.named_parameters():
+                    assert isinstance(parameter, DTensor) and parameter.grad is None, name
+                backward(plain, sharded, tokens_loss, third)
+                assert_gradients(sharded, plain)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_backward_that_fails_before_it_comes_to_a_model_takes_nothing_from_it(strategy):
+    plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
+    first, second, third = nets.data(3, 4)
+    sharded.set_is_last_backward(False)
+    backward(plain, sharded, tokens_loss, first)
+    with pytest.raises(Oops):
+        FailsInBackward.apply(nets.loss_of(sharded, mine(second))).backward()
+    sharded.set_is_last_backward(True)
+    backward(plain, sharded, tokens_loss, third)
+    assert_gradients(sharded, plain)
 
 
 class Tries(nn.Module):

@@ -385,20 +385,6 @@ class GroupGradients:
         if self._download is not None:
             self._download.finish()
         self._to("publish")
-        self._hand_out()
-        for parameter, present in zip(self._sharded, self.present):
-            if present:
-                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-                    hook(parameter)
-        self.present = [False] * len(self._full)
-
-    def give_back(self) -> None:
-        """The backward failed: what it has taken from `.grad` is there again at once, before anybody looks."""
-        if self._owned:
-            self.present = [False] * len(self._full)
-            self._hand_out()
-
-    def _hand_out(self) -> None:
         withdrawn, self._withdrawn, self._owned = set(self._withdrawn), [], False
         for number, (parameter, mine) in enumerate(zip(self._sharded, self._handed)):
             if self.present[number] or number in withdrawn:
@@ -407,6 +393,19 @@ class GroupGradients:
                     with torch.no_grad():
                         mine.add_(theirs)
                 parameter.grad = mine
+        for parameter, present in zip(self._sharded, self.present):
+            if present:
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                    hook(parameter)
+        self.present = [False] * len(self._full)
+
+    def drop(self) -> None:
+        """The backward failed: nobody shall take what it has left for gradients, whole or in part, here or elsewhere.
+        Reductions under way may still write to the main gradients, until `discard`."""
+        self._forget()
+        self._withdrawn, self._owned = [], False
+        for parameter in self._sharded:
+            parameter.grad = None
 
     def discard(self) -> None:
         """Forget gradients that were not published."""

@@ -63,8 +63,6 @@ class Passes:
         self._model = model
         self._around = Pass.IDLE
         """What a backward interrupts."""
-        self.failed = Pass.IDLE
-        """Which pass the last exception left."""
 
     def begin(self, kind: Pass) -> None:
         """A pass begins."""
@@ -82,8 +80,6 @@ class Passes:
 
     def fail(self) -> None:
         """An exception left the pass under way."""
-        if self.current is not Pass.FAILED:
-            self.failed = self.current
         self.current, self._around = Pass.FAILED, Pass.IDLE
 
     def recover(self) -> None:

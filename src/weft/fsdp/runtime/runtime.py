@@ -102,6 +102,10 @@ class Runtime:
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
         self._failure: tuple[BaseException, str] | None = None
+        self._evaluates = False
+        """Whether the schedule under way, or the last one, has no backward."""
+        self._keeps_gradients = False
+        """Whether the pass that failed changed no gradients of earlier backwards."""
         self._filled = False
         """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
@@ -286,6 +290,7 @@ class Runtime:
         here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
+        self._evaluates = not backward
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
@@ -436,11 +441,19 @@ class Runtime:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """An exception left the pass under way."""
+        """An exception left the pass under way. What the user sees from here on are sharded parameters again, and of
+        a backward no gradient at all: some units have added theirs by now, on some ranks, and others have not."""
+        left = self.passes.current
+        evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
+        if left is not Pass.FAILED:
+            self._keeps_gradients = evaluates
         self.passes.fail()
         self.reductions.order()
-        for group in self.groups:
-            group.gradients.give_back()
+        if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
+            for group in self.groups:
+                group.gradients.drop()
+        for unit in self.units:
+            unit.stand_back()
 
     def recover(self) -> None:
         """Whoever comes from outside begins here: what a failed pass has left goes."""
@@ -471,7 +484,7 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        if self.passes.failed not in (Pass.FORWARD, Pass.EVALUATION):  # those change no gradients of earlier backwards
+        if not self._keeps_gradients:
             for group in self.groups:
                 group.gradients.discard()
         for unit in self.units:

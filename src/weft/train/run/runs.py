@@ -47,6 +47,8 @@ def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: b
     """
     if resume is False:
         return _new_run(config, command)
+    if isinstance(resume, str) and not or_start:
+        refuse_folder_of_runs(Path(resume))
     candidates = [Path(resume)] if isinstance(resume, str) else _runs_of_name(config)[::-1]
     for directory in candidates:
         if steps := committed_steps(directory / CHECKPOINTS):
@@ -58,6 +60,16 @@ def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: b
         f"{where} committed checkpoint to resume; name another run directory after --resume, or leave it out "
         "to start a new run"
     )
+
+
+def refuse_folder_of_runs(folder: Path) -> None:
+    """Raise ConfigError for a directory that is no run, but has runs in it that can be gone on with."""
+    if (folder / "config.toml").is_file() or not folder.is_dir():
+        return
+    runs = sorted(path for path in folder.iterdir() if committed_steps(path / CHECKPOINTS))
+    if runs:
+        named = ", ".join(map(str, runs[:5])) + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
+        raise ConfigError(f"--resume {folder}: is no run, but a folder of runs; name one of them: {named}")
 
 
 def resuming(command: str, directory: Path) -> str:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import weft
 from weft.checkpoint import RandomState
 from weft.models import HybridModel
+from weft.train.callables import check_callable, told
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
@@ -43,10 +45,11 @@ class OwnTask:
                 f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of "
                 "one's own, which is gone through as a whole; leave it out"
             )
+        _check_loss(loss)
         meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
-        self.batches = Stream(_of_rank(data, rank, ranks), config.microbatches_per_step(ranks))
-        self.validation = () if validation is None else _of_rank(validation, rank, ranks)
+        self.batches = Stream(_of_rank("data", data, rank, ranks), config.microbatches_per_step(ranks))
+        self.validation = () if validation is None else _of_rank("validation", validation, rank, ranks)
         if isinstance(self.validation, Iterator):
             raise ConfigError(
                 "validation: the function returns an iterator, which the first validation would use up; "
@@ -102,6 +105,8 @@ class Stream:
     def __init__(self, source: Iterable[Any], microbatches_per_step: int) -> None:
         self.source, self.microbatches_per_step = source, microbatches_per_step
         self.epoch, self.taken = 0, 0
+        self._last = 0
+        """How many microbatches the pass before this one had."""
         self._iterator: Iterator[Any] | None = None
         self._random = RandomState()
         self._begun: dict[str, Any] | None = None
@@ -119,10 +124,15 @@ class Stream:
             except StopIteration:
                 if not self.taken:
                     break
-                self.epoch, self.taken, self._iterator = self.epoch + 1, 0, None
+                self.epoch, self.taken, self._last, self._iterator = self.epoch + 1, 0, self.taken, None
             else:
                 self.taken += 1
                 return microbatch
+        if self.epoch:
+            raise ConfigError(
+                f"data: {told(self.source)}, ended after {self._last} microbatches of this rank and yields none when "
+                "it is gone through again; give what starts anew, such as a list or a loader, or end the run before"
+            )
         raise ConfigError("data: yields no microbatch when it is gone through; give an iterable that starts anew")
 
     def _start(self) -> Iterator[Any]:
@@ -172,8 +182,14 @@ def own_model(
     device: torch.device,
 ) -> Any:
     """A module, or what a function builds on the meta device, sharded as the configuration says."""
+    if shard is not None:
+        check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     torch.manual_seed(config.train.seed)  # the same initial weights on every rank
     built = model if isinstance(model, nn.Module) else _on_meta(model)
+    if not any(parameter.requires_grad for parameter in built.parameters()):
+        raise ConfigError(
+            f"model: {told(built)} in which no parameter requires a gradient has nothing to train; leave some that do"
+        )
     if not any(parameter.is_meta for parameter in built.parameters()):
         built = built.to(device)
     prepare(outermost(repeated_blocks(built)), config.train)
@@ -191,17 +207,38 @@ def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    wanted = "a module, or a function without arguments that builds one"
+    check_callable("model", build, [], wanted)
     with torch.device("meta"):
-        return build()
+        built = build()
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"model: {told(build)} gives {told(built)}, no torch.nn.Module; give {wanted}")
+    return built
 
 
-def _of_rank(data: Data, rank: int, ranks: int) -> Iterable[Any]:
-    if callable(data) and not isinstance(data, Iterable):
-        return data(rank, ranks)
-    if not isinstance(data, Iterable):
+def _check_loss(loss: LossFunction) -> None:
+    wanted = "a function (model, batch) -> the mean over the microbatch"
+    compares = isinstance(loss, nn.modules.loss._Loss) or getattr(loss, "__module__", None) == F.__name__
+    if compares:
         raise ConfigError(
-            f"data: a {type(data).__name__} is neither an iterable nor a function (rank, ranks); give one"
+            f"loss: {told(loss)} compares outputs with targets and does not call the model; give {wanted}, such as "
+            "lambda model, batch: compare(model(batch[0]), batch[1])"
         )
+    check_callable("loss", loss, ["model", "batch"], wanted)
+
+
+def _of_rank(name: str, data: Data, rank: int, ranks: int) -> Iterable[Any]:
+    wanted = "an iterable of microbatches, or a function (rank, ranks) that returns one"
     if isinstance(data, Iterator):
-        raise ConfigError("data: is an iterator, which can be gone through once; give a list, a loader or a function")
-    return data
+        raise ConfigError(
+            f"{name}: is an iterator, which can be gone through once; give a list, a loader or a function"
+        )
+    if isinstance(data, Iterable) and not isinstance(data, type):
+        return data
+    if not callable(data):
+        raise ConfigError(f"{name}: {told(data)} is neither an iterable nor a function (rank, ranks); give one")
+    check_callable(name, data, ["rank", "ranks"], wanted)
+    found = data(rank, ranks)
+    if not isinstance(found, Iterable):
+        raise ConfigError(f"{name}: {told(data)} gives {told(found)}, which has no microbatches; give {wanted}")
+    return found
