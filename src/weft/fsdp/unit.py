@@ -249,6 +249,8 @@ class Unit:
 
     def free(self) -> None:
         """Give the memory back, if it is there and nobody holds the weights."""
+        if self.state is State.AT_REST:
+            return
         self._arrive()
         if self.state is State.HERE:
             self._to("free")
