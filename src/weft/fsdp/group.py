@@ -243,11 +243,6 @@ class ParameterGroup:
             and collectives.sends_directly(self.groups[-1], self.device)
         )
 
-    @cached_property
-    def is_addressed(self) -> bool:
-        """Whether its gathers cannot be taken for those of other groups: none are, or their messages have its tag."""
-        return self.transient is None or collectives.sends_directly(self.groups[-1], self.device)
-
     def open_full(self, channels: Channels) -> torch.Tensor:
         """Memory for the full weights of what the main weights are now, which the bucket of the unit brings."""
         assert self.transient is not None

@@ -25,11 +25,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -346,6 +348,11 @@ class Unit:
     def reduces_each_microbatch(self) -> bool:
         """Whether gradients are reduced after every backward, the last of a step or not."""
         return any(group.placements.reduces_each_microbatch for group in self.groups)
+
+    @cached_property
+    def is_addressed(self) -> bool:
+        """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
+        return all(group.transient is None or sends_directly(group.groups[-1], group.device) for group in self.groups)
 
     @property
     def awaits_reduction(self) -> bool:

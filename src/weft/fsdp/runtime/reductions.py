@@ -99,7 +99,7 @@ class Reductions:
 
         Not where gathers of different units could be taken for one another: what such ranks compute is wrong anyway.
         """
-        return self._checked and all([group.is_addressed for group in unit.groups])
+        return self._checked and unit.is_addressed
 
     def follow(self, order: Sequence[int]) -> None:
         """`order`, the numbers of units, is agreed from now on."""
