@@ -114,6 +114,8 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
+        self.trainable_groups = [group for group in groups if group.trainable]
+        """The groups that have gradients."""
         self.device = device
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
@@ -339,10 +341,11 @@ class Unit:
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    @property
-    def trainable_groups(self) -> list[ParameterGroup]:
-        """The groups that have gradients."""
-        return [group for group in self.groups if group.trainable]
+    def follow_user(self) -> None:
+        """Freeze and unfreeze what is gathered as the user did what is registered. Raises RuntimeError as groups do."""
+        for group in self.groups:
+            group.follow_user()
+        self.trainable_groups = [group for group in self.groups if group.trainable]
 
     @property
     def reduces_each_microbatch(self) -> bool:
