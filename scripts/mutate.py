@@ -37,6 +37,7 @@ class Mutation(NamedTuple):
 
 
 ORDER = "fsdp/test_order.py::"
+STEPS = "dtensor/test_steps.py::"
 BUCKETS = "fsdp/test_buckets.py::"
 SEAMS = "fsdp/seams/"
 WAYS_IN = SEAMS + "test_ways_in.py::"
@@ -54,6 +55,21 @@ SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
+    # --- optimizers over many small parameters ------------------------------------------------------------------------
+    Mutation(
+        "a default step goes tensor by tensor",
+        "dtensor/steps.py",
+        "register_optimizer_step_pre_hook(_choose)",
+        "register_optimizer_step_pre_hook(_restore)",
+        STEPS + "test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit",
+    ),
+    Mutation(
+        "lists write past version counters",
+        "dtensor/local.py",
+        "torch._C._increment_version(changed)",
+        "changed.clear()",
+        "dtensor/test_versions.py",
+    ),
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
         "small units never travel together",

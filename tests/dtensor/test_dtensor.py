@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.dtensor import rules
+from weft.dtensor import local
 from weft.fsdp import UnevenDTensor
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -154,25 +154,23 @@ def test_optimizer_state_is_cut_as_its_parameter_is():
             assert value.to_local().shape == parameter.to_local().shape
 
 
-class Seen:
-    """An operator that notes how many elements the tensors of its lists have."""
+def noting(run, sizes):
+    """`run`, which notes how many elements the tensors of its lists have."""
 
-    def __init__(self, func, sizes):
-        self.func, self.sizes, self._schema, self._op = func, sizes, func._schema, func._op
-
-    def __call__(self, *args, **kwargs):
+    def noted(*args, **kwargs):
         lists = [value for value in args if isinstance(value, list)]
-        self.sizes += [[each.numel() for each in value if isinstance(each, torch.Tensor)] for value in lists]
-        return self.func(*args, **kwargs)
+        sizes.extend([each.numel() for each in value if isinstance(each, torch.Tensor)] for value in lists)
+        return run(*args, **kwargs)
+
+    return noted
 
 
 @distributed(2, 4)
 def test_empty_parts_are_on_every_rank_and_stay_out_of_kernels_for_many_tensors():
     plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
-    sizes, rule_of = [], rules.rule_of
+    sizes, facts = [], local._facts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_known", {})
-        patch.setattr(rules, "rule_of", lambda func: lambda _, *rest: rule_of(func)(Seen(func, sizes), *rest))
+        patch.setattr(local, "_facts", lambda func: (known := facts(func))._replace(run=noting(known.run, sizes)))
         for model in (plain, sharded):
             model(torch.ones(1)).backward()
             for optimizer in (

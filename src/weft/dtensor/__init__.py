@@ -2,3 +2,4 @@
 
 from weft.dtensor import placements as placements  # what they say of themselves
 from weft.dtensor import rules as rules  # by which their operators run
+from weft.dtensor import steps as steps  # which optimizers take over many of them

@@ -1,6 +1,7 @@
 """Norms of tensors that are cut unevenly: of the parts that lie here, then combined over the ranks that hold others."""
 
 import math
+from itertools import compress
 from typing import Any
 
 import torch
@@ -59,16 +60,24 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 def _part_norms(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """`part_norm` of each."""
-    here = [local for local in locals_ if local.numel()]
-    filled = iter(torch._foreach_norm(here, order, dtype=dtype) if here else ())
-    return [next(filled) if local.numel() else part_norm(local, order, dtype) for local in locals_]
+    filled = [local.numel() > 0 for local in locals_]
+    norms: list[torch.Tensor] = []
+    if any(filled):
+        norms = [*torch._foreach_norm(list(compress(locals_, filled)), order, dtype=dtype)]
+    if all(filled):
+        return norms
+    here, empty = iter(norms), [not each for each in filled]
+    of_dtype = {each.dtype: each for each in compress(locals_, empty)}
+    nothing = {each: part_norm(local, order, dtype) for each, local in of_dtype.items()}
+    return [next(here) if each else nothing[local.dtype] for local, each in zip(locals_, filled)]
 
 
 def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:
     """`replicated` each of `values`, 1-D."""
     each = values.unbind()
     spec = replicated(each[0], mesh)._spec  # from_local makes a new one each time, and takes its time for it
-    return [DTensor(value, spec, requires_grad=False) for value in each]  # type: ignore[call-arg]
+    # Without DTensor's __init__, which does nothing and takes its time.
+    return [DTensor.__new__(DTensor, value, spec, requires_grad=False) for value in each]  # type: ignore[call-arg]
 
 
 def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:

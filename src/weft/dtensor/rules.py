@@ -93,8 +93,8 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
             return _draw_randomly
     if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
         if not func._schema.is_mutable:
-            return element_wise
-        return in_place if func._schema.arguments[0].is_write else on_parts
+            return element_wise(func)
+        return in_place(func) if func._schema.arguments[0].is_write else on_parts
     return _view if is_view(func) else _on_owner
 
 

@@ -265,7 +265,7 @@ class HookDriver:
 
     def _after(self, output: Any) -> Any:
         """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
-        if isinstance(output, _LAZY):
+        if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, and "
                 "the weights are gone by then: return a list"

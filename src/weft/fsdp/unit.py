@@ -25,11 +25,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -112,6 +114,8 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
+        self.trainable_groups = [group for group in groups if group.trainable]
+        """The groups that have gradients."""
         self.device = device
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
@@ -249,6 +253,8 @@ class Unit:
 
     def free(self) -> None:
         """Give the memory back, if it is there and nobody holds the weights."""
+        if self.state is State.AT_REST:
+            return
         self._arrive()
         if self.state is State.HERE:
             self._to("free")
@@ -339,15 +345,21 @@ class Unit:
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    @property
-    def trainable_groups(self) -> list[ParameterGroup]:
-        """The groups that have gradients."""
-        return [group for group in self.groups if group.trainable]
+    def follow_user(self) -> None:
+        """Freeze and unfreeze what is gathered as the user did what is registered. Raises RuntimeError as groups do."""
+        for group in self.groups:
+            group.follow_user()
+        self.trainable_groups = [group for group in self.groups if group.trainable]
 
     @property
     def reduces_each_microbatch(self) -> bool:
         """Whether gradients are reduced after every backward, the last of a step or not."""
         return any(group.placements.reduces_each_microbatch for group in self.groups)
+
+    @cached_property
+    def is_addressed(self) -> bool:
+        """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
+        return all(group.transient is None or sends_directly(group.groups[-1], group.device) for group in self.groups)
 
     @property
     def awaits_reduction(self) -> bool:

@@ -111,6 +111,8 @@ class Pool:
         self.peak = 0
         self._slab: torch.Tensor | None = None
         self._places: dict[Transient, torch.Tensor] = {}
+        self._neighbours: dict[Transient, set[Transient]] = {}
+        """Whose planned places have bytes in common with that of each, once that was asked."""
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = None
@@ -231,7 +233,7 @@ class Pool:
 
     def _planned(self, foreseen: Callable[[Transient, Transient], bool] | None) -> SlabPlan:
         def meet(one: Any, other: Any) -> bool:
-            return other in self._met[one] or (foreseen is not None and foreseen(one, other))
+            return other in self._met[one] or one in self._met[other] or (foreseen is not None and foreseen(one, other))
 
         return plan_slab({each: each.nbytes for each in self._met}, meet)
 
@@ -249,6 +251,7 @@ class Pool:
             self.allocations += 1
             self._slab = self._slab.new_empty(0).set_(storage)  # no memory beside that
         known, self._places = self._places, {}
+        self._neighbours.clear()
         for transient in self._met:
             start = plan.offsets[transient]
             place = self._slab[start : start + transient.nbytes].view(transient.own.dtype)
@@ -277,7 +280,11 @@ class Pool:
 
     def _rivals(self, transient: Transient) -> list[Transient]:
         """Who lives in the planned place of `transient`."""
-        return [other for other in self._alive if other.tensor is not other.own and self._share(transient, other)]
+        if transient not in self._neighbours:
+            self._neighbours[transient] = {other for other in self._places if self._share(transient, other)}
+        if (neighbours := self._neighbours[transient]).isdisjoint(self._alive):
+            return []
+        return [other for other in self._alive if other.tensor is not other.own and other in neighbours]
 
     def _share(self, one: Transient, other: Transient) -> bool:
         """Whether the planned places of two buffers have bytes in common."""
@@ -290,5 +297,4 @@ class Pool:
     def _meet(self, transient: Transient) -> None:
         met = self._met.setdefault(transient, {})
         met[transient] = self._step
-        for other in self._alive:
-            met[other] = self._met[other][transient] = self._step
+        met.update(dict.fromkeys(self._alive, self._step))

@@ -35,7 +35,7 @@ class Bucket:
 
     def __init__(self, units: Sequence[Unit], channels: Channels) -> None:
         self.gathered = False
-        self.numbers = [unit.number for unit in units]
+        self.numbers = frozenset(unit.number for unit in units)
         self._units = [weakref.ref(unit) for unit in units]
         self._channels = channels
         self._lead = units[0].groups[0]

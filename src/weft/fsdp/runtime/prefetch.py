@@ -13,7 +13,7 @@ among what would be gathered ahead.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 
 from weft.fsdp.runtime.buckets import Bucket
@@ -50,11 +50,15 @@ class Itinerary:
         if position >= len(self.expected) or self.expected[position] != unit:
             self.on_track = False
 
-    def ahead(self) -> Iterator[int]:
+    def ahead(self) -> Sequence[int]:
         """The units predicted to follow; none once the pass has left the record."""
-        if self.on_track:
-            for position in range(len(self.visited), len(self.expected)):
-                yield self.expected[position]
+        return self.expected[len(self.visited) :] if self.on_track else ()
+
+    @property
+    def following(self) -> int | None:
+        """The unit predicted to come next."""
+        position = len(self.visited)
+        return self.expected[position] if self.on_track and position < len(self.expected) else None
 
     @property
     def latest(self) -> list[int]:
@@ -88,10 +92,14 @@ class Prefetch:
         """The units that a backward follows, in the order of their forwards."""
         self._foretold: set[int] = set()
         """The units that were gathered ahead and have not been visited."""
+        self._wanted: list[int] = []
+        """The units that should be here, or on their way, besides those that are held."""
+        self._wanted_at = range(0)
+        """As long as the pass, on its record, has visited so many units."""
 
     def begin(self, kind: Pass) -> None:
         """A pass of this kind begins."""
-        self._kind = kind
+        self._turn_to(kind)
         self._foretold.clear()
         for bucket in self._buckets.values():
             bucket.gathered = kind is Pass.SCHEDULE
@@ -114,11 +122,11 @@ class Prefetch:
     def end_forward(self) -> None:
         """A forward is over: of its record nothing more will come, whatever it foretold."""
         record = self._records[self._kind]
-        record.on_track = record.on_track and not any(True for _ in record.ahead())
+        record.on_track = record.on_track and record.following is None
 
     def end_backward(self) -> None:
         """A backward is over: what the forward has gathered ahead for it is not foretold any more."""
-        self._kind = Pass.FORWARD
+        self._turn_to(Pass.FORWARD)
 
     def visit(self, unit: Unit, explicit: "list[weakref.ref[Unit]] | None") -> None:
         """`unit` comes next: gather it, and ahead the `explicit` units, else those that the record foretells.
@@ -137,13 +145,13 @@ class Prefetch:
                     ahead.prefetch()
             return
         self._gather(unit)
-        for following in self._wanted(record):
-            if not following.resident:
+        for number in self._wanted_now():
+            if (following := self._units[number]()) is not None and not following.resident:
                 if not following.fits(self._weights):
                     break
                 self._gather(following)
-                if following.number not in self._buckets:
-                    self._foretold.add(following.number)
+                if number not in self._buckets:
+                    self._foretold.add(number)
 
     def _gather(self, unit: Unit) -> None:
         """Start to gather `unit`, with its bucket if that has not been in this pass."""
@@ -153,7 +161,11 @@ class Prefetch:
             self._buckets[unit.number].gather()
         unit.prefetch()
 
-    def _together(self, number: int, kind: Pass) -> Sequence[int]:
+    def _turn_to(self, kind: Pass) -> None:
+        self._kind = kind
+        self._wanted_at = range(0)
+
+    def _together(self, number: int, kind: Pass) -> Collection[int]:
         """The units that come with unit `number` in such a pass; a schedule gathers each by itself."""
         return self._buckets[number].numbers if number in self._buckets and kind is not Pass.SCHEDULE else (number,)
 
@@ -164,13 +176,11 @@ class Prefetch:
     def foretells(self, unit: Unit) -> bool:
         """Whether the record says that `unit`, just released, is among what the pass needs next."""
         record = self._records[self._kind]
-        upcoming = list(islice(record.ahead(), 1))
-        upcoming += [each.number for each in self._wanted(record)]
-        if not upcoming and self._kind is Pass.FORWARD and record.on_track:
-            backward = self._records[Pass.BACKWARD]
-            free = (number for number in backward.latest if (other := self._units[number]()) and not other.holders)
-            upcoming = list(islice(free, 1))
-        return unit.number in upcoming
+        wanted, following = self._wanted_now(), record.following
+        if not wanted and following is None and self._kind is Pass.FORWARD and record.on_track:
+            backward = self._records[Pass.BACKWARD].latest
+            following = next((n for n in backward if (other := self._units[n]()) and not other.holders), None)
+        return unit.number == following or unit.number in wanted
 
     def foreseen(self, units: Sequence[Unit]) -> Callable[[Transient, Transient], bool]:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
@@ -197,20 +207,28 @@ class Prefetch:
 
     def forget(self) -> None:
         """Drop all records: a pass was not what a pass should be."""
-        self._kind = Pass.FORWARD
+        self._turn_to(Pass.FORWARD)
         for record in self._records.values():
             record.forget()
 
-    def behind(self, here: Sequence[int], upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
+    def behind(self, here: Collection[int], upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """The units to gather ahead once those `here` are visited, which may come again at once, to be recomputed."""
         return self._look_ahead(dropwhile(here.__contains__, upcoming), depth)
 
-    def _wanted(self, record: Itinerary) -> Iterator[Unit]:
-        """The units that should be here, or on their way, besides those that are held."""
-        here: Sequence[int] = record.visited[-1:]
-        if here and here[0] in self._buckets and self._buckets[here[0]].gathered:
-            here = self._together(here[0], self._kind)
-        return self.behind(here, record.ahead(), record.depth)
+    def _wanted_now(self) -> Sequence[int]:
+        """`_wanted`, looked up once for all units of a bucket; none once the pass has left the record."""
+        record = self._records[self._kind]
+        if not record.on_track:
+            return ()
+        if len(record.visited) not in self._wanted_at:
+            here: Collection[int] = record.visited[-1:]
+            if record.visited and (bucket := self._buckets.get(record.visited[-1])) is not None and bucket.gathered:
+                here = self._together(record.visited[-1], self._kind)
+            upcoming, visited = record.ahead(), len(record.visited)
+            again = next((number for number, unit in enumerate(upcoming) if unit not in here), len(upcoming))
+            self._wanted_at = range(visited, visited + again + 1)
+            self._wanted = [unit.number for unit in self._look_ahead(upcoming[again:], record.depth)]
+        return self._wanted
 
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""

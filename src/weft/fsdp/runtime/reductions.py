@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.buckets import reduce_scatter_bucket
-from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -100,9 +99,7 @@ class Reductions:
 
         Not where gathers of different units could be taken for one another: what such ranks compute is wrong anyway.
         """
-        return self._checked and all(
-            group.transient is None or sends_directly(group.groups[-1], group.device) for group in unit.groups
-        )
+        return self._checked and unit.is_addressed
 
     def follow(self, order: Sequence[int]) -> None:
         """`order`, the numbers of units, is agreed from now on."""

@@ -213,7 +213,8 @@ class Runtime:
             unit.free()
         for group in self.groups:
             group.await_refresh()
-            group.follow_user()
+        for unit in units:
+            unit.follow_user()
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(units, inside, groups)

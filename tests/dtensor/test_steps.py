@@ -1,0 +1,177 @@
+"""torch's optimizers step over small sharded parameters all at once, and nobody notices but the clock."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from tests.dtensor.test_dtensor import SHAPES, Bag
+from tests.pool import distributed
+from weft.dtensor import local
+from weft.fsdp import UnevenDTensor
+
+OPTIONS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+    "AdamW, all options": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2}),
+    "SGD, all options": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "SGD, maximize": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    "Adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1},
+    ),
+    "Adagrad, plain": (torch.optim.Adagrad, {"lr": 1e-2, "maximize": True}),
+}
+
+
+@contextlib.contextmanager
+def noted_lists():
+    """The numbers of tensors in the lists that operators ran on."""
+    sizes, facts = [], local._facts
+
+    def noting(run):
+        def noted(*args, **kwargs):
+            sizes.extend(len(value) for value in args if isinstance(value, list))
+            return run(*args, **kwargs)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "_facts", lambda func: (known := facts(func))._replace(run=noting(known.run)))
+        yield sizes
+
+
+def stepped(model, optimizer, steps=3):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((1,), step + 1.0)).backward()
+        optimizer.step()
+
+
+def assert_bit_equal(sharded, plain):
+    for parameter, original in zip(sharded.parameters(), plain.parameters()):
+        assert torch.equal(parameter.full_tensor(), original)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@distributed(2)
+def test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit(name):
+    kind, options = OPTIONS[name]
+    for shapes in (SHAPES["mixed"], SHAPES["tiny"], SHAPES["0-D and empty"]):
+        plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))
+        optimizer = kind(sharded.parameters(), **options)
+        stepped(plain, kind(plain.parameters(), **options))
+        with noted_lists() as sizes:
+            stepped(sharded, optimizer)
+        assert sizes, "no operator ran on a list"
+        assert optimizer.param_groups[0]["foreach"] is None, "the choice is still the user's"
+        assert_bit_equal(sharded, plain)
+
+
+@distributed(2)
+def test_what_a_list_could_not_do_alike_is_left_to_torch():
+    for kind, options in (
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"fused": False}),
+        (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
+        (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.RMSprop, {}),
+    ):
+        plain, sharded = Bag(SHAPES["tiny"]), weft.fully_shard(Bag(SHAPES["tiny"]))
+        stepped(plain, kind(plain.parameters(), **options))
+        with noted_lists() as sizes:
+            stepped(sharded, kind(sharded.parameters(), **options))
+        assert not sizes
+        assert_bit_equal(sharded, plain)
+        for parameter, original in zip(sharded.parameters(), plain.parameters()):
+            assert torch.equal(parameter.grad.full_tensor(), original.grad)
+
+
+@distributed(2)
+def test_large_parameters_and_those_that_are_not_sharded_are_stepped_one_by_one():
+    large = weft.fully_shard(nn.Linear(256, 256))
+    small, beside = weft.fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)
+    for parameters in (large.parameters(), [*small.parameters(), *beside.parameters()]):
+        optimizer = torch.optim.AdamW(parameters)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        with noted_lists() as sizes:
+            optimizer.step()
+        assert not sizes
+
+
+@distributed(2)
+def test_one_optimizer_steps_over_two_models_beside_what_is_frozen():
+    plain, sharded = nn.ModuleList(), nn.ModuleList()
+    for seed, shapes in enumerate((SHAPES["tiny"], SHAPES["mixed"])):
+        plain.append(Bag(shapes, seed=seed))
+        sharded.append(weft.fully_shard(Bag(shapes, seed=seed)))
+    for models in (plain, sharded):
+        next(models[1].parameters()).requires_grad_(False)
+        optimizer = torch.optim.AdamW(models.parameters(), lr=1e-2)
+        for step in range(2):
+            optimizer.zero_grad()
+            for model in models:
+                model(torch.full((1,), step + 1.0)).backward()
+            with noted_lists() as sizes:
+                optimizer.step()
+            assert bool(sizes) == (models is sharded)
+    assert_bit_equal(sharded, plain)
+
+
+@distributed(2)
+def test_gradients_that_are_cut_in_another_way_are_taken_by_what_lies_here():
+    shape, (first, second) = (37, 11), torch.randn(2, 37, 11, generator=torch.Generator().manual_seed(1))
+    plain, sharded = Bag([shape, shape]), weft.fully_shard(Bag([shape, shape]))
+    elsewhere = weft.fully_shard(Bag([(50,), shape]))
+    cut = list(elsewhere.parameters())[1].detach()
+    with torch.no_grad():
+        cut.copy_(second)
+    for model, gradients in ((plain, (first, second)), (sharded, (None, cut))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter.grad = gradient if gradient is not None else weft_slice(parameter, first)
+        with noted_lists() as sizes:
+            optimizer.step()
+        assert bool(sizes) == (model is sharded)
+    assert_bit_equal(sharded, plain)
+
+
+def weft_slice(parameter, full):
+    """`full` cut as `parameter` is."""
+    assert isinstance(parameter, UnevenDTensor)
+    return parameter.detach().like(parameter.slice_of(full))
+
+
+@distributed(2)
+def test_lists_take_full_tensors_beside_sharded_ones_but_do_not_write_to_them():
+    sharded = weft.fully_shard(Bag(SHAPES["mixed"]))
+    parameters = [parameter.detach() for parameter in sharded.parameters()]
+    full = [torch.randn(each.shape, generator=torch.Generator().manual_seed(2)) for each in parameters]
+    before = [each.full_tensor() for each in parameters]
+    torch._foreach_add_(parameters, full, alpha=2)
+    for parameter, old, added in zip(parameters, before, full):
+        assert torch.equal(parameter.full_tensor(), old.add(added, alpha=2))
+    with pytest.raises(TypeError, match="cut differently"):
+        torch._fused_sgd_(
+            [full[0]], [parameters[0]], [], weight_decay=0, momentum=0, lr=0.1, dampening=0, nesterov=False,
+            maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+
+@distributed(2)
+def test_a_step_that_fails_leaves_the_choice_to_the_user():
+    sharded = weft.fully_shard(Bag(SHAPES["tiny"]))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+
+    def closure():
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        optimizer.step(closure)
+    sharded(torch.ones(1)).backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["foreach"] is None
