@@ -1,12 +1,14 @@
-# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | kills | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | test-ecosystem | kills | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 # The tests with ranks in one process, which has the pool, beside those without in another.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 25 --durations-min 5
+TESTS  := -m pytest --numprocesses 2 --dist loadgroup --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
+# Other libraries: an environment of their own, which sees the one above and holds what that lacks.
+OTHERS := .venv-ecosystem
 
-.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long kills fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long test-ecosystem kills fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -30,13 +32,24 @@ train-pipeline: install
 	$(BIN)/weft train configs/stdlib-pipeline.toml --ranks 2
 
 test: install lint
-	$(PYTEST) -m 'not long'
+	$(BIN)/python $(TESTS) -m 'not long'
 
 test-fast: install lint
-	$(PYTEST) -m 'not slow and not long'
+	$(BIN)/python $(TESTS) -m 'not slow and not long'
 
 test-long: install
-	$(PYTEST) -m long
+	$(BIN)/python $(TESTS) -m long --ignore tests/ecosystem
+
+test-ecosystem: install $(OTHERS)/.installed
+	WEFT_ECOSYSTEM=1 $(OTHERS)/bin/python $(TESTS) tests/ecosystem
+
+# What it has hides what is above: torchtitan wants some older.
+$(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt
+	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(OTHERS)/main.pth
+	mv $(OTHERS)/main.pth $(OTHERS)/lib/python*/site-packages/
+	$(OTHERS)/bin/python -m pip install --quiet --no-deps --requirement requirements-ecosystem.txt
+	touch $@
 
 kills: install
 	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often

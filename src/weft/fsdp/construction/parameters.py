@@ -55,7 +55,8 @@ def _refuse_own_operators(parameter: nn.Parameter, where: str) -> None:
         raise ValueError(
             f"{where} is a {kind.__name__}, a tensor with operators of its own: flat buffers hold plain elements, in "
             f"which its class would be lost{protocol}. Name it in ignored_params, or keep the weight plain, such as "
-            "torchao's float8 training does with enable_fsdp_float8_all_gather=False"
+            "torchao's float8 training does with enable_fsdp_float8_all_gather=False and its int8 training with "
+            "module_swap=True"
         )
 
 
