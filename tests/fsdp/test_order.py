@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -290,6 +291,25 @@ def test_how_many_may_be_alive_and_on_which_communicators_can_be_said_after_shar
         net.set_separate_reduce_scatter_group(apart)
         steps(net, 1)
         assert (gathers != reduces) == apart
+
+
+@distributed(2)
+def test_what_is_said_before_the_root_is_sharded_holds_in_its_model():
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    for layer in (net[0][0], net[0][1], net[1]):
+        weft.fully_shard(layer)
+    net[0][0].set_separate_reduce_scatter_group(True, recurse=False)
+    net[0][1].set_reduce_scatter_max_input_buffers(4, recurse=False)
+    net[1].set_reduce_scatter_max_input_buffers(3, recurse=False)
+    weft.fully_shard(net[0])
+    weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
+    runtime = net[1]._weft_driver.started
+    assert runtime is net._weft_driver.started
+    assert (runtime.options.max_live_reduce_buffers, runtime.reductions.most_alive) == (4, 4)
+    assert runtime.options.separate_all_gather_group and runtime.channels.separate
+    assert runtime.options.bucket_bytes == 0
+    weft.fully_shard(alone := nn.Sequential(weft.fully_shard(nn.Linear(4, 4))), runtime=weft.RuntimeOptions())
+    assert alone._weft_driver.started.options == weft.RuntimeOptions()
 
 
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])

@@ -139,7 +139,7 @@ class HookDriver:
         """Of the root; None before its first pass."""
         self.above: weakref.ref[HookDriver] | None = None
         """The driver of a unit around this one."""
-        self.options = options
+        self.options = self._given = options
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backwards = 0
@@ -170,6 +170,8 @@ class HookDriver:
         """`around` is sharded now, and its model's root is this one's too."""
         if self.above is None or self.above() is None:
             self.above = weakref.ref(around)
+        changed = self.options if self.runtime is None else self.runtime.options
+        around.options = around.options.joined(self._given, changed)
         self.runtime = None
 
     def _start(self) -> Runtime:

@@ -99,7 +99,8 @@ def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """`mesh`, if one can shard over it here. Raises ValueError if not."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: pass a 1-D one (shard) or a 2-D one (outer, shard)"
+            f"mesh has {mesh.ndim} axes{f' {mesh.mesh_dim_names}' if mesh.mesh_dim_names else ''}: pass a 1-D one "
+            "(shard) or a 2-D one (outer, shard), or say with dp_mesh_dims which axes of a larger one are data-parallel"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

@@ -1,6 +1,6 @@
 """How a model's units run together: what the user may choose."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 BUCKET_BYTES = 1 << 18
 """The default: about what a link moves in the time that a message costs."""
@@ -47,3 +47,13 @@ class RuntimeOptions:
             raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
+
+    def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
+        """These options of a root that comes around a model whose methods have turned `given` into `now`: what was
+        asked for there holds, with the most buffers that anyone asked for."""
+        buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
+        if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
+            buffers = max(buffers, now.max_live_reduce_buffers)
+        if now.separate_all_gather_group != given.separate_all_gather_group:
+            separate = separate or now.separate_all_gather_group
+        return replace(self, max_live_reduce_buffers=buffers, separate_all_gather_group=separate)
