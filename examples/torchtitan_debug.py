@@ -1,0 +1,187 @@
+"""What the examples of torchtitan's models share: its configuration, parallelize function, loss, clipping, optimizer
+and checkpoints, on CPU ranks, with weft in FSDP2's place.
+
+    option                     what of torchtitan runs
+    -------------------------  ---------------------------------------------------------------------------------
+    --tp 2                     its tensor-parallel plan with sequence parallelism, half as many data-parallel ranks
+    --ep 2                     its expert-parallel plan: experts on a mesh of their own, tokens by all-to-all
+    --spmd full_dtensor        parameters, activations and inputs that are DTensors over the whole mesh
+    --ac full|selective        activation checkpointing of each block
+    --compile                  torch.compile of each block
+    --save DIR, --resume DIR   its CheckpointManager: the model, the optimizer and the step
+    --torch                    all of it with torch's own FSDP2
+"""
+
+import argparse
+import importlib
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+import torchtitan.tools.utils as titan_utils
+
+titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # before what asks for them is imported
+
+from torch.distributed.tensor import distribute_tensor  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
+from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.distributed.full_dtensor import parallelize_inputs  # noqa: E402
+from torchtitan.distributed.utils import clip_grad_norm_, dist_sum, set_spmd_backend  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+
+import weft  # noqa: E402
+
+SEQUENCE, ROWS = 16, 2
+STEPS, SAVED = 4, 2
+CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
+
+
+def dense(q: Any, k: Any, v: Any, *, scale: float, enable_gqa: bool, **options: Any) -> tuple[torch.Tensor, None]:
+    """In place of FlexAttention, which has no backward on CPU."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+    ), None
+
+
+FlexAttention._compiled_flex_attn = staticmethod(dense)
+
+
+class State:
+    """The step, as torchtitan's trainer saves it."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+def configured(config: Any, options: argparse.Namespace) -> tuple[Any, ParallelDims]:
+    """torchtitan's debug configuration, in fp32, and the meshes of these ranks."""
+    config.training = TrainingConfig(
+        local_batch_size=ROWS, seq_len=SEQUENCE, steps=STEPS, mixed_precision_param="float32", disable_cuda_graphs=True
+    )
+    config.parallelism = ParallelismConfig(
+        tensor_parallel_degree=options.tp, expert_parallel_degree=options.ep, spmd_backend=options.spmd
+    )
+    config.activation_checkpoint = CHECKPOINTING[options.ac]() if options.ac else None
+    config.compile = CompileConfig(enable=options.compile, components=["model"], backend="inductor")
+    config.optimizer.implementation = "foreach"
+    if options.save or options.resume:
+        config.checkpoint.enable, config.checkpoint.interval = True, SAVED
+        config.checkpoint.folder = str(Path(options.save or options.resume).absolute())
+        config.checkpoint.load_only = not options.save
+    set_spmd_backend(options.spmd)
+    dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
+    dims.build_mesh()
+    config.model_spec.model.update_from_config(config=config)
+    return config, dims
+
+
+def built(config: Any, dims: ParallelDims) -> torch.nn.Module:
+    """The debug model, parallelized on the meta device, then filled by its own `init_weights`."""
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums, which torch's would use
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+        for name, parameter in model.named_parameters():  # the same whatever cuts the random numbers
+            generator = torch.Generator().manual_seed(zlib.crc32(canonical_fqn(name).encode()))
+            value = torch.randn(parameter.shape, generator=generator) * 0.02 + ("norm" in name)
+            parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+    return model.train()
+
+
+def exact_norm(model: torch.nn.Module) -> float:
+    """The gradients' norm in double precision; the float32 one of the CPU depends on how long the parts are."""
+    gradients = (parameter.grad.full_tensor() for parameter in model.parameters())
+    return float(sum(gradient.double().square().sum() for gradient in gradients)) ** 0.5
+
+
+def train(config: Any, options: argparse.Namespace) -> None:
+    """A few steps, as torchtitan's trainer takes them; prints the loss and the norm of each."""
+    config, dims = configured(config, options)
+    model = built(config, dims)
+    loss_of = config.loss.build(compile_config=config.compile)
+    loss_of.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    optimizers = config.optimizer.build(model_parts=[model])
+    if config.model_spec.post_optimizer_build_fn is not None:
+        config.model_spec.post_optimizer_build_fn(optimizers, [model], dims)
+    schedulers = config.lr_scheduler.build(optimizers=optimizers, training_steps=STEPS)
+    state = State()
+    checkpointer = config.checkpoint.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": state},
+        sd_adapter=None,
+        base_folder="",
+    )
+    if options.resume:
+        assert checkpointer.load(SAVED)
+    batch = dims.get_mesh("batch")
+    positions = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, SEQUENCE, SEQUENCE, device="cpu", BLOCK_SIZE=16)
+    while state.step < STEPS:
+        state.step += 1
+        generator = torch.Generator().manual_seed(state.step)
+        rows = torch.randint(0, 256, (batch.size(), ROWS, SEQUENCE + 1), generator=generator)[batch.get_local_rank()]
+        inputs, labels = rows[:, :-1], rows[:, 1:]
+        tokens = torch.tensor(batch.size() * labels.numel())
+        beside = {"positions": positions, "attention_masks": mask}
+        if options.spmd == "full_dtensor":
+            inputs, labels, beside = parallelize_inputs(dims, inputs, labels, beside)
+        loss, _ = loss_of(model(inputs, **beside), labels, tokens, positions=beside["positions"])
+        loss.backward()
+        exact = exact_norm(model)
+        norm = clip_grad_norm_(model.parameters(), config.training.max_norm, foreach=True, ep_enabled=dims.ep_enabled)
+        optimizers.step()
+        schedulers.step()
+        optimizers.zero_grad()
+        mean = dist_sum(loss.detach(), batch)
+        if dist.get_rank() == 0:
+            print(f"step {state.step} loss {mean:.8f} norm {norm.item():.8f} exact {exact:.8f}", flush=True)
+        checkpointer.save(state.step)
+    checkpointer.close()
+
+
+def run(model: str) -> None:
+    """Train torchtitan's debug model of this name, as the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--torch", action="store_true", help="leave torch's FSDP2 in place")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
+    parser.add_argument("--spmd", default="partial_dtensor", choices=["partial_dtensor", "full_dtensor"])
+    parser.add_argument("--ac", choices=list(CHECKPOINTING), help="activation checkpointing")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of each block")
+    parser.add_argument("--save", metavar="DIR", help=f"a checkpoint after every {SAVED} steps")
+    parser.add_argument("--resume", metavar="DIR", help=f"go on from the checkpoint of step {SAVED} there")
+    options = parser.parse_args()
+    if not options.torch:
+        print(weft.drop_in())
+    dist.init_process_group("gloo")
+    registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+    train(getattr(registry, f"{model}_debugmodel")(), options)
+    dist.destroy_process_group()
