@@ -19,7 +19,7 @@ import weft.debug
 from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
 from weft.comm.watch.rules import CollectiveMismatch
-from weft.models import HybridModel
+from weft.models import HybridModel, shard
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
 from weft.pipeline import Action, Cut, Table, balanced
@@ -234,6 +234,30 @@ def test_hooks_that_would_see_the_share_of_one_stage_are_refused():
         parameter.register_post_accumulate_grad_hook(lambda _, step=step: step() and None)
     with pytest.raises(ValueError, match="share a parameter that has a hook on its accumulated gradient"):
         forward_backward(model, data(1), schedule="1f1b")
+
+
+@pytest.mark.parametrize("kind", ["one piece", "a V on one rank", "depths"])
+@pytest.mark.parametrize("strategy", ["none", "no_shard"])
+@distributed(1)
+def test_hooks_on_what_both_ends_use_see_the_whole_gradient_or_are_refused(kind, strategy):
+    cfg = dataclasses.replace(CFG, pattern="[*-][*-]/[*-]" if kind == "depths" else "[*-][*-]")
+    cfg = dataclasses.replace(cfg, tie_word_embeddings=kind != "depths")
+    meshes, how = weft.init_meshes("cpu"), {"chunks": 2, "placement": "v"} if kind == "a V on one rank" else {}
+    model, seen = build(cfg, meshes, **how), []
+    if strategy != "none":
+        shard(model, meshes, strategy=strategy)
+    model.embedding.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone()))
+    run = {"schedule": "zbv"} if how else {"overlap": False}
+    if strategy == "none":
+        with pytest.raises(ValueError, match="before its layers and behind them that has a hook"):
+            forward_backward(model, data(1, cfg), **run)
+        return
+    forward_backward(model, data(1, cfg), **run)
+    whole = build(cfg)
+    for tokens, labels in data(1, cfg):
+        whole(tokens, labels).backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], whole.embedding.weight.grad)
 
 
 @distributed(2)

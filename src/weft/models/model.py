@@ -63,11 +63,16 @@ class HybridModel(nn.Module):
         return list(self.decoder.layers)  # type: ignore[arg-type]
 
     @property
+    def tied_ends(self) -> Sequence[nn.Module]:
+        """What is used before the layers and behind them, as far as it is here: the embedding, which a tied head and
+        prediction depths use."""
+        ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
+        return [self.embedding] if ties and self.embedding is not None else []
+
+    @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """What the first and the last stage both have, where they are on two ranks: the embedding, which a tied head
-        and prediction depths use."""
-        shares = self.cut is not None and self.cut.shares_ends
-        return [self.embedding] if shares and self.embedding is not None else []
+        """Of `tied_ends`, what the first and the last stage both have, where they are on two ranks."""
+        return self.tied_ends if self.cut is not None and self.cut.shares_ends else []
 
     @property
     def depths(self) -> Sequence[PredictionDepth]:

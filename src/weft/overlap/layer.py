@@ -80,7 +80,8 @@ class StagedModel(Protocol):
 
     One that is cut into stages says how by an attribute `cut`, a `weft.pipeline.Cut`, and has the layers of its rank's
     chunks only, one chunk after another; `embed` is called where the first stage is, `loss` where the last is. If
-    `cut.shares_ends`, both of these ranks have the modules `shared_ends`, with the same parameters.
+    `cut.shares_ends`, both of these ranks have the modules `shared_ends`, with the same parameters. `tied_ends`, if it
+    has them, are the modules that both `embed` and `loss` use.
 
     One with prediction depths is a `StagedPredictor` where the last stage is.
     """

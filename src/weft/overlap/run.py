@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.comm import streams
 from weft.comm.collectives import reduce_now
 from weft.comm.ranges import profiled
+from weft.fsdp.module import FSDPModule
 from weft.overlap.border import Border
 from weft.overlap.chunk_pass import ChunkPass
 from weft.overlap.layer import StagedLayer
@@ -204,6 +205,13 @@ class SharedEnds:
             raise ValueError(
                 "the first and the last stage share a parameter that has a hook on its accumulated gradient, which "
                 "would see the share of its own stage alone: step the optimizer after the call"
+            )
+        apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # what is sharded, is added up
+        if any(getattr(each, "_post_accumulate_grad_hooks", None) for module in apart for each in module.parameters()):
+            raise ValueError(
+                "the model uses a parameter before its layers and behind them that has a hook on its accumulated "
+                "gradient, which a schedule would call for each of the two shares: step the optimizer after the call, "
+                "or shard the model"
             )
         self._cut = cut
         self._transport = transport
