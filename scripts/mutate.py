@@ -102,8 +102,8 @@ MUTATIONS = [
     Mutation(
         "the next bucket is gathered when it is needed",
         "fsdp/runtime/prefetch.py",
-        "for following in self._wanted(record):",
-        "for following in () if unit.number in self._buckets else self._wanted(record):",
+        "for number in self._wanted_now():",
+        "for number in () if unit.number in self._buckets else self._wanted_now():",
         BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
     ),
     Mutation(
@@ -124,8 +124,8 @@ MUTATIONS = [
     Mutation(
         "nothing is gathered ahead",
         "fsdp/runtime/prefetch.py",
-        "for following in self._wanted(record):",
-        "for following in ():",
+        "for number in self._wanted_now():",
+        "for number in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
     Mutation(
@@ -279,8 +279,8 @@ MUTATIONS = [
     Mutation(
         "what is needed next is let go and gathered again",
         "fsdp/runtime/prefetch.py",
-        "        upcoming += [each.number for each in self._wanted(record)]\n",
-        "",
+        "return unit.number == following or unit.number in wanted",
+        "return unit.number == following",
         "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
     ),
     Mutation(
@@ -456,10 +456,10 @@ MUTATIONS = [
         STREAMS + GIVEN_UP,
     ),
     Mutation(
-        "gradients are handed back while a failed backward reduces into them",
+        "gradients are given up while a failed backward reduces into them",
         "fsdp/runtime/runtime.py",
-        "        self.reductions.order()\n        for group in self.groups:\n            group.gradients.give_back()",
-        "        for group in self.groups:\n            group.gradients.give_back()",
+        "        self.reductions.order()\n        if left",
+        "        if left",
         STREAMS + GIVEN_UP,
     ),
     Mutation(
@@ -942,7 +942,7 @@ MUTATIONS = [
     Mutation(
         "a forward that fails drops the gradients that wait",
         "fsdp/runtime/runtime.py",
-        "if self.passes.failed not in (Pass.FORWARD, Pass.EVALUATION):",
+        "if not self._keeps_gradients:",
         "if True:",
         WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
     ),
