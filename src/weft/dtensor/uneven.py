@@ -99,6 +99,12 @@ class UnevenDTensor(RuledDTensor):
         made._cuts = cuts
         return made
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """What DTensor's says. To `torch.compile`, which would make even DTensors of it: to leave the code as it is."""
+        if torch._guards.TracingContext.try_get() is not None:
+            _leave_uncompiled()
+        return super().__tensor_flatten__()
+
     def like(self, local: torch.Tensor) -> "UnevenDTensor":
         """The tensor with this one's cuts and other values."""
         spec = self._spec
@@ -324,6 +330,20 @@ class _ToFull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return _gradient_like(ctx.tensor, ctx.tensor.slice_of(grad).contiguous())
+
+
+def _leave_uncompiled() -> None:
+    """Raise what makes torch, which traces, run the code as it is written, or RuntimeError where it must not."""
+    from torch._dynamo.exc import SkipFrame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if InstructionTranslator.current_tx().one_graph:
+        raise RuntimeError(
+            "torch.compile(fullgraph=True) of what computes with sharded parameters, such as an optimizer's step: a "
+            "compiled graph knows no uneven cuts. Leave fullgraph out, or call "
+            'torch.compiler.set_stance("force_eager") around it, and it runs as it is written'
+        )
+    raise SkipFrame("it computes with sharded parameters, and a compiled graph knows no uneven cuts")
 
 
 def _rebuilt(local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool, is_parameter: bool) -> Any:
