@@ -55,6 +55,14 @@ SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
 MUTATIONS = [
+    # --- what methods say ---------------------------------------------------------------------------------------------
+    Mutation(
+        "what a method sets before the root is sharded is lost",
+        "fsdp/hooks.py",
+        "        around.options = around.options.joined(self._given, changed)\n",
+        "        del changed\n",
+        ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
+    ),
     # --- optimizers over many small parameters ------------------------------------------------------------------------
     Mutation(
         "a default step goes tensor by tensor",
