@@ -45,9 +45,9 @@ def assert_alike(actual: list[dict[str, float]], expected: list[dict[str, float]
     assert [each.keys() for each in actual] == [each.keys() for each in expected]
     for mine, theirs in zip(actual, expected):
         for name, value in theirs.items():
-            # In float32 the CPU's norm of half a million elements is up to 2e-5 too small, that of shorter parts less:
+            # In float32 the CPU's norm of half a million elements is up to 7e-5 too small, that of shorter parts less:
             # where there is an exact norm, it is what must agree.
-            bound = 5e-5 if name == "norm" and "exact" in theirs else 1e-5
+            bound = 1e-4 if name == "norm" and "exact" in theirs else 1e-5
             assert mine[name] == pytest.approx(value, rel=bound, abs=bound), name
 
 
