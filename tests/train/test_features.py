@@ -236,6 +236,33 @@ def test_layers_are_compiled_each_by_itself(pool, tmp_path):
     assert 1 <= graphs <= 2
 
 
+def runs_of_compiled_layers(path, folder):
+    runs = []
+
+    def counted(graph, inputs):
+        def run(*arguments):
+            runs.append(graph)
+            return graph.forward(*arguments)
+
+        return run
+
+    torch._dynamo.register_backend(counted, name="counted")
+    found = {}
+    for name, overrides in {"plain": [], "looked at": ["train.peak_tflops=1"]}.items():
+        runs.clear()
+        config = load_config(path, ["train.compile=counted", "train.steps=3", *overrides])
+        trainer, after_steps = Trainer(config, Run(folder / name), say=lambda line: None), found.setdefault(name, [])
+        trainer.moment = lambda name, numbers, seen=after_steps: name == "step" and seen.append(len(runs))
+        trainer.run()
+    return found
+
+
+def test_the_step_whose_operations_are_counted_runs_without_compiled_layers(pool, tmp_path):
+    found = pool.run(1, runs_of_compiled_layers, config_for(tmp_path), tmp_path)[0]
+    each = found["plain"][0]
+    assert each > 0 and found == {"plain": [each, 2 * each, 3 * each], "looked at": [0, each, 2 * each]}
+
+
 WRONG = {
     "train.compile=fast": 'train.compile = "fast": must be a backend',
     "optimizer.name=nowhere:Thing": "cannot be imported",
