@@ -128,6 +128,21 @@ MUTATIONS = [
         "return None if self.gathered else self._start([None",
         BUCKETS + "test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too[2]",
     ),
+    Mutation(
+        "gradients of earlier microbatches stay where a backward failed",
+        "fsdp/runtime/runtime.py",
+        "if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:",
+        "if False:",
+        "fsdp/seams/test_failures.py::test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it"
+        "[2-optim_grads-0]",
+    ),
+    Mutation(
+        "an evaluation that fails in a schedule takes gradients that wait",
+        "fsdp/runtime/runtime.py",
+        "or (left is Pass.SCHEDULE and self._evaluates)",
+        "",
+        "overlap/test_schedule.py::test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none[2-optim]",
+    ),
     # --- when things run ---------------------------------------------------------------------------------------------
     Mutation(
         "nothing is gathered ahead",

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import weft
 from tests.fsdp import nets
@@ -95,6 +95,47 @@ def test_a_parametrization_comes_before_sharding():
     weft.fully_shard(sharded[0])
     weft.fully_shard(sharded)
     torch.testing.assert_close(backward(sharded, mine(rows())), backward(plain, rows()))
+
+
+REWRITES = {
+    "spectral_norm": nn.utils.spectral_norm,
+    "weight_norm": nn.utils.weight_norm,
+    "pruning": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
+    "parametrized spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "parametrized weight_norm": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", REWRITES)
+@distributed(2)
+def test_what_makes_a_weight_of_others_comes_before_sharding_or_is_refused(name):
+    def stepped(model, rows):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model(rows).detach()
+
+    def made(sharded, early):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        if early:
+            REWRITES[name](model[0])
+        if sharded:
+            weft.fully_shard(model[0])
+            weft.fully_shard(model)
+        return model
+
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(stepped(made(True, early=True), rows), stepped(made(False, early=True), rows))
+    late = made(True, early=False)
+    stepped(late, rows)
+    with pytest.raises((RuntimeError, ValueError), match=r"weight|sharded parameter"):
+        REWRITES[name](late[0])
+        stepped(late, rows)
 
 
 @distributed(2)

@@ -215,7 +215,7 @@ def test_values_that_are_not_finite_are_named_by_parameter_unit_and_rank():
                 if holds:
                     nan = sum(map(math.isnan, values))
                     unit = name.rpartition(".up")[0]
-                    expected.append((name, unit, what, rank, nan, len(values) - nan))
+                    expected.append((name, unit, what, rank, nan, len(values) - nan, None))
         found = weft.find_nonfinite(net)
         assert sorted(found) == sorted(expected) and len(found) >= 3
         assert gathered(found) == [found, found]
@@ -235,5 +235,5 @@ def test_values_that_are_not_finite_are_found_outside_of_units_too():
     outside = nn.Parameter(torch.tensor([1.0, math.nan]))
     net.outside = outside
     nets.shard(net, ignored_params={outside})
-    assert weft.find_nonfinite(net) == [("outside", None, "weight", rank, 1, 0) for rank in (0, 1)]
+    assert weft.find_nonfinite(net) == [("outside", None, "weight", rank, 1, 0, None) for rank in (0, 1)]
     assert str(weft.find_nonfinite(net)[0]) == "weight of outside on rank 0: 1 NaN"

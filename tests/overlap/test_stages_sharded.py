@@ -48,6 +48,35 @@ def in_stages(cfg, meshes, strategy, schedule, count, expected, switches=None, *
     return model, trace
 
 
+@pytest.mark.parametrize("how", [{}, {"chunks": 2, "placement": "v"}])
+@distributed(4)
+def test_values_that_are_not_finite_are_named_with_their_stage_on_every_rank_of_all_stages(how):
+    cfg = dataclasses.replace(CFG, pattern="[*-]|[*-]" if not how else "[*-]|[*-]|[*-]|[*-]")
+    meshes = weft.init_meshes("cpu", pp=2)
+    model = shard(build(cfg, meshes, **how), meshes)
+    assert weft.find_nonfinite(model) == []
+    stages = {name: 0 if "layers.0" in name or name.startswith("embedding") else 1 for name in all_names(model)}
+    if how:
+        stages = {name: next((n for n in range(4) if f"layers.{n}." in name), 3) for name in stages}
+        stages |= {name: 0 for name in stages if name.startswith("embedding")}
+    for parameter in model.parameters():
+        parameter.to_local().detach().fill_(torch.inf)
+    found = weft.find_nonfinite(model)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found] * dist.get_world_size()
+    assert {record.name: record.stage for record in found} == stages
+    assert {record.rank for record in found} == set(range(4))
+    assert f"of stage {found[0].stage} on rank 0: " in str(found[0])
+
+
+def all_names(model):
+    """Of the parameters of all stages."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [name for name, _ in model.named_parameters()])
+    return sorted({name for names in everyone for name in names})
+
+
 @distributed(4)
 def test_stages_without_parameters_clip_and_step_with_the_others():
     cfg = dataclasses.replace(CFG, pattern="[*-]|||[*-]")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,7 +76,8 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
 
 class Nonfinite(NamedTuple):
-    """What one rank holds of a parameter that is no finite number; `unit`: "" for the root, None for no unit."""
+    """What one rank holds of a parameter that is no finite number; `unit`: "" for the root, None for no unit; `stage`:
+    None for a model that is not cut into stages."""
 
     name: str
     unit: str | None
@@ -84,29 +85,55 @@ class Nonfinite(NamedTuple):
     rank: int
     nan: int
     inf: int
+    stage: int | None = None
 
     def __str__(self) -> str:
         counts = [f"{count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "infinite")) if count]
-        return f"{self.what} of {self.name} on rank {self.rank}: {', '.join(counts)}"
+        stage = "" if self.stage is None else f" of stage {self.stage}"
+        return f"{self.what} of {self.name}{stage} on rank {self.rank}: {', '.join(counts)}"
 
 
 def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Where NaN and infinity are in the weights and gradients of a model, the same on every rank: by rank, then in the
     model's order.
 
-    Collective. Nothing is gathered: the hosts agree on one bit, and exchange what they found if there is anything.
-    Raises ValueError for a model without sharded modules.
+    Of all stages of a model that is cut into some. Collective. Nothing is gathered: the hosts agree on one bit, and
+    exchange what they found if there is anything. Raises ValueError for a model without sharded modules.
     """
-    found = _nonfinite_here(model)
-    if not any(unit.groups for unit in units_of(model)):  # a stage without parameters
-        return found
-    groups = _groups_to_all_ranks(model)
-    channel = min(group.channel for unit in units_of(model) for group in unit.groups)
-    if not any(agree([bool(found)], [], groups, "search for values that are not finite", channel=channel)[0]):
-        return []
-    for group in groups:
-        found = [record for part in exchange_objects(found, group) for record in part]
+    found, units, what = _nonfinite_here(model), units_of(model), "search for values that are not finite"
+    cut: Any = getattr(model, "cut", None)
+    ways: list[tuple[list[dist.ProcessGroup], int]] = []
+    if any(unit.groups for unit in units):  # else a stage without parameters
+        ways.append((_groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
+    if cut is not None and cut.group is not None:
+        ways.append(([cut.group], cut.channel))
+    for groups, channel in ways:
+        if any(agree([bool(found)], [], groups, what, channel=channel)[0]):
+            for group in groups:
+                found = [record for part in exchange_objects(found, group) for record in part]
     return sorted(dict.fromkeys(found), key=lambda record: record.rank)
+
+
+def _stages_of(model: Any) -> dict[str, int]:
+    """The stage of each of the model's parameters, by name; empty for a model that is not cut."""
+    cut: Any = getattr(model, "cut", None)
+    if cut is None:
+        return {}
+    layers = iter(model.staged_layers)
+    stages = {
+        id(parameter): cut.stage(chunk)
+        for chunk, segment in enumerate(cut.mine)
+        for layer in islice(layers, len(segment))
+        for parameter in layer.parameters()
+    }
+    last = len(cut.segments) - 1
+    around = 0 if cut.is_first else last  # of what stands before the layers, or behind them
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in stages and cut.is_last:
+            around = last
+        found[name] = stages.get(id(parameter), around)
+    return found
 
 
 def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
@@ -116,6 +143,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         if home is not None:  # a full one may be registered
             unit, parameter = home[0].name, home[1].sharded_parameters[home[2]]
         tensors += [(name, unit, what, each) for what, each in _both(parameter)]
+    stages = _stages_of(model)
     parts: dict[torch.device, dict[int, torch.Tensor]] = {}
     for number, (*_, tensor) in enumerate(tensors):
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
@@ -131,7 +159,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         name, unit, what, tensor = tensors[number]
         nan, inf = (int(count(tensor).sum()) for count in (torch.isnan, torch.isinf))
         if nan or inf:  # or too large for the norm's dtype
-            found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf))
+            found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf, stages.get(name)))
     return found
 
 

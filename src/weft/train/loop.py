@@ -329,7 +329,8 @@ class Trainer:
             return losses
         if self.rank == 0:
             keep_facts(self.run_place.directory, {"operations": str(self.operations)})
-        self.progress.note(f"a step of one rank is {self.operations}")
+        eagerly = ", which were counted in a step that is not compiled" if loop.compile else ""
+        self.progress.note(f"a step of one rank is {self.operations}{eagerly}")
         return losses
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
@@ -389,7 +390,7 @@ class Trainer:
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
-        found = [each for stage in self.stages.all_of(weft.find_nonfinite(self.model)) for each in stage]
+        found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
