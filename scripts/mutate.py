@@ -122,6 +122,13 @@ MUTATIONS = [
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
     Mutation(
+        "a bucket is gathered again for one of its units",
+        "fsdp/runtime/buckets.py",
+        "if self.gathered or any(",
+        "if any(",
+        BUCKETS + "test_a_unit_that_is_used_again_travels_by_itself[2]",
+    ),
+    Mutation(
         "a rank takes part in a bucket only while it has not gathered it itself",
         "fsdp/runtime/buckets.py",
         "return self._start([None",

@@ -180,6 +180,14 @@ def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too(
 
 
 @distributed(2)
+def test_a_unit_that_is_used_again_travels_by_itself():
+    net, lanes = model(ALL), Counter()
+    net.layers.append(net.layers[0])
+    train(net, lanes=lanes)
+    assert (lanes["gathers"], lanes["gather"]) == (2, 2)  # in each pass all of them once, and this one
+
+
+@distributed(2)
 def test_frozen_units_and_what_the_user_gathers_and_modules_that_are_used_twice_are_as_before():
     def found(bucket_bytes):
         net = model(bucket_bytes, frozen=[1, 4])
