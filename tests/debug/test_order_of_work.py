@@ -217,7 +217,7 @@ def test_weights_that_come_for_a_unit_that_does_not_run_are_awaited():
 
 
 @distributed(2)
-def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_handed_back_behind_them():
+def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_dropped():
     def fail(gradient):
         raise RuntimeError("no")
 
@@ -230,9 +230,7 @@ def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_handed_b
         with pytest.raises(RuntimeError, match="no"):
             nets.loss_of(net, nets.data(1, 4)[0]).backward()
         handle.remove()
-        for parameter in net.blocks.parameters():  # those of the backward before it are handed back at once
-            parameter.grad.to_local().sum()
-        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in net.parameters())  # at once, also of the one before it
         train(net, optimizer, checker, steps=2)
 
 

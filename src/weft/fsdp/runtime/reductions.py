@@ -174,11 +174,6 @@ class Reductions:
         while self._under_way:
             self._finish_oldest()
 
-    def order(self) -> None:
-        """What is computed from here on comes behind the reductions under way, where there are streams."""
-        for each in self._under_way:
-            each.ticket.order()
-
     def abandon(self) -> None:
         """Let transfers end, and do nothing with what they brought."""
         while self._under_way:

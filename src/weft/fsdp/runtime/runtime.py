@@ -449,7 +449,6 @@ class Runtime:
         if left is not Pass.FAILED:
             self._keeps_gradients = evaluates
         self.passes.fail()
-        self.reductions.order()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
             for group in self.groups:
                 group.gradients.drop()
