@@ -1024,7 +1024,21 @@ MUTATIONS = [
         "dtensor/tensor_parallel.py",
         "placements = [wanted if name in names else there for name, there, wanted in pairs]",
         "placements = [wanted for name, there, wanted in pairs]",
-        "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-shape0]",
+        "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-dp-tp]",
+    ),
+    Mutation(
+        "a parameter over the data-parallel axes alone is no DTensor for its module",
+        "dtensor/tensor_parallel.py",
+        "return TensorParallel(None, mesh, whole)",
+        "return None",
+        "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-dp]",
+    ),
+    Mutation(
+        "an annotation of a plain parameter is lost",
+        "fsdp/construction/parameters.py",
+        "if _ANNOTATION in vars(parameter):",
+        "if False:",
+        "dtensor/test_whole_mesh.py::test_what_does_not_go_together_is_named[4]",
     ),
     # --- the trainer -------------------------------------------------------------------------------------------------
     Mutation(

@@ -7,7 +7,7 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import weft
 from tests.fsdp import nets
@@ -34,10 +34,15 @@ def on_whole_mesh(mesh: DeviceMesh) -> Mlp:
     model = Mlp()
     for name, placement in PLAN.items():
         owner, _, own = name.rpartition(".")
-        placements = [Replicate()] * (mesh.ndim - 1) + [placement]
+        placements = [placement if axis == "tp" else Replicate() for axis in mesh.mesh_dim_names]
         value = distribute_tensor(model.get_parameter(name).detach(), mesh, placements)
         setattr(model.get_submodule(owner), own, nn.Parameter(value))
     return model
+
+
+def rows_on(mesh: DeviceMesh) -> list[Placement]:
+    """Rows over the data-parallel axes."""
+    return [Replicate() if axis == "tp" else Shard(0) for axis in mesh.mesh_dim_names]
 
 
 def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None) -> list[torch.Tensor]:
@@ -47,7 +52,7 @@ def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None
         if mesh is None:
             model(batch).square().mean().backward()
         else:
-            split = [Shard(0)] * (mesh.ndim - 1) + [Replicate()]
+            split = rows_on(mesh)
             output = model(distribute_tensor(batch, mesh, split)).redistribute(mesh, split)
             output.to_local().square().mean().backward()
         gradients = [nets.full(parameter.grad) for parameter in model.parameters()]
@@ -56,22 +61,24 @@ def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None
     return [*gradients, *(nets.full(parameter) for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "axes", [{"dp": 2, "tp": 2}, {"outer": 2, "dp": 1, "tp": 2}, {"dp": 4}, {"outer": 2, "dp": 2}], ids="-".join
+)
 @distributed(4)
-def test_training_is_that_of_one_process_and_of_torch(shape):
-    names = ("outer", "dp", "tp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+def test_training_is_that_of_one_process_and_of_torch(axes):
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     rows = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
     expected = trained(Mlp(), rows)
     for fsdp in (torch_fsdp, weft):
         model = on_whole_mesh(mesh)
-        dims = fsdp.DataParallelMeshDims(shard="dp", replicate="outer" if len(shape) == 3 else None)
+        dims = fsdp.DataParallelMeshDims(shard="dp", replicate="outer" if "outer" in axes else None)
         fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         torch.testing.assert_close(trained(model, rows, mesh), expected)
     seen = []
     model.register_forward_pre_hook(lambda module, args: seen.append(module.up.weight))
-    model(distribute_tensor(rows[0], mesh, [Shard(0)] * (mesh.ndim - 1) + [Replicate()]))
-    assert seen[0].device_mesh == mesh and seen[0].placements == (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+    model(distribute_tensor(rows[0], mesh, rows_on(mesh)))
+    assert seen[0].device_mesh == mesh
+    assert seen[0].placements == tuple(Shard(0) if axis == "tp" else Replicate() for axis in axes)
     assert isinstance(model.up.weight, DTensor)
 
 
@@ -86,4 +93,8 @@ def test_what_does_not_go_together_is_named():
     model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), three, [Replicate()] * 3))
     with pytest.raises(ValueError, match=r"of which \('cp', 'tp'\) are not data-parallel.*one tensor-parallel axis"):
         weft.fully_shard(model, mesh=three, dp_mesh_dims=weft.DataParallelMeshDims(shard="dp"))
+    plain = nn.Linear(4, 4, bias=False)
+    plain.weight._local_type = {"dp": "R", "tp": "R"}
+    with pytest.raises(ValueError, match=r"'weight' of Linear is annotated by spmd_types.*'full_dtensor'"):
+        weft.fully_shard(plain, mesh=mesh, dp_mesh_dims=weft.DataParallelMeshDims(shard="dp"))
     dist.barrier()

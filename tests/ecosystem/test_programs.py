@@ -63,6 +63,8 @@ def assert_alike(actual: list[dict[str, float]], expected: list[dict[str, float]
         (LLAMA, ["torchtitan", "triton"], 2, "--ac full"),
         (LLAMA, ["torchtitan", "triton"], 2, "--ac selective"),
         (LLAMA, ["torchtitan", "triton"], 2, "--compile"),
+        (LLAMA, ["torchtitan", "triton"], 2, "--spmd full_dtensor"),
+        (LLAMA, ["torchtitan", "triton"], 4, "--spmd full_dtensor --tp 2"),
         (DEEPSEEK, ["torchtitan", "triton"], 2, ""),
         (DEEPSEEK, ["torchtitan", "triton"], 4, "--ep 2"),
     ],

@@ -10,7 +10,8 @@ A parameter may be a DTensor over the whole mesh instead, replicated over the da
     at rest     UnevenDTensor (dp, tp) as above
     while held  DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
 
-What its gradient is on the data-parallel axes, partial as a rule, is reduced as that of a plain parameter is.
+Where all axes of that mesh are data-parallel, it is sharded as a plain parameter is, and a DTensor while held. What its
+gradient is on the data-parallel axes, partial as a rule, is reduced as that of a plain parameter is.
 
 Weft's flat buffers hold tp-local slices and know nothing of all this. A gradient that is partial over tp, as that of a
 norm between sequence-parallel regions, is reduced over tp before it is packed.
@@ -21,12 +22,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from weft.comm.groups import group_of
 from weft.dtensor.uneven import UnevenDTensor, spec_of
 from weft.layout.cuts import Cuts
 
@@ -35,39 +38,61 @@ from weft.layout.cuts import Cuts
 class TensorParallel:
     """Where a parameter lies on the tensor-parallel axis; `mesh`: the data-parallel axes and, behind them, that one."""
 
-    spec: DTensorSpec
+    spec: DTensorSpec | None
+    """On that axis; None where all axes are data-parallel."""
     mesh: DeviceMesh
     whole: DTensorSpec | None = None
     """Of a parameter that lies over the whole mesh."""
 
     @property
+    def held(self) -> DTensorSpec:
+        """What the parameter is while it is gathered."""
+        spec = self.whole or self.spec
+        assert spec is not None
+        return spec
+
+    @property
+    def beyond(self) -> tuple[Placement, ...]:
+        """The placements on the axes behind the data-parallel ones."""
+        return self.spec.placements if self.spec is not None else ()
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Those of the tensor-parallel axis."""
+        return group_of(self.spec.mesh, 0) if self.spec is not None else None
+
+    @property
     def is_spread(self) -> bool:
         """Whether each rank of the axis holds a slice, not the whole."""
-        return self.spec.placements[0].is_shard()
+        return any(placement.is_shard() for placement in self.beyond)
+
+    @property
+    def slices(self) -> int:
+        """In how many slices the parameter lies."""
+        return self.spec.mesh.size() if self.spec is not None and self.is_spread else 1
 
     def full(self, local: torch.Tensor) -> DTensor:
         """The parameter as the plan placed it, from this rank's slice."""
         order = sorted(range(local.dim()), key=local.stride, reverse=True)  # as the slice lies in memory
-        whole = torch.empty([self.spec.shape[dim] for dim in order], device="meta")
+        held = self.held
+        whole = torch.empty([held.shape[dim] for dim in order], device="meta")
         stride = whole.permute([order.index(dim) for dim in range(local.dim())]).stride()
-        held = self.whole or self.spec
-        spec = spec_of(held.mesh, held.placements, self.spec.shape, stride, local.dtype)
+        spec = spec_of(held.mesh, held.placements, held.shape, stride, local.dtype)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
         """The parameter over both kinds of axes; `cuts` and `placements` say how its slice lies over the first."""
-        (inner,) = self.spec.placements
-        split = self.spec.mesh.size()
-        again = _StridedShard(cuts.dim, split_factor=split)  # torch's word for cutting what is sliced the same way
-        outer = (again if p == inner and p.is_shard() and split > 1 else p for p in placements)
-        return UnevenDTensor.make(local, cuts, self.mesh, (*outer, inner), shape=self.spec.shape)
+        if self.slices > 1:
+            again = _StridedShard(cuts.dim, split_factor=self.slices)  # torch's word for cutting slices the same way
+            placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
+        return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)
 
     def slice_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a gradient of `full`, reduced over the axis where it is partial."""
         given = cast(DTensor, gradient)
         if self.whole is None:
-            return given.redistribute(placements=self.spec.placements).to_local()
-        names = self.spec.mesh.mesh_dim_names or ()
+            return given.redistribute(placements=self.beyond).to_local()
+        names = (self.spec.mesh.mesh_dim_names or ()) if self.spec is not None else ()
         pairs = zip(self.whole.mesh.mesh_dim_names or (), given.placements, self.whole.placements)
         placements = [wanted if name in names else there for name, there, wanted in pairs]
         return given.redistribute(placements=placements).to_local()
@@ -87,7 +112,10 @@ def tensor_parallel_of(
     spec, whole = parameter._spec, None
     names = spec.mesh.mesh_dim_names or ()
     if replicas and set(replicas) <= set(names):
-        spec, whole = _beside(spec, replicas, where), spec
+        beside, whole = _beside(spec, replicas, where), spec
+        if beside is None:
+            return TensorParallel(None, mesh, whole)
+        spec = beside
     if spec.mesh.ndim != 1:
         raise ValueError(
             f"{where} is a DTensor over the {spec.mesh.ndim} axes {spec.mesh.mesh_dim_names}: weft composes with one "
@@ -110,8 +138,8 @@ def tensor_parallel_of(
     return TensorParallel(spec, combined, whole)
 
 
-def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensorSpec:
-    """What `spec`, of a parameter over the whole mesh, says of the axes beside the data-parallel `replicas`."""
+def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensorSpec | None:
+    """What `spec`, of a parameter over the whole mesh, says of the axis beside the data-parallel `replicas`, if any."""
     names = spec.mesh.mesh_dim_names or ()
     for name, placement in zip(names, spec.placements):
         if name in replicas and not placement.is_replicate():
@@ -120,6 +148,8 @@ def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensor
                 "with Replicate() there, which fully_shard cuts"
             )
     others = tuple(name for name in names if name not in replicas)
+    if not others:
+        return None
     if len(others) != 1:
         raise ValueError(
             f"{where} is a DTensor over the axes {names}, of which {others} are not data-parallel: weft composes with "

@@ -384,8 +384,7 @@ class ParameterGroup:
     def slice_groups(self) -> list[dist.ProcessGroup | None]:
         """Per parameter, the tensor-parallel ranks that hold its other slices; None where it is not sliced."""
         return [
-            group_of(parallel.spec.mesh, 0) if parallel is not None and parallel.is_spread else None
-            for parallel in self.tensor_parallel
+            parallel.ranks if parallel is not None and parallel.is_spread else None for parallel in self.tensor_parallel
         ]
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
@@ -123,9 +123,9 @@ class FlatRun:
         placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
         if parallel is None:
             return UnevenDTensor.make(local, self._cuts, main.mesh, placements)
-        beyond: Placement = Shard(0) if parallel.is_spread else Replicate()
-        shape = torch.Size([self._cuts.shape[0] * (parallel.spec.mesh.size() if parallel.is_spread else 1)])
-        return UnevenDTensor.make(local, self._cuts, parallel.mesh, (*placements, beyond), shape=shape)
+        beyond = [Shard(0) if each.is_shard() else each for each in parallel.beyond]
+        shape = torch.Size([self._cuts.shape[0] * parallel.slices])
+        return UnevenDTensor.make(local, self._cuts, parallel.mesh, (*placements, *beyond), shape=shape)
 
     # --- members ------------------------------------------------------------------------------------------------------
 

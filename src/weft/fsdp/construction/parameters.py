@@ -6,6 +6,7 @@ plain, or of a class that only has a name         taken
 a DTensor of a tensor-parallel plan               taken: its slice is sharded further
 without a shape yet                               ValueError
 whose class says what operators do                ValueError: a flat buffer would lose the class
+annotated by the package spmd_types               ValueError: the annotation says how its gradient is reduced
 with hooks on its gradient                        ValueError: they would never run
 on another device                                 ValueError
 """
@@ -24,6 +25,9 @@ from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.construction.originals import Original
 from weft.fsdp.group import HOOK_NEVER_RUNS
 
+_ANNOTATION = "_local_type"
+"""The attribute in which spmd_types keeps what a plain tensor is on each axis of a mesh."""
+
 
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
@@ -36,6 +40,12 @@ def checked_parameter(
     if is_lazy(parameter):
         raise ValueError(f"{where} has no shape yet: run one forward of the module before fully_shard")
     _refuse_own_operators(parameter, where)
+    if _ANNOTATION in vars(parameter):
+        raise ValueError(
+            f"{where} is annotated by spmd_types as {vars(parameter)[_ANNOTATION]}, which says over which axes its "
+            "gradient is reduced, and which sharding would lose: give it as a DTensor, as torchtitan does with "
+            "parallelism.spmd_backend 'partial_dtensor' or 'full_dtensor'"
+        )
     if parameter._backward_hooks:
         raise ValueError(f"{where}: {HOOK_NEVER_RUNS}")
     if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from weft.comm import collectives
-from weft.comm.groups import group_of
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.unit import Unit
 from weft.memory.blank import has_blank
@@ -72,8 +71,8 @@ def check_filled(units: Sequence[Unit]) -> None:
 def _check_filled(group: ParameterGroup) -> None:
     views = group.main_weight.views()
     missing = torch.tensor([int(has_blank(views[number])) for number in group.unfilled]).to(group.device)
-    slices = dict.fromkeys(group_of(each.spec.mesh, 0) for each in group.tensor_parallel if each is not None)
-    for ranks in (*group.groups, *slices):
+    beyond = dict.fromkeys(each.ranks for each in group.tensor_parallel if each is not None)
+    for ranks in (*group.groups, *(each for each in beyond if each is not None)):
         collectives.reduce_now(missing, dist.ReduceOp.MAX, ranks, "whether weights have values")
     if names := [group.slots[number].name for number, empty in zip(group.unfilled, missing.tolist()) if empty]:
         raise ValueError(
