@@ -224,7 +224,7 @@ class ParameterGroup:
                 self._gathered_from = self.version
             uploads = self.offload is not None and not self.refreshes
             if uploads or source.dtype != full.dtype:  # on its way
-                main, source = source, self.full.part(self.model_weight.placements).local
+                main, source = source, full.view(group.size(), -1)[group.rank()]
                 options["prepare"] = functools.partial(collectives.move, source, main, self._take_staging(channels))
             ticket = channels.gather.run(collectives.all_gather, full, source, group, **options)
             self._upload = ticket if uploads else self._upload

@@ -76,8 +76,12 @@ def materialize(
     asked = {module for module, *_ in (*filled_in.values(), *buffers)}
     fillers = {module: filler for module in order if module in asked and (filler := _filler(module)) is not None}
 
-    owned = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values())]
-    kept = {id(each) for each in owned if each is not None and (not each.is_meta or home_of(each))}
+    kept = {  # and no list of them: what is sharded by and by is to go
+        id(each)
+        for module in modules
+        for each in (*module._parameters.values(), *module._buffers.values())
+        if each is not None and (not each.is_meta or home_of(each))
+    }
     real: dict[torch.Tensor, Any] = {}
     for parameter, (module, name) in filled_in.items():  # elsewhere it is still on the meta device: no second filling
         memory = _memory_for(parameter, module, device)
