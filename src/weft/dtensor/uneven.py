@@ -48,8 +48,8 @@ def spec_of(
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies here of a tensor, without its history."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    """What lies here of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class RuledDTensor(DTensor):

@@ -165,9 +165,9 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
     """What lies here of a parameter and of its gradient."""
-    yield "weight", local_of(parameter)
+    yield "weight", local_of(parameter).detach()
     if parameter.grad is not None:
-        yield "gradient", local_of(parameter.grad)
+        yield "gradient", local_of(parameter.grad).detach()
 
 
 def _groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:

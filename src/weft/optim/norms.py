@@ -94,8 +94,8 @@ def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
     for name, group, number in named_slots(model):
         parameter = group.sharded_parameters[number]
         names.append(name)
-        weights.append((group, number, local_of(parameter)))
-        gradients.append((group, number, local_of(parameter.grad) if parameter.grad is not None else None))
+        weights.append((group, number, local_of(parameter).detach()))
+        gradients.append((group, number, local_of(parameter.grad).detach() if parameter.grad is not None else None))
     roots = [math.sqrt(square) if square is not None else None for square in _squared_norms([*weights, *gradients])]
     return {
         name: ParameterNorms(weight or 0.0, gradient)

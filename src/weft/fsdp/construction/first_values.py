@@ -76,7 +76,7 @@ def materialize(
     asked = {module for module, *_ in (*filled_in.values(), *buffers)}
     fillers = {module: filler for module in order if module in asked and (filler := _filler(module)) is not None}
 
-    kept = {  # and no list of them: what is sharded by and by is to go
+    kept = {
         id(each)
         for module in modules
         for each in (*module._parameters.values(), *module._buffers.values())
@@ -105,7 +105,7 @@ def materialize(
     everyone = [*groups, *dict.fromkeys(beyond)]
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
-            broadcast(local_of(filled), group, "first weights")
+            broadcast(local_of(filled).detach(), group, "first weights")
     for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none goes on alone
         _check_filled(real[parameter], module, name, slots[parameter].name)
     for module, name, buffer in buffers:
@@ -216,7 +216,7 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
 
 def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: str) -> None:
     """Raise ValueError if `name` of `module`, in its unit `called`, was not filled."""
-    if has_blank(local_of(filled)):
+    if has_blank(local_of(filled).detach()):
         raise ValueError(
             f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
             f"{type(module).__name__} left memory of its {name!r} as it was; fill all of it there, or load or build it "
