@@ -7,6 +7,8 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init as torch_init
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import weft
@@ -80,6 +82,54 @@ def test_training_is_that_of_one_process_and_of_torch(axes):
     assert seen[0].device_mesh == mesh
     assert seen[0].placements == tuple(Shard(0) if axis == "tp" else Replicate() for axis in axes)
     assert isinstance(model.up.weight, DTensor)
+
+
+@distributed(4)
+def test_parameters_with_a_mesh_of_their_own_name_its_data_parallel_axes():
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    rows = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+
+    class Experts(nn.Module):
+        """A weight that is spread over expert-parallel ranks, and one that is not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(2)))
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight, scale = (p.full_tensor() if isinstance(p, DTensor) else p for p in (self.weight, self.scale))
+            return F.linear(x, weight) @ torch.ones(4, 6) * scale
+
+    def made(fsdp) -> Experts:
+        model = Experts()
+        for name, mesh, placements in (("weight", sparse, [Replicate(), Shard(0)]), ("scale", dense, [Replicate()])):
+            value = distribute_tensor(model.get_parameter(name).detach(), mesh, placements)
+            setattr(model, name, nn.Parameter(value))
+        weight, dims = model.weight, fsdp.DataParallelMeshDims
+        infos = {
+            True: torch_init._get_mesh_info(sparse, torch_fsdp.DataParallelMeshDims(shard="edp")),
+            False: torch_init._get_mesh_info(dense, torch_fsdp.DataParallelMeshDims(shard="data")),
+        }
+        fsdp.fully_shard(
+            model,
+            mesh=dense,
+            dp_mesh_dims=dims(shard="data"),
+            shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), infos[p is weight]),
+        )
+        return model
+
+    expected = Experts()
+    expected(rows[0]).square().mean().backward()
+    for fsdp in (torch_fsdp, weft):
+        model = made(fsdp)
+        assert model.weight.device_mesh.mesh_dim_names == ("edp", "ep")
+        assert model.scale.device_mesh.mesh_dim_names == ("data",)
+        model(rows[0]).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), expected.parameters()):
+            torch.testing.assert_close(nets.full(mine), theirs.detach())
+            torch.testing.assert_close(nets.full(mine.grad), theirs.grad)
 
 
 @distributed(4)

@@ -1,7 +1,6 @@
 """Which way a parameter is cut, and where it must not be: what a `shard_placement_fn` may return."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.dtensor.uneven import local_of
+from weft.fsdp.construction.mesh_dims import axes_of
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,16 @@ class BlockAtomic:
             raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
 
 
-def choice_of(
-    parameter: nn.Parameter, placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
-) -> tuple[Any, DeviceMesh]:
-    """What `placement_fn` says of `parameter`, and the mesh over which it is sharded: that of torch's
-    `ShardPlacementResult`, or `mesh`."""
-    choice: Any = placement_fn(parameter) if placement_fn is not None else None
-    if choice is not None and hasattr(choice, "mesh_info") and hasattr(choice, "placement"):
-        return choice.placement, choice.mesh_info.mesh if choice.mesh_info is not None else mesh
-    return choice, mesh
+def choice_of(parameter: nn.Parameter, request: Any) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
+    """What `shard_placement_fn` says of `parameter`, the mesh over which it is sharded, and the names of the axes that
+    are data-parallel where it lies over others too: those of torch's `ShardPlacementResult`, or of the `request`."""
+    choice: Any = request.choose(parameter) if request.choose is not None else None
+    if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
+        return choice, request.mesh, request.replicas
+    own = choice.mesh_info
+    if own is None:
+        return choice.placement, request.mesh, request.replicas
+    return choice.placement, own.mesh, axes_of(own.dp_mesh_dims) if own.dp_mesh_dims is not None else ()
 
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:

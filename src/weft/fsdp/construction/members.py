@@ -45,8 +45,8 @@ class Members:
         self._tied = {parameter: home for parameter in self._found if (home := home_of(parameter)) is not None}
         self._refuse_outside_in()
         self._own = {parameter: slot for parameter, slot in self._found.items() if parameter not in self._tied}
-        choices = {parameter: choice_of(parameter, request.choose, request.mesh) for parameter in self._own}
-        self._meshes = {parameter: request.checked_own_mesh(mesh) for parameter, (_, mesh) in choices.items()}
+        choices = {parameter: choice_of(parameter, request) for parameter in self._own}
+        self._meshes = {parameter: request.checked_own_mesh(mesh) for parameter, (_, mesh, _) in choices.items()}
         kind = kind_of(request.modules[0])
         self._parallel = {
             parameter: checked_parameter(
@@ -54,7 +54,7 @@ class Members:
                 self._meshes[parameter],
                 request.device,
                 f"parameter {slot.name!r} of {kind}",
-                request.replicas,
+                choices[parameter][2],
             )
             for parameter, slot in self._own.items()
         }
