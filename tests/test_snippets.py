@@ -149,6 +149,7 @@ def read(reader, pool):
     """The folder after the Python of the pages has run on two ranks."""
     for page in ("training", "checkpoints", "huggingface"):
         pool.run(1 if page == "huggingface" else 2, run_python, reader, page)
+    (reader / "RUN").symlink_to("runs/stdlib")
     return reader
 
 

@@ -66,7 +66,8 @@ def test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit(n
         stepped(plain, kind(plain.parameters(), **options))
         with noted_lists() as sizes:
             stepped(sharded, optimizer)
-        assert sizes, "no operator ran on a list"
+        if any(parameter.to_local().numel() for parameter in sharded.parameters()):
+            assert sizes, "no operator ran on a list"
         assert optimizer.param_groups[0]["foreach"] is None, "the choice is still the user's"
         assert_bit_equal(sharded, plain)
 
