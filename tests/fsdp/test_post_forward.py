@@ -28,8 +28,8 @@ def test_training_equals_one_process_and_allocates_nothing_once_planned():
         net = nets.shard(nets.make(recompute), reshard_after_forward=2)
         run = nets.train_here(net, batches, microbatches=2)
         torch.testing.assert_close(run["gradients"], plain["gradients"])
-        # AdamW divides by the root of the squares: the rounding of a gradient near zero moves its weight by a share of a
-        # step, which is 1e-2 here. The gradients above are equal to the default tolerance.
+        # AdamW divides by the root of the squares: the rounding of a gradient near zero moves its weight by a share of
+        # a step, which is 1e-2 here. The gradients above are equal to the default tolerance.
         torch.testing.assert_close(run["weights"], plain["weights"], rtol=1.3e-6, atol=1e-4)
         before = weft.memory_report(net)["transient"]
         nets.train_here(net, batches, microbatches=2)
