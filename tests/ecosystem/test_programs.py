@@ -41,13 +41,13 @@ def need(*libraries: str) -> None:
             pytest.skip(f"needs {library}: pip install 'weft[ecosystem]'")
 
 
-def assert_alike(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_alike(program: str, actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert [each.keys() for each in actual] == [each.keys() for each in expected]
     for mine, theirs in zip(actual, expected):
         for name, value in theirs.items():
-            # In float32 the CPU's norm of half a million elements is up to 7e-5 too small, that of shorter parts less:
-            # where there is an exact norm, it is what must agree.
-            bound = 1e-4 if name == "norm" and "exact" in theirs else 1e-5
+            # In float32 the CPU's norm of half a million elements is up to 7e-5 too small, that of shorter parts less.
+            # DeepSeek-V3 has such tensors, so its norm in double precision is what must agree.
+            bound = 1e-4 if (program, name) == (DEEPSEEK, "norm") else 1e-5
             assert mine[name] == pytest.approx(value, rel=bound, abs=bound), name
 
 
@@ -75,7 +75,7 @@ def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(program, librari
     assert len(expected) >= 3 and "in the place of" not in said
     actual, said = steps(program, *options.split(), ranks=ranks)
     assert "weft in the place of torch's FSDP2" in said
-    assert_alike(actual, expected)
+    assert_alike(program, actual, expected)
 
 
 @pytest.mark.parametrize("saver", ["torch", "weft"])
@@ -87,4 +87,4 @@ def test_what_one_library_saves_the_other_resumes_as_if_nothing_had_been(tmp_pat
     rest, said = steps(program, *options.split(), *chosen[1], "--resume", str(tmp_path))
     assert ("in the place of" in said) == (saver == "torch")
     assert len(rest) == 2 and len(whole) == 4
-    assert_alike(rest, whole[2:])
+    assert_alike(program, rest, whole[2:])

@@ -24,7 +24,6 @@ from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.overlap import forward_backward
 from weft.train.activations import Activations
-from weft.train.callables import told
 from weft.train.config import TrainConfig, to_dict, to_toml
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -49,6 +48,7 @@ from weft.train.schedule import Schedule
 from weft.train.source import Source
 from weft.train.spikes import Spikes
 from weft.train.state import Position
+from weft.train.task.callables import told
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
 

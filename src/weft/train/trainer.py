@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.train import loop
-from weft.train.callables import check_callable, told
 from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
+from weft.train.task.callables import check_callable, told
 from weft.train.task.own import Data, LossFunction, OwnTask
 
 OR_START = "or-start"

@@ -1,6 +1,7 @@
 """Which way a parameter is cut, and where it must not be: what a `shard_placement_fn` may return."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +29,20 @@ class BlockAtomic:
             raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
 
 
-def choice_of(parameter: nn.Parameter, request: Any) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
-    """What `shard_placement_fn` says of `parameter`, the mesh over which it is sharded, and the names of the axes that
-    are data-parallel where it lies over others too: those of torch's `ShardPlacementResult`, or of the `request`."""
-    choice: Any = request.choose(parameter) if request.choose is not None else None
+def choice_of(
+    parameter: nn.Parameter,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    mesh: DeviceMesh,
+    replicas: tuple[str, ...],
+) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
+    """What `placement_fn` says of `parameter`, the mesh over which it is sharded, and the names of the axes that are
+    data-parallel where it lies over others too: those of torch's `ShardPlacementResult`, or `mesh` and `replicas`."""
+    choice: Any = placement_fn(parameter) if placement_fn is not None else None
     if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
-        return choice, request.mesh, request.replicas
+        return choice, mesh, replicas
     own = choice.mesh_info
     if own is None:
-        return choice.placement, request.mesh, request.replicas
+        return choice.placement, mesh, replicas
     return choice.placement, own.mesh, axes_of(own.dp_mesh_dims) if own.dp_mesh_dims is not None else ()
 
 

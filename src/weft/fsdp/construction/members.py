@@ -45,7 +45,8 @@ class Members:
         self._tied = {parameter: home for parameter in self._found if (home := home_of(parameter)) is not None}
         self._refuse_outside_in()
         self._own = {parameter: slot for parameter, slot in self._found.items() if parameter not in self._tied}
-        choices = {parameter: choice_of(parameter, request) for parameter in self._own}
+        asked = (request.choose, request.mesh, request.replicas)
+        choices = {parameter: choice_of(parameter, *asked) for parameter in self._own}
         self._meshes = {parameter: request.checked_own_mesh(mesh) for parameter, (_, mesh, _) in choices.items()}
         kind = kind_of(request.modules[0])
         self._parallel = {

@@ -10,12 +10,12 @@ from torch import nn
 import weft
 from weft.checkpoint import RandomState
 from weft.models import HybridModel
-from weft.train.callables import check_callable, told
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
 from weft.train.sections import LoopConfig
 from weft.train.task.blocks import outermost, prepare, repeated_blocks
+from weft.train.task.callables import check_callable, told
 from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
 
