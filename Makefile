@@ -2,8 +2,8 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-# The tests with ranks in one process, which has the pool, beside those without in another.
-TESTS  := -m pytest --numprocesses 2 --dist loadgroup --durations 25 --durations-min 5
+# Two processes share the tests, each with a pool of ranks of its own.
+TESTS  := -m pytest --numprocesses 2 --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
 # Other libraries: an environment of their own, which sees the one above and holds what that lacks.
 OTHERS := .venv-ecosystem

@@ -35,7 +35,5 @@ def world():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "pool" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("pool"))  # one process has the pool, others the rest
         if item.get_closest_marker("gpu") and not torch.cuda.is_available() and os.environ.get("WEFT_REHEARSE") != "1":
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
