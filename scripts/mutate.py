@@ -718,7 +718,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory of gradients is used again although somebody holds it",
-        "fsdp/gradients/group.py",
+        "fsdp/gradients/main.py",
         "if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):",
         "if old is None:",
         SEAMS + "test_gradient_owner.py::"
@@ -726,7 +726,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a penalty in .grad is overwritten",
-        "fsdp/gradients/group.py",
+        "fsdp/gradients/main.py",
         "mine.add_(theirs)",
         "pass",
         SEAMS + "test_gradient_owner.py::"

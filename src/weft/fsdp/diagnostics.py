@@ -62,8 +62,8 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
                 offloaded["weights"] += group.main_weight.local.nbytes
                 weights -= group.main_weight.local.nbytes
             persistent["weights"] += weights
-            if group.gradients.main is not None:
-                (persistent if group.offload is None else offloaded)["gradients"] += group.gradients.main.local.nbytes
+            if (main := group.gradients.main.buffer) is not None:
+                (persistent if group.offload is None else offloaded)["gradients"] += main.local.nbytes
     channels = list({id(unit.channels): unit.channels for unit in units if unit.channels is not None}.values())
     return {
         "persistent": persistent,
@@ -190,7 +190,7 @@ def check_views(model: nn.Module) -> None:
         parameter = group.sharded_parameters[number]
         for what, tensor, buffer in (
             ("weight", parameter, group.main_weight),
-            ("gradient", parameter.grad, group.gradients.main),
+            ("gradient", parameter.grad, group.gradients.main.buffer),
         ):
             if tensor is None or not local_of(tensor).numel():
                 continue

@@ -399,12 +399,10 @@ class ParameterGroup:
 
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
         """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
-        present = self.gradients.take_over()
+        main = self.gradients.main
+        present = main.take_over() is not None
         for start, stop, group in self._slice_ranges:
-            if present:
-                yield self.gradients.window(start, stop), group
-            else:
-                yield self.main_weight.local[:0], group
+            yield main.window(start, stop) if present else self.main_weight.local[:0], group
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

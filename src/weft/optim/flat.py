@@ -113,7 +113,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             loss = None
         _refuse_unsharded(name for name, p in self._outside.items() if p.requires_grad and p.grad is not None)
         for group in self._groups:
-            group.gradients.take_over()
+            group.gradients.main.take_over()
         for run in list(self._runs):
             present = run.present
             if any(present) and not all(present):

@@ -67,8 +67,8 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
     for group in groups:
-        if group.gradients.take_over() and group.gradients.main is not None:
-            by_device.setdefault(group.home, []).append(group.gradients.main.local)
+        if (main := group.gradients.main.take_over()) is not None:
+            by_device.setdefault(group.home, []).append(main.local)
     for gradient in unsharded:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         by_device.setdefault(local.device, []).append(local)

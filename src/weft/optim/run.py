@@ -84,8 +84,9 @@ class FlatRun:
         """The members' gradients, zero for those that have none beside others; None where none has one."""
         if self._in_step:
             return self._here
-        if not any(self.present) or not self.group.gradients.take_over():
+        if not any(self.present):
             return None
+        self.group.gradients.main.take_over()
         return self._over_all_ranks(self._window())
 
     @gradient.setter
@@ -115,7 +116,7 @@ class FlatRun:
         self._in_step, self._here = False, None
 
     def _window(self) -> torch.Tensor:
-        return self.group.gradients.window(self._start, self._stop)
+        return self.group.gradients.main.window(self._start, self._stop)
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
         """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""

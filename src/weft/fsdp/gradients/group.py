@@ -20,14 +20,10 @@ Where a group's gradients are, and what may happen to them:
     reduced      publish    nowhere      the end of a backward   `main` is handed out as `.grad` and belongs to the user
     any          discard    nowhere      an exception
 
-`main` has an owner. While it is handed out it is the user's: the engine reads it, and writes to it only by adding what
-a further backward brings, as torch does to a `.grad` that is still set. While reductions are under way it is the
-engine's, and `.grad` is empty: what somebody else puts there meanwhile, such as the gradient of a penalty, is added
-when it is published. Memory that was handed out is used again only if nobody holds it any more.
+Who owns `main`, and when, is in `weft.fsdp.gradients.main`.
 """
 
 import enum
-import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -43,10 +39,10 @@ from weft.dtensor.tensor_parallel import TensorParallel
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
+from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.plan import GroupPlan
 from weft.memory.buffer import FlatBuffer
-from weft.memory.offload import GradientDownload
 from weft.memory.pool import Pool
 
 
@@ -88,7 +84,7 @@ class GroupGradients:
         describe: Callable[[], str],
     ) -> None:
         self.where = Where.NOWHERE
-        self.main: FlatBuffer | None = None
+        self.main = MainGradients(plan, sharded_parameters, describe)
         self.present = [False] * len(full_parameters)
         """Of which parameters a gradient is among those packed since the last `publish`, on any rank once agreed."""
         self.gives_all = False
@@ -102,17 +98,6 @@ class GroupGradients:
         self._full = full_parameters
         self._sharded = sharded_parameters
         self._tensor_parallel = tensor_parallel
-        self._handed: list[Any] = []
-        """The main gradients as DTensors: what is handed out."""
-        self._windows: dict[tuple[int, int], torch.Tensor] = {}
-        self._storage: Any = None
-        self._uses = 0
-        """How many tensors share the memory of the main gradients that nobody else has asked for."""
-        self._owned = False
-        """Whether the main gradients are the engine's, which is between their first reduction and `publish`."""
-        self._withdrawn: list[int] = []
-        """The parameters whose `.grad` the engine has taken back for that time."""
-        self._download: GradientDownload | None = None
         self._stages = _stages(plan, describe)
         self._finishes = False
         """Whether the reductions under way are the last ones, of all stages."""
@@ -232,10 +217,10 @@ class GroupGradients:
         for number, stage in enumerate(self._stages if self._finishes else self._stages[:1]):
             last, hook, adds = number == len(self._stages) - 1, None, False
             if last:
-                output, adds = self._main_to_fill()
+                output, adds = self.main.claim()
                 accumulate, hook = adds, self.hook
-                if self._download is not None:
-                    output, accumulate = self._download.open(channels.gradients), False
+                if self.main.download is not None:
+                    output, accumulate = self.main.download.open(channels.gradients), False
             else:
                 following = self._stages[number + 1]
                 accumulate = following.buffer is not None
@@ -251,8 +236,8 @@ class GroupGradients:
                 channel=channel,
                 after=ticket,
             )
-            if last and self._download is not None:
-                ticket = self._download.start(ticket, channels.download, accumulate=adds)
+            if last and self.main.download is not None:
+                ticket = self.main.download.start(ticket, channels.download, accumulate=adds)
         assert ticket is not None
         return ticket
 
@@ -276,153 +261,45 @@ class GroupGradients:
         is packed, and whether it is added."""
         self._to("reduce")
         self._finishes = True
-        output, adds = self._main_to_fill()
+        output, adds = self.main.claim()
         packed = self._stages[0].buffer
         assert packed is not None
         return output.local, packed.local, adds
 
     def reduced(self) -> None:
         """The reductions under way are done: give their memory back."""
-        if self._finishes and self._download is not None:
-            self._download.close()
+        if self._finishes and self.main.download is not None:
+            self.main.download.close()
         for stage in self._stages if self._finishes else self._stages[:1]:
             stage.close()
         self._filled = [False] * len(self._full)
         self._to("arrive" if self._finishes else "wait")
 
-    # --- `.grad` and the main gradients -------------------------------------------------------------------------------
-
-    def _main_to_fill(self) -> tuple[FlatBuffer, bool]:
-        """The main gradients, the engine's until `publish`, and whether to add to them."""
-        if self._download is not None:
-            self._download.finish()
-        if self._owned:
-            assert self.main is not None
-            return self.main, True
-        self._withdrawn = self._mine()
-        main = self._exclusive(self._withdrawn, renewed=True)
-        for number in self._withdrawn:
-            self._sharded[number].grad = None
-        self._owned = True
-        return main, bool(self._withdrawn)
-
-    def _mine(self) -> list[int]:
-        """The parameters whose `.grad` is what was handed out."""
-        return [n for n, (mine, p) in enumerate(zip(self._handed, self._sharded)) if p.grad is mine]
-
-    def _exclusive(self, kept: Sequence[int], *, renewed: bool) -> FlatBuffer:
-        """The main gradients, with the values of the parameters `kept` and zeros for the others, if any are kept at
-        all; in new memory where somebody holds what was handed out and is no `.grad` any more.
-
-        `renewed`: they will be those of another backward. Else a view of all of them is one of what they are now.
-        """
-        old, handed = self.main, self._handed
-        dropped = sorted(set(range(len(handed))).difference(kept))
-        if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):
-            main = self._open_main()
-            if kept:
-                main.local.zero_()
-            for number in kept:
-                self._handed[number].copy_(handed[number])
-                self._sharded[number].grad = self._handed[number]
-            return main
-        if kept and dropped:
-            views = old.views()
-            for number in dropped:
-                views[number].zero_()
-        return old
-
-    def _is_held(self, numbers: Sequence[int]) -> bool:
-        """Whether anybody but this group holds the gradients of `numbers` that were handed out."""
-        return any(
-            sys.getrefcount(self._handed[number]) > _ALONE
-            or sys.getrefcount(self._handed[number]._local_tensor) > _ALONE
-            for number in numbers
-        )
-
-    def _is_viewed(self) -> bool:
-        """Whether anybody else has views of what was handed out."""
-        uses = torch._C._storage_Use_Count(self._storage._cdata)
-        return uses > self._uses + len(self._windows) or any(
-            sys.getrefcount(self._windows[place]) > _ALONE for place in self._windows
-        )
-
-    def _open_main(self) -> FlatBuffer:
-        self.main = self._plan.home_buffer(self._plan.recipe.main_grad)
-        self._handed = [own.like(view) for own, view in zip(self._sharded, self.main.views())]  # type: ignore[attr-defined]
-        self._windows = {}
-        self._storage = self.main.local.untyped_storage()
-        self._uses = torch._C._storage_Use_Count(self._storage._cdata)
-        if self._plan.offload is not None:
-            self._download = GradientDownload(self.main, self._plan.offload, self._plan.device, self._describe)
-        return self.main
-
-    def window(self, start: int, stop: int) -> torch.Tensor:
-        """What lies here of the main gradients of the layout's elements `[start, stop)`: the same tensor each time."""
-        assert self.main is not None, "there are no gradients yet"
-        if (start, stop) not in self._windows:
-            self._windows[start, stop] = self.main.within(start, stop)
-        return self._windows[start, stop]
-
-    def take_over(self) -> bool:
-        """Make the main gradients hold what `.grad` says, whoever set it; whether that is anything."""
-        held = [parameter.grad for parameter in self._sharded]
-        if all(gradient is None for gradient in held):
-            return False
-        mine = self._mine()
-        foreign = [n for n, gradient in enumerate(held) if gradient is not None and n not in set(mine)]
-        if len(mine) < len(held):
-            main = self._exclusive(mine, renewed=False)
-            if not mine:
-                main.local.zero_()
-        for number in foreign:
-            self._handed[number].copy_(held[number])
-            self._sharded[number].grad = self._handed[number]
-        return True
+    # --- `.grad` ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         """Hand the gradients out: set `.grad` of the parameters that have one on any rank, and run their hooks."""
-        if self._download is not None:
-            self._download.finish()
         self._to("publish")
-        withdrawn, self._withdrawn, self._owned = set(self._withdrawn), [], False
-        for number, (parameter, mine) in enumerate(zip(self._sharded, self._handed)):
-            if self.present[number] or number in withdrawn:
-                theirs = parameter.grad
-                if theirs is not None:  # a penalty's, or what a hook has left
-                    with torch.no_grad():
-                        mine.add_(theirs)
-                parameter.grad = mine
-        for parameter, present in zip(self._sharded, self.present):
-            if present:
-                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-                    hook(parameter)
+        self.main.publish(self.present)
         self.present = [False] * len(self._full)
 
     def drop(self) -> None:
         """The backward failed: nobody shall take what it has left for gradients, whole or in part, here or elsewhere.
         Reductions under way may still write to the main gradients, until `discard`."""
         self._forget()
-        self._withdrawn, self._owned = [], False
-        for parameter in self._sharded:
-            parameter.grad = None
+        self.main.drop()
 
     def discard(self) -> None:
         """Forget gradients that were not published."""
         self._forget()
         for stage in self._stages:
             stage.close()
-        if self._download is not None:
-            self._download.finish()
-            self._download.close()
+        if self.main.download is not None:
+            self.main.download.finish()
+            self.main.download.close()
         self._filled = [False] * len(self._full)
         self.present = [False] * len(self._full)
         self.where = Where.NOWHERE
-
-
-_ONE = [object()]
-_ALONE = sys.getrefcount(_ONE[0])
-"""How many references are counted of a thing that only one place refers to; torch counts those of C++ too."""
 
 
 def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:
