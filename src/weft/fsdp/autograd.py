@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from weft.debug.guard import guards_memory
+from weft.dtensor.uneven import local_of
 from weft.fsdp.gradients.direct import home_of
 
 _numbers = itertools.count(1_000_000_000)
@@ -58,13 +60,16 @@ class FullParameters:
         self._version = version
         self._versions = tuple(parameter._version for parameter in parameters)
         """As autograd was told; another one is a write of somebody else."""
+        self._came: list[torch.Tensor] | None = None
+        """What was gathered, under `weft.debug.guard_memory`: some writes no version knows of."""
         self._gone = next(_numbers)
         _gone_versions[self._gone] = self
 
     def come(self, version: int) -> None:
         """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
         WeightsWritten if somebody wrote to their memory since they left."""
-        strays = self._written() if self._versions[0] == self._gone else []
+        from_gone = self._versions[0] == self._gone
+        strays = self._written() if from_gone else []
         moved, self._version = version - self._version, version
         if self._copies:
             self._versions = (version,) * len(self._parameters)
@@ -76,6 +81,8 @@ class FullParameters:
         for parameter in self._parameters:
             if issubclass(here := type(parameter), _Gone):
                 parameter.__class__ = here.__mro__[2]
+        if from_gone and guards_memory():
+            self._came = [local_of(each).detach().clone() for each in self._parameters]
         if strays:
             raise WeightsWritten(
                 f"{_names(strays)} was written to after its gathered weights went, through a tensor that shares their "
@@ -85,6 +92,7 @@ class FullParameters:
 
     def leave(self) -> None:
         """Their memory goes."""
+        self._came = None
         self._versions = (self._gone,) * len(self._parameters)
         torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions)
         for parameter in self._parameters:
@@ -96,8 +104,17 @@ class FullParameters:
 
     def check_unwritten(self) -> None:
         """Raise WeightsWritten if somebody wrote to copies."""
-        if written := self._written():
-            raise lost_writes(written)
+        written = self._written()
+        if not written and self._came is not None:
+            pairs = zip(self._parameters, self._came)
+            written = [each for each, came in pairs if not torch.equal(_bytes_of(local_of(each)), _bytes_of(came))]
+            self._came = None if written else self._came
+        if written:
+            raise WeightsWritten(
+                f"{_names(written)} was written to while it was gathered, in a forward or under unshard(): what is "
+                "gathered is a copy, and the write would be lost. Write to the sharded parameter, outside of forward, "
+                "with the same values on all ranks: with torch.no_grad(): module.weight.clamp_(...)"
+            )
 
     def _written(self) -> list[nn.Parameter]:
         """The copies whose version is not as autograd was told."""
@@ -114,13 +131,8 @@ class FullParameters:
         return f"{' or '.join(names) or 'weights'} of {home[0] if home else 'a model that has gone'}"
 
 
-def lost_writes(parameters: Sequence[nn.Parameter]) -> WeightsWritten:
-    """Of those that somebody wrote to while they were gathered."""
-    return WeightsWritten(
-        f"{_names(parameters)} was written to while it was gathered, in a forward or under unshard(): what is gathered "
-        "is a copy, and the write would be lost. Write to the sharded parameter, outside of forward, with the same "
-        "values on all ranks: with torch.no_grad(): module.weight.clamp_(...)"
-    )
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class _Gone:

@@ -15,7 +15,7 @@ parameter moves. The full parameters have that version too while their memory is
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 from weft.comm import collectives
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
-from weft.debug.guard import guards_memory
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import local_of
-from weft.fsdp.autograd import FullParameters, behind_classes, lost_writes
+from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.plan import GroupPlan
@@ -96,8 +95,6 @@ class ParameterGroup:
         """Keeps its messages apart from those of other groups."""
         self._gathered_from: int | None = None
         """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
-        self._as_it_came: torch.Tensor | None = None
-        """What was gathered, where somebody looks for writes to it."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
@@ -322,25 +319,14 @@ class ParameterGroup:
         self.drop_piece()
         self._give_staging()
         self.fulls.come(self.version)
-        self._as_it_came = self.full.local.clone() if self.transient is not None and guards_memory() else None
 
     def check_unwritten(self) -> None:
-        """Raise WeightsWritten if somebody wrote to what is gathered; with `weft.debug.guard_memory` also by ways that
-        no version counter knows of."""
+        """Raise WeightsWritten if somebody wrote to what is gathered."""
         self.fulls.check_unwritten()
-        came, self._as_it_came = self._as_it_came, None
-        if came is not None:
-            before = FlatBuffer(self.layout, self.mesh, self.full.placements, came).views()
-            each = zip(self.full_parameters, before, self.full.views())
-            written = [parameter for parameter, old, new in each if not torch.equal(_bytes_of(old), _bytes_of(new))]
-            if written:
-                raise lost_writes(written)
-            self._as_it_came = came
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:
-            self._as_it_came = None
             self.fulls.leave()
             self.transient.give()
 
@@ -388,7 +374,7 @@ class ParameterGroup:
         ]
 
     @cached_property
-    def _slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
+    def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
         """The layout's elements in ranges that belong to parameters with the same slice group."""
         starts: list[int] = []
         groups = []
@@ -396,14 +382,3 @@ class ParameterGroup:
             starts.append(self.layout.extents[next(members)].offset if starts else 0)
             groups.append(group)
         return list(zip(starts, [*starts[1:], self.layout.numel], groups))
-
-    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-        """The main gradients here, empty if there are none, in pieces with the group that holds their other slices."""
-        main = self.gradients.main
-        present = main.take_over() is not None
-        for start, stop, group in self._slice_ranges:
-            yield main.window(start, stop) if present else self.main_weight.local[:0], group
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

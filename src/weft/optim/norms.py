@@ -14,7 +14,7 @@ axis over which anything differs, and one more per tensor-parallel group.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +178,7 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
     ranks, infinite = ModelRanks(groups), math.isinf(norm_type)
     pieces: dict[dist.ProcessGroup | None, dict[int, list[torch.Tensor]]] = {}
     for group in groups:
-        for piece, slices in group.gradient_pieces():
+        for piece, slices in _pieces_of(group):
             kinds = pieces.setdefault(ranks.beyond(slices), {})
             if piece.numel():
                 piece = piece.abs() if piece.is_complex() else piece
@@ -193,6 +193,14 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
         each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
         totals = torch.cat([totals, each if infinite else each.pow(norm_type)])
     return totals.max() if infinite else totals.sum()
+
+
+def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
+    """The gradients here, empty if there are none, in pieces with the process group that holds their other slices."""
+    main = group.gradients.main
+    present = main.take_over() is not None
+    for start, stop, slices in group.slice_ranges:
+        yield main.window(start, stop) if present else group.main_weight.local[:0], slices
 
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
