@@ -280,13 +280,11 @@ def _eval(options: argparse.Namespace, arguments: list[str]) -> int:
 def _report(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
-    from weft.train.report.facts import read_facts
 
     run = Path(options.path)
     if not (run / FILE).is_file():
         raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
-    facts = read_facts(run)
-    print(write_report(run, **{name: facts[name] for name in ("description", "memory", "baseline") if name in facts}))
+    print(write_report(run))
     return 0
 
 

@@ -3,7 +3,7 @@
 import base64
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +18,29 @@ BASELINE = "bigram table"
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 
-def write_report(
-    run_directory: str | Path,
-    *,
-    description: str = "",
-    memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    baseline: Mapping[str, float] | float | None = None,
-) -> Path:
+def write_report(run_directory: str | Path) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
 
-    description: the text of `weft.describe`. memory: `weft.memory_report`, those of a pipeline's ranks, or
-    bytes by role. baseline: the validation loss of the bigram table in nats per byte, or such losses by name. Metrics
-    and configuration come from the folder. What is missing is left out; without matplotlib, the pictures. The same
-    inputs give the same bytes.
+    All that it says comes from the metrics, the configuration and the facts there. What is missing is left out; without
+    matplotlib, the pictures. The same files give the same bytes.
     """
     folder = Path(run_directory)
-    records = read_metrics(folder)
-    baselines = _baselines(baseline)
+    records, facts = read_metrics(folder), read_facts(folder)
+    memory = memory_groups(facts.get("memory"))
+    baselines = {BASELINE: float(facts["baseline"])} if facts.get("baseline") is not None else {}
     pictures = [f"<p>{NO_PICTURES}</p>"]
     if can_draw():
         from weft.train.report.drawings import draw_all
 
-        pictures = [_picture(*drawn) for drawn in draw_all(folder, records, memory_groups(memory), baselines)]
+        pictures = [_picture(*drawn) for drawn in draw_all(folder, records, memory, baselines)]
     config = folder / "config.toml"
     page = _page(
         folder.resolve().name,
-        about=_about(records, read_facts(folder)),
+        about=_about(records, facts),
         tiles=_tiles(records, baselines),
         rows=_rows(records, baselines),
         pictures=pictures,
-        units=description,
+        units=facts.get("description", ""),
         config=in_use(config.read_text(encoding="utf-8")) if config.exists() else "",
     )
     path = folder / "report.html"
@@ -62,12 +55,6 @@ def can_draw() -> bool:
     except ImportError:
         return False
     return True
-
-
-def _baselines(baseline: Mapping[str, float] | float | None) -> dict[str, float]:
-    if baseline is None:
-        return {}
-    return dict(baseline) if isinstance(baseline, Mapping) else {BASELINE: float(baseline)}
 
 
 def _about(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
