@@ -1071,7 +1071,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are not clipped",
-        "train/loop.py",
+        "train/optimizers.py",
         "return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)",
         "return weft.optim.grad_norm(model)",
         "train/test_trainer.py::test_training_one_s_own_model_is_the_plain_loop_in_one_process[1]",

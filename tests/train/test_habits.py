@@ -43,16 +43,16 @@ def spiked(path, folder, stop_at, resume_from=None, poison=None):
     """A run in which the gradient of step `poison` is a thousand times too large on one rank."""
     stop = StopAt(stop_at)
     stop.trainer = trainer = Trainer(load_config(path), Run(folder, resume_from), stop=stop, say=lambda line: None)
-    passing = trainer._forward_backward
+    passing = trainer.passes.run
 
-    def forward_backward(microbatches):
-        losses = passing(microbatches)
-        if trainer.position.step + 1 == poison:
+    def run(step, microbatches):
+        losses = passing(step, microbatches)
+        if step == poison:
             for parameter in trainer.model.parameters():
                 parameter.grad.mul_(1000)
         return losses
 
-    trainer._forward_backward = forward_backward
+    trainer.passes.run = run
     before = {}
 
     def moment(name, numbers):
@@ -179,7 +179,7 @@ def test_a_logger_without_its_package_is_refused():
 def looked_at(path, folder):
     trainer = Trainer(load_config(path), Run(folder), say=lambda line: None)
     trainer.run()
-    return trainer.operations.total, metrics(folder)
+    return trainer.passes.operations.total, metrics(folder)
 
 
 def test_a_window_of_steps_leaves_a_trace_of_each_rank_and_utilisation_is_logged(pool, tmp_path):

@@ -205,14 +205,14 @@ def diverging(path):
     config = load_config(path)
     trainer = Trainer(config, Run(config.run.path, None), say=lambda line: None)
     name = list(trainer.model.state_dict())[-1]
-    passing = trainer._forward_backward
+    passing = trainer.passes.run
 
-    def poisoned(microbatches):
-        losses = passing(microbatches)
+    def poisoned(step, microbatches):
+        losses = passing(step, microbatches)
         trainer.model.get_parameter(name).grad.mul_(math.nan)
         return losses
 
-    trainer._forward_backward = poisoned
+    trainer.passes.run = poisoned
     try:
         trainer.run()
     except RuntimeError as error:

@@ -35,11 +35,11 @@ POISONED = 5
 def trained(path, folder, overrides=(), poison=False):
     """Losses and norms, weights of this rank at the end, checkpoints, and which steps changed no weight here."""
     trainer = Trainer(load_config(path, overrides), Run(folder), say=lambda line: None)
-    passing, calls, seen, same = trainer._forward_backward, count(), [], []
+    passing, calls, seen, same = trainer.passes.run, count(), [], []
 
-    def forward_backward(microbatches):
-        losses = passing(microbatches)
-        if poison and trainer.position.step + 1 == POISONED:
+    def run(step, microbatches):
+        losses = passing(step, microbatches)
+        if poison and step == POISONED:
             for parameter in trainer.model.parameters():
                 parameter.grad.mul_(1000)
         return losses
@@ -53,7 +53,7 @@ def trained(path, folder, overrides=(), poison=False):
 
     if poison:
         trainer.task.validation_values = lambda loss: {"loss": loss, "nats_per_byte": TOLD[next(calls) // 2]}
-    trainer._forward_backward, trainer.moment = forward_backward, moment
+    trainer.passes.run, trainer.moment = run, moment
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(spikes, "_LEAST", 3)
         patched.setattr(page, "can_draw", lambda: False)

@@ -7,7 +7,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy
@@ -17,29 +16,21 @@ from torch import nn
 
 import weft
 from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
-from weft.comm.timeline import Timeline
 from weft.models import HybridModel
-from weft.models.prediction import prediction_losses
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
-from weft.overlap import forward_backward
-from weft.train.activations import Activations
-from weft.train.config import TrainConfig, to_dict, to_toml
+from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
-from weft.train.files import replace_text
-from weft.train.optimizers import make_optimizer, optimizer_bytes
-from weft.train.own_numbers import OwnNumbers
+from weft.train.optimizers import clip_gradients, made_by, make_optimizer
+from weft.train.passes import Passes
 from weft.train.record.loggers import check as check_loggers
 from weft.train.record.metrics import Metrics
-from weft.train.record.profile import Operations, ProfilerWindow
+from weft.train.record.profile import ProfilerWindow
 from weft.train.record.progress import Progress
-from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
-from weft.train.report.page import NO_PICTURES, can_draw, write_report
-from weft.train.report.stages import measured, write_stages
-from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
-from weft.train.run.changes import CONFIG, changed
+from weft.train.report.account import Account
+from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
 from weft.train.run.runs import Run, open_run
 from weft.train.run.stop import StopRequest
@@ -48,7 +39,6 @@ from weft.train.schedule import Schedule
 from weft.train.source import Source
 from weft.train.spikes import Spikes
 from weft.train.state import Position
-from weft.train.task.callables import told
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
 
@@ -85,29 +75,22 @@ class Trainer:
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
         self.stages = Stages(self.model)
-        self.parameter_count = self.stages.count_parameters()
         self.optimizer = (
-            make_optimizer(self.model, config.optimizer) if optimizer is None else _made_by(optimizer, self.model)
+            make_optimizer(self.model, config.optimizer) if optimizer is None else made_by(optimizer, self.model)
         )
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
-        self.operations: Operations | None = None
-        """What this rank computes in a step, once that is counted."""
-        self.activations: Activations | None = None
-        """What they take in a step on this rank, once that is counted."""
-        self.is_counted = False
-        """Whether the first step of this process is over."""
+        self.account = Account(run.directory, config, self.task, self.device, self.say)
+        self.passes = Passes(config, self.task, self.device, self.watchdog, self.account, self._note)
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Whatever is random from here on differs between ranks; the initial weights must not.
         _seed_all(config.train.seed, self.rank)
 
-        self.checkpoints = CheckpointManager(
-            run.checkpoints, keep=config.checkpoint.keep, progress=lambda line: self.progress.note(line)
-        )
+        self.checkpoints = CheckpointManager(run.checkpoints, keep=config.checkpoint.keep, progress=self._note)
         self.saved_step = 0
         try:
             self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here may have saved another one
@@ -128,6 +111,9 @@ class Trainer:
             enabled=self.rank == 0,
             title=run.directory.name,
         )
+
+    def _note(self, line: str) -> None:
+        self.progress.note(line)
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds."""
@@ -189,7 +175,7 @@ class Trainer:
 
     def _run(self) -> bool:
         config, position = self.config, self.position
-        self._describe()
+        self.account.begin(position.step)
         self.moment("start", {"step": position.step})
         if position.step >= config.train.steps:
             self.say(
@@ -239,7 +225,7 @@ class Trainer:
         if self._is_settled():
             self.say(f"ended early: {self._settled()}")
         if complete and self.stages.have_first_rank:
-            self._report()
+            self.account.end(position, self.optimizer, self.passes.activations)
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
 
@@ -259,11 +245,10 @@ class Trainer:
         started = time.perf_counter()
         self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.advance()
-        self.own_numbers = OwnNumbers(self.device)
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
-        losses = self._forward_backward(microbatches) if self.is_counted else self._counted(microbatches)
+        losses = self.passes.run(self.position.step + 1, microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
-        depth_losses = self._depth_losses()
+        depth_losses = self.passes.depth_losses()
         if _due(self.config.train.parameter_norms_every, self.position.step + 1):
             norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
@@ -283,12 +268,12 @@ class Trainer:
         parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
         router_mean = router_losses.double() / (len(microbatches) * parts)
         depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
-        marks = self.own_numbers.marks()
+        marks = self.passes.own_numbers.marks()
         known = torch.stack([mean, router_mean])
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
         dist.all_reduce(shared)
         loss_value, router_value, stops, *rest = shared.tolist()
-        own_values, depths = self.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
+        own_values, depths = self.passes.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
         added = 0.0
         if self.task.adds_losses:
             coefficient = getattr(self.config.model, "mtp_loss_coef", 0.0)
@@ -309,84 +294,10 @@ class Trainer:
             **({"skipped_steps": self.spikes.skipped} if self.spikes.times else {}),
             f"{self.task.unit}_per_second": self.task.units_per_step / seconds,
             "memory_bytes": _memory_in_use(self.device),
-            **self._utilisation(seconds),
+            **self.passes.utilisation(seconds),
             **own_values,
         }
         return values, stops > 0
-
-    def _counted(self, microbatches: list[Any]) -> torch.Tensor:
-        """As `_forward_backward`, of a step that is looked at: its activations, unless layers are compiled, and with
-        `train.peak_tflops` its operations, for which compiled layers run eagerly."""
-        self.is_counted, loop = True, self.config.train
-        with ExitStack() as looking:
-            if loop.peak_tflops:
-                looking.enter_context(torch.compiler.set_stance("force_eager"))
-                self.operations = looking.enter_context(Operations())
-            if not loop.compile:
-                self.activations = looking.enter_context(Activations())
-            losses = self._forward_backward(microbatches)
-        if self.operations is None:
-            return losses
-        if self.rank == 0:
-            keep_facts(self.run_place.directory, {"operations": str(self.operations)})
-        eagerly = ", which were counted in a step that is not compiled" if loop.compile else ""
-        self.progress.note(f"a step of one rank is {self.operations}{eagerly}")
-        return losses
-
-    def _utilisation(self, seconds: float) -> dict[str, float]:
-        """The part of what the device can do that a step of so many seconds used."""
-        peak = self.config.train.peak_tflops * 1e12
-        return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
-
-    def _forward_backward(self, microbatches: list[Any]) -> torch.Tensor:
-        """Leave the gradients of their mean loss; returns the loss of each, on the device."""
-        loop, scale = self.config.train, 1 / len(microbatches)
-        stages = self.config.sharding.pp > 1
-        if loop.overlap or stages:
-            timeline = Timeline() if self._is_recorded() else None
-            if timeline is not None:
-                self.stages.all_of(None)  # their clocks begin together
-            with timeline or nullcontext():
-                losses = forward_backward(
-                    self.model,
-                    microbatches,
-                    schedule=self.config.table(self.ranks) if stages else None,
-                    overlap=loop.overlap,
-                    delay_wgrad=loop.delay_wgrad,
-                    early_release=loop.early_release,
-                    loss_scale=scale,
-                )
-            if timeline is not None:
-                self._keep(timeline)
-            return torch.stack(losses)
-        found = []
-        for number, microbatch in enumerate(microbatches, start=1):
-            self.watchdog.at(f"step {self.position.step + 1}, microbatch {number} of {len(microbatches)}")
-            self.model.set_is_last_backward(number == len(microbatches))
-            loss, own = self.task.loss(microbatch)
-            (loss * scale).backward()
-            self.own_numbers.add(own)
-            found.append(loss.detach())
-        return torch.stack(found)
-
-    def _depth_losses(self) -> torch.Tensor:
-        """What prediction depths have added here; only the last stage has them."""
-        losses = prediction_losses(self.model)
-        if self.config.sharding.pp > 1 and not losses.numel():
-            return torch.zeros(self.config.hybrid.parsed.depths)
-        return losses
-
-    def _is_recorded(self) -> bool:
-        """Whether the step that begins is the one that the report draws: the last, in the first rank's pipeline."""
-        return self.stages.have_first_rank and self.position.step + 1 == self.config.train.steps
-
-    def _keep(self, timeline: Timeline) -> None:
-        """For the report; all ranks of the pipeline call this."""
-        recorded = self.stages.all_of(timeline.intervals())
-        if self.rank == 0:
-            write_timeline(self.run_place.directory, recorded[0])
-        if self.rank == 0 and len(recorded) > 1:
-            write_stages(self.run_place.directory, measured(self.config.table(self.ranks), recorded))
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
         """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
@@ -428,63 +339,6 @@ class Trainer:
         self.saved_step = self.position.step
         self.moment("save", {"step": self.saved_step})
 
-    def _describe(self) -> None:
-        if self.rank == 0:
-            self.run_place.directory.mkdir(parents=True, exist_ok=True)
-            replace_text(self.run_place.directory / CONFIG, to_toml(self.config))
-            self._keep_facts()
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        self.say(
-            f"{self.parameter_count / 1e6:.2f} M parameters on {ranks} ({self.device.type}), "
-            f"{self.config.sharding.strategy}, {self.config.train.precision}"
-        )
-        self.say(self.task.description)
-
-    def _keep_facts(self) -> None:
-        folder, step = self.run_place.directory, self.position.step
-        resumed = [each for each in read_facts(folder).get("resumed", []) if each < step]
-        facts = {
-            "parameters": self.parameter_count,
-            "ranks": self.ranks,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-            "versions": versions(),
-            "command": command(),
-            "commit": commit(),
-            "resumed": [*resumed, step] if step else [],
-            **({"pattern": self.model.cfg.pattern} if isinstance(self.model, HybridModel) else {}),
-        }
-        keep_facts(folder, facts)
-
-    def _report(self) -> None:
-        """All ranks of the first rank's pipeline call this."""
-        memory = weft.memory_report(self.model)
-        memory["persistent"]["optimizer state"] = optimizer_bytes(self.optimizer)
-        if self.activations is not None:
-            memory["transient"]["activations"] = {"peak": self.activations.peak}
-        told = self.stages.all_of((weft.describe(self.model), memory))
-        if self.rank:
-            return
-        baseline = self.task.baseline()
-        if baseline is not None:
-            self.say(
-                f"validation loss {self.position.validation_loss:.4f} nats per byte, "
-                f"bigram table of the same text {baseline:.4f}"
-            )
-        description = "\n\n".join(
-            f"rank {rank} of the pipeline\n\n{units}" if len(told) > 1 else units
-            for rank, (units, _) in enumerate(told)
-        )
-        facts: dict[str, Any] = {
-            "description": description,
-            "memory": [found for _, found in told] if len(told) > 1 else memory,
-            "baseline": baseline,
-        }
-        keep_facts(self.run_place.directory, {**facts, "seconds": self.position.seconds})
-        path = write_report(self.run_place.directory, **facts)
-        if hidden := HiddenExchange.of(read_timeline(self.run_place.directory)):
-            self.say(f"in the last step {hidden}")
-        self.say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
-
 
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """Train in the default process group, or alone where there is none; every rank calls this.
@@ -510,31 +364,6 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
-
-
-def _made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    found = make(model)
-    if not isinstance(found, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer: {told(make)} gives {told(found)}, no torch.optim.Optimizer; return the optimizer"
-        )
-    return found
-
-
-def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before.
-
-    Where that is not finite, the gradients stay as they are, and show where it comes from.
-    """
-    if not largest:
-        return weft.optim.grad_norm(model)
-    try:
-        return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)
-    except RuntimeError:
-        norm = weft.optim.grad_norm(model)
-        if math.isfinite(norm):
-            raise
-        return norm
 
 
 def _seed_all(seed: int, rank: int) -> None:

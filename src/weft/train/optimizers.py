@@ -9,6 +9,7 @@ Only matrices decay, not norms and biases.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +23,7 @@ from weft.models.stages import Stages
 from weft.train.errors import ConfigError
 from weft.train.imported import imported
 from weft.train.sections import OptimizerConfig
+from weft.train.task.callables import told
 from weft.train.toml_values import plain, show
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -40,6 +42,32 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         return weft.optim.flat(cls, model, **options)
     in_stages = getattr(model, "cut", None) is not None
     return _made(cls, _decay_groups(_trainable(model), decay, in_stages=in_stages), options)
+
+
+def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    """One of a user's own. Raises ConfigError for what is none."""
+    found = make(model)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: {told(make)} gives {told(found)}, no torch.optim.Optimizer; return the optimizer"
+        )
+    return found
+
+
+def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
+    """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before.
+
+    Where that is not finite, the gradients stay as they are, and show where it comes from.
+    """
+    if not largest:
+        return weft.optim.grad_norm(model)
+    try:
+        return weft.optim.clip_grad_norm_(model, largest, error_if_nonfinite=True)
+    except RuntimeError:
+        norm = weft.optim.grad_norm(model)
+        if math.isfinite(norm):
+            raise
+        return norm
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:

@@ -1,0 +1,112 @@
+"""The passes of a step, forward and backward: from microbatches to gradients and losses."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.timeline import Timeline
+from weft.models.prediction import prediction_losses
+from weft.models.stages import Stages
+from weft.overlap import forward_backward
+from weft.train.activations import Activations
+from weft.train.config import TrainConfig
+from weft.train.own_numbers import OwnNumbers
+from weft.train.record.profile import Operations
+from weft.train.report.account import Account
+from weft.train.run.watchdog import Watchdog
+from weft.train.task.task import Task
+
+
+class Passes:
+    """Those of one rank. The first ones of a process are counted, the last ones of a run are recorded in `account`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        device: torch.device,
+        watchdog: Watchdog,
+        account: Account,
+        note: Callable[[str], None],
+    ) -> None:
+        """`note`: is told a line."""
+        self._config, self._task, self._stages, self._device = config, task, Stages(task.model), device
+        self._watchdog, self._account, self._note = watchdog, account, note
+        self._table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
+        self._are_counted = False
+        """Whether the first ones of this process are over."""
+        self.operations: Operations | None = None
+        """What this rank computes in a step, once that is counted."""
+        self.activations: Activations | None = None
+        """Those of a step on this rank, once that is counted."""
+        self.own_numbers = OwnNumbers(device)
+        """Of the last step."""
+
+    def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
+        """Leave the gradients of the microbatches' mean loss; returns the loss of each, on the device."""
+        self.own_numbers = OwnNumbers(self._device)
+        if self._are_counted:
+            return self._forward_backward(step, microbatches)
+        self._are_counted = True
+        return self._counted(step, microbatches)
+
+    def depth_losses(self) -> torch.Tensor:
+        """What prediction depths have added here; only the last stage has them."""
+        losses = prediction_losses(self._task.model)
+        if self._table is not None and not losses.numel():
+            return torch.zeros(self._config.hybrid.parsed.depths)
+        return losses
+
+    def utilisation(self, seconds: float) -> dict[str, float]:
+        """The part of what the device can do that a step of so many seconds used."""
+        peak = self._config.train.peak_tflops * 1e12
+        return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
+
+    def _counted(self, step: int, microbatches: list[Any]) -> torch.Tensor:
+        """As `_forward_backward`, and looked at: its activations, unless layers are compiled, and with
+        `train.peak_tflops` its operations, for which compiled layers run eagerly."""
+        loop = self._config.train
+        with ExitStack() as looking:
+            if loop.peak_tflops:
+                looking.enter_context(torch.compiler.set_stance("force_eager"))
+                self.operations = looking.enter_context(Operations())
+            if not loop.compile:
+                self.activations = looking.enter_context(Activations())
+            losses = self._forward_backward(step, microbatches)
+        if self.operations is not None:
+            self._account.keep_operations(self.operations)
+            eagerly = ", which were counted in a step that is not compiled" if loop.compile else ""
+            self._note(f"a step of one rank is {self.operations}{eagerly}")
+        return losses
+
+    def _forward_backward(self, step: int, microbatches: list[Any]) -> torch.Tensor:
+        loop, scale = self._config.train, 1 / len(microbatches)
+        if loop.overlap or self._table is not None:
+            timeline = Timeline() if step == loop.steps and self._stages.have_first_rank else None
+            if timeline is not None:
+                self._stages.all_of(None)  # their clocks begin together
+            with timeline or nullcontext():
+                losses = forward_backward(
+                    self._task.model,
+                    microbatches,
+                    schedule=self._table,
+                    overlap=loop.overlap,
+                    delay_wgrad=loop.delay_wgrad,
+                    early_release=loop.early_release,
+                    loss_scale=scale,
+                )
+            if timeline is not None:
+                self._account.keep_timeline(timeline, self._table)
+            return torch.stack(losses)
+        found = []
+        for number, microbatch in enumerate(microbatches, start=1):
+            self._watchdog.at(f"step {step}, microbatch {number} of {len(microbatches)}")
+            self._task.model.set_is_last_backward(number == len(microbatches))
+            loss, own = self._task.loss(microbatch)
+            (loss * scale).backward()
+            self.own_numbers.add(own)
+            found.append(loss.detach())
+        return torch.stack(found)

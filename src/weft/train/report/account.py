@@ -1,0 +1,103 @@
+"""What a run says of itself: lines for whoever started it, and in its folder what the report is made of."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.comm.timeline import Timeline
+from weft.models import HybridModel
+from weft.models.stages import Stages
+from weft.pipeline import Table
+from weft.train.activations import Activations
+from weft.train.config import TrainConfig, to_toml
+from weft.train.files import replace_text
+from weft.train.optimizers import optimizer_bytes
+from weft.train.record.profile import Operations
+from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
+from weft.train.report.page import NO_PICTURES, can_draw, write_report
+from weft.train.report.stages import measured, write_stages
+from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.run.changes import CONFIG
+from weft.train.state import Position
+from weft.train.task.task import Task
+
+
+class Account:
+    """One rank's part of it; `say` is told lines. The first rank of all writes."""
+
+    def __init__(
+        self, folder: Path, config: TrainConfig, task: Task, device: torch.device, say: Callable[[str], None]
+    ) -> None:
+        self._folder, self._config, self._task, self._device, self._say = folder, config, task, device, say
+        self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
+        self._parameters = self._stages.count_parameters()
+
+    def begin(self, step: int) -> None:
+        """Of a run that begins, or goes on from `step`."""
+        ranks = dist.get_world_size()
+        if self._writes:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_text(self._folder / CONFIG, to_toml(self._config))
+            resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
+            facts = {
+                "parameters": self._parameters,
+                "ranks": ranks,
+                "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU",
+                "versions": versions(),
+                "command": command(),
+                "commit": commit(),
+                "resumed": [*resumed, step] if step else [],
+            }
+            if isinstance(self._task.model, HybridModel):
+                facts["pattern"] = self._task.model.cfg.pattern
+            keep_facts(self._folder, facts)
+        self._say(
+            f"{self._parameters / 1e6:.2f} M parameters on {ranks} rank{'s' * (ranks > 1)} ({self._device.type}), "
+            f"{self._config.sharding.strategy}, {self._config.train.precision}"
+        )
+        self._say(self._task.description)
+
+    def keep_operations(self, operations: Operations) -> None:
+        """Of a step of one rank."""
+        if self._writes:
+            keep_facts(self._folder, {"operations": str(operations)})
+
+    def keep_timeline(self, timeline: Timeline, table: Table | None) -> None:
+        """Of a step, by this `table` where there are stages; all ranks of the pipeline call this."""
+        recorded = self._stages.all_of(timeline.intervals())
+        if self._writes:
+            write_timeline(self._folder, recorded[0])
+            if table is not None:
+                write_stages(self._folder, measured(table, recorded))
+
+    def end(self, position: Position, optimizer: torch.optim.Optimizer, activations: Activations | None) -> None:
+        """Of a run that is complete; all ranks of the first rank's pipeline call this."""
+        memory = weft.memory_report(self._task.model)
+        memory["persistent"]["optimizer state"] = optimizer_bytes(optimizer)
+        if activations is not None:
+            memory["transient"]["activations"] = {"peak": activations.peak}
+        units, memories = zip(*self._stages.all_of((weft.describe(self._task.model), memory)))
+        if not self._writes:
+            return
+        baseline = self._task.baseline()
+        if baseline is not None:
+            self._say(
+                f"validation loss {position.validation_loss:.4f} nats per byte, "
+                f"bigram table of the same text {baseline:.4f}"
+            )
+        if len(units) > 1:
+            units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))
+        facts = {
+            "description": "\n\n".join(units),
+            "memory": memories if len(memories) > 1 else memory,
+            "baseline": baseline,
+            "seconds": position.seconds,
+        }
+        keep_facts(self._folder, facts)
+        path = write_report(self._folder)
+        if hidden := HiddenExchange.of(read_timeline(self._folder)):
+            self._say(f"in the last step {hidden}")
+        self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
