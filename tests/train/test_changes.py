@@ -9,7 +9,7 @@ import torch
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, train_on
-from weft.cli import _parser
+from weft.cli.parser import make_parser
 from weft.train.config import SECTIONS, load_config, to_toml
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
@@ -136,7 +136,7 @@ def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate
     assert len(commands) >= 2
     before = None
     for command in commands:
-        options = _parser().parse_args(command[1:])
+        options = make_parser().parse_args(command[1:])
         path = root / options.config if options.config else tmp_path / CONFIG
         now = load_config(path, options.overrides)
         if options.resume:

@@ -5,15 +5,16 @@ import subprocess
 
 import pytest
 
-from weft.cli import _parser, main
-from weft.completion import SHELLS, script
+from weft.cli import main
+from weft.cli.completion import SHELLS, script
+from weft.cli.parser import make_parser
 from weft.train.settings import settings
 
 
 @pytest.fixture(scope="module")
 def bash(tmp_path_factory):
     path = tmp_path_factory.mktemp("completion") / "weft"
-    path.write_text(script(_parser(), "bash"))
+    path.write_text(script(make_parser(), "bash"))
 
     def suggested(*words):
         """For the last of the words."""

@@ -1,0 +1,33 @@
+"""The command line: weft train | eval | report | config | sample | convert | pattern | schedule | inspect | bench."""
+
+import sys
+from collections.abc import Sequence
+
+from weft.cli.parser import make_parser
+from weft.train.run.output import outlive_readers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted."""
+    outlive_readers()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    parser = make_parser()
+    options = parser.parse_args(own)
+    options.arguments, options.beyond = arguments, arguments[len(own) + 1 :]
+    if len(own) < len(arguments) and options.command != "bench":
+        parser.error(f"-- has no meaning for {options.command}")
+    try:
+        return options.run(options)
+    except ValueError as error:
+        print(f"weft {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        from weft.checkpoint import CheckpointError  # takes seconds
+
+        if not isinstance(error, CheckpointError):
+            raise
+        print(f"weft {options.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1

@@ -1,0 +1,140 @@
+"""The commands of a few lines: each takes its options and returns its exit code."""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def config(options: argparse.Namespace) -> int:
+    from weft.train.config import load_config
+    from weft.train.settings import as_markdown, as_toml
+
+    if options.check is not None:
+        load_config(options.check).validate(options.ranks)
+        print(f"{options.check}: fine on {options.ranks} rank{'s' * (options.ranks > 1)}")
+    else:
+        print(as_markdown() if options.markdown else as_toml(), end="")
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    from weft.train import evaluate as losses
+
+    values = losses.evaluate(Path(options.path), step=options.step, average=options.ema, overrides=options.overrides)
+    print("  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()))
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    from weft.train.record.metrics import FILE
+    from weft.train.report import write_report
+
+    run = Path(options.path)
+    if not (run / FILE).is_file():
+        raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
+    print(write_report(run))
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    from weft.checkpoint.inspect import show
+
+    show(Path(options.path), verify_content=options.verify)
+    return 0
+
+
+def sample(options: argparse.Namespace) -> int:
+    from weft.train.source import Source
+
+    for name, good, rule in (
+        ("tokens", options.tokens >= 0, "must be at least 0"),
+        ("temperature", 0 <= options.temperature < math.inf, "must be at least 0, which takes the best token"),
+        ("top-p", 0 < options.top_p <= 1, "must be more than 0 and at most 1"),
+    ):
+        if not good:
+            raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
+    try:
+        for part in Source(options.source).continued(
+            options.prompt,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+        ):
+            print(part, end="", flush=True)
+    finally:
+        print()
+    return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    from weft.checkpoint.manifest import MANIFEST
+    from weft.models import HybridModel, hf
+    from weft.train.run.runs import CHECKPOINTS
+    from weft.train.source import Source
+
+    if not any((Path(options.source) / name).exists() for name in (CHECKPOINTS, MANIFEST)):
+        hf.convert(options.source, options.target, options.family)
+        return 0
+    source = Source(options.source)
+    model = HybridModel(source.model_config)
+    source.load(model)
+    hf.save(model, options.target, options.family)
+    return 0
+
+
+def pattern(options: argparse.Namespace) -> int:
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.models import HybridConfig
+    from weft.models.pattern import PatternError
+    from weft.models.table import Row, rows_of
+    from weft.train.config import load_config
+
+    sizes = load_config(options.config).model if options.config else HybridConfig()
+    if not isinstance(sizes, HybridConfig):
+        raise ValueError(f"{options.config}: has a model of one's own, {sizes.factory}, which has no pattern")
+    try:
+        rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
+    except PatternError as error:
+        print(error.shown, file=sys.stderr)
+        return 2
+    table = Table()
+    for field in dataclasses.fields(Row):
+        table.add_column(field.name, justify="right" if field.type is int else "left")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if name == "parameters" else str(value) for name, value in vars(row).items()))
+    table.add_section()
+    table.add_row(*[""] * 6, f"{sum(row.parameters for row in rows):,}")
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    return 0
+
+
+def bench(options: argparse.Namespace) -> int:
+    if options.ranks < 1:
+        raise ValueError(f"--ranks {options.ranks}: must be at least 1")
+    folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]
+    found = {
+        path.stem: path
+        for folder in reversed(folders)
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.py"))
+        if not path.name.startswith("_")
+    }
+    if options.name not in found:
+        known = ", ".join(found) or "none here; run this in a checkout of the repository"
+        raise ValueError(f"{options.name!r} is no benchmark; there are: {known}")
+    return subprocess.call(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(options.ranks), str(found[options.name])),
+            *options.beyond,
+        ],
+        env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ},
+    )

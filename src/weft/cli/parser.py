@@ -1,0 +1,164 @@
+"""The words of the command line. Whatever takes time to import is imported by the command that needs it."""
+
+import argparse
+import sys
+from typing import Any, NoReturn
+
+from weft.cli import commands
+from weft.cli.schedule import draw
+from weft.cli.train import start
+
+EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
+3 interrupted and saved: go on with --resume"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+        from platform import python_version
+
+        print(f"weft {version('weft')}, Python {python_version()}, torch {version('torch')}")
+        parser.exit()
+
+
+class _Completion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: object = None) -> NoReturn:
+        from weft.cli.completion import script
+
+        print(script(parser, shell), end="")
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Commands and options; what is parsed has `run`, which carries the command out."""
+    parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of weft, Python and torch")
+    parser.add_argument(
+        "--completion",
+        action=_Completion,
+        choices=("bash", "zsh", "fish"),
+        help="print what makes this shell complete commands, options and settings",
+    )
+    known = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = known.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.NAME=VALUE",
+        help="change one setting; can be given several times",
+    )
+    train.add_argument(
+        "--ranks",
+        type=int,
+        help="local processes to start (default: one for each GPU, or one); not under torchrun or SLURM",
+    )
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="RUN_DIRECTORY",
+        help="go on from the newest intact checkpoint of that run, with its configuration unless one is named, or of "
+        "the newest run of the configured name",
+    )
+    train.add_argument(
+        "--resume-or-start",
+        action="store_true",
+        help="as --resume; a new run where there is nothing to resume (for schedulers that start a job again)",
+    )
+    train.add_argument(
+        "--from",
+        dest="weights",
+        metavar="DIRECTORY",
+        help="start from the weights alone of a run, a checkpoint or a model's directory; as run.weights does",
+    )
+    train.set_defaults(run=start)
+
+    sample = known.add_parser("sample", help="continue a text with a trained model", epilog=EXIT_CODES)
+    sample.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a model's directory")
+    sample.add_argument("--prompt", default="\n", help="the text to continue (default: a line's end)")
+    sample.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token (default: 0.8)")
+    sample.add_argument("--top-p", type=float, default=0.95, help="draw from the best with this share (default: 0.95)")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.set_defaults(run=commands.sample)
+
+    inspect = known.add_parser("inspect", help="show what a checkpoint or a run directory holds")
+    inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    inspect.set_defaults(run=commands.inspect)
+
+    convert = known.add_parser(
+        "convert",
+        help="turn a directory of Hugging Face files into weft's own, or that or a run into Hugging Face files",
+        epilog=EXIT_CODES,
+    )
+    convert.add_argument("source", metavar="SOURCE", help="a model's directory, a run, or a checkpoint")
+    convert.add_argument("target", metavar="TARGET", help="a new directory")
+    convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
+    convert.set_defaults(run=commands.convert)
+
+    pattern = known.add_parser("pattern", help="show the layers of a pattern", epilog=EXIT_CODES)
+    pattern.add_argument("pattern", metavar="PATTERN", help='such as "M[*-]|M[*E]"')
+    pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
+    pattern.set_defaults(run=commands.pattern)
+
+    schedule = known.add_parser(
+        "schedule", help="draw the schedule of a pipeline, with what it costs", epilog=EXIT_CODES
+    )
+    schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
+    schedule.add_argument("--pp", type=int, help="pipeline ranks")
+    schedule.add_argument("--microbatches", type=int)
+    schedule.add_argument("--chunks", type=int, help="stages on each rank (default: what the schedule usually has)")
+    schedule.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="times of one stage: forward, gradients of inputs, gradients of weights (default: 1,1,1)",
+    )
+    schedule.add_argument(
+        "--pair",
+        type=float,
+        default=1.0,
+        help="time of a forward and a backward that run as a pair, over that of one after the other (default: 1)",
+    )
+    schedule.add_argument("--transfer", type=float, default=0.0, help="time from one rank to another (default: 0)")
+    schedule.add_argument("--save", metavar="FILE", help="as a picture, FILE.png, or as a table to change, FILE.txt")
+    schedule.set_defaults(run=draw)
+
+    config = known.add_parser("config", help="show every setting with its default, as a TOML file")
+    config.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
+    config.add_argument("--ranks", type=int, default=1, help="with --check: the number of ranks that it is for")
+    config.add_argument("--markdown", action="store_true", help="as a table")
+    config.set_defaults(run=commands.config)
+
+    evaluate = known.add_parser("eval", help="the validation loss of a run's newest intact checkpoint")
+    evaluate.add_argument("path", metavar="RUN_DIRECTORY")
+    evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
+    evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
+    evaluate.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE")
+    evaluate.set_defaults(run=commands.evaluate)
+
+    report = known.add_parser("report", help="write the report of a run again")
+    report.add_argument("path", metavar="RUN_DIRECTORY")
+    report.set_defaults(run=commands.report)
+
+    bench = known.add_parser(
+        "bench",
+        help="run a benchmark of this repository",
+        epilog="What follows -- goes to the benchmark itself. " + EXIT_CODES,
+    )
+    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
+    bench.set_defaults(run=commands.bench)
+    return parser

@@ -1,0 +1,69 @@
+"""`weft train`: on ranks that are started here, or as one of those that somebody else has started."""
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+
+
+def start(options: argparse.Namespace) -> int:
+    """Train; returns the exit code, unless this process is a rank, which ends with it."""
+    from weft.train.config import ConfigError, load_config
+    from weft.train.run.changes import CONFIG
+    from weft.train.run.launch import launch
+    from weft.train.run.runs import open_run, refuse_folder_of_runs, remove_if_unused, resuming
+    from weft.train.run.world import place_from
+
+    config_path = options.config
+    if config_path is None and isinstance(options.resume, str):
+        if Path(options.resume).is_dir():
+            refuse_folder_of_runs(Path(options.resume))
+            config_path = str(Path(options.resume) / CONFIG)
+        else:  # `--resume CONFIG.toml`: the only path there is names the configuration
+            config_path = options.config = options.resume
+            options.resume = True
+    if config_path is None:
+        raise ConfigError("no configuration is named: weft train CONFIG.toml, or weft train --resume RUN_DIRECTORY")
+    if options.resume_or_start:
+        if options.resume:
+            raise ConfigError("--resume-or-start looks for the run itself: leave --resume out")
+        options.resume = True
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
+    place = place_from(os.environ)
+    if place is not None and options.ranks not in (None, place.ranks):
+        raise ConfigError(
+            f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; leave --ranks out"
+        )
+    if options.weights is not None:
+        options.overrides.append(f"run.weights={options.weights}")
+    command = _command(options, with_ranks=place is None or place.launcher == "weft")
+    if place is not None:
+        from weft.train.run.worker import work
+
+        work(place, config_path, options.overrides, options.resume, command, or_start=options.resume_or_start)
+
+    ranks = options.ranks or _local_devices() or 1
+    config = load_config(config_path, options.overrides)
+    config.validate(ranks)
+    run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
+    code = launch(options.arguments, ranks, run, resuming(command, run.directory))
+    if code == 2:
+        remove_if_unused(run)
+    return code
+
+
+def _local_devices() -> int:
+    import torch  # takes seconds, which whoever says --ranks need not wait
+
+    return torch.cuda.device_count()
+
+
+def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
+    """What a person types to start the same again, without --resume."""
+    words = ["weft", "train", *([options.config] if options.config else [])]
+    for override in options.overrides:
+        words += ["--set", override]
+    if with_ranks and options.ranks:
+        words += ["--ranks", str(options.ranks)]
+    return shlex.join(words)
