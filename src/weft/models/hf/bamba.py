@@ -6,8 +6,8 @@ from typing import Any
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
 from weft.models.hf.errors import ConversionError
-from weft.models.hf.family import Family, Raw, Table, flat
-from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+from weft.models.hf.family import OUTER, Family, Raw, Table, flat
+from weft.models.hf.llama import ATTENTION, COMMON
 
 MAMBA: Table = {
     "norm": "input_layernorm",
@@ -88,7 +88,6 @@ def write(cfg: HybridConfig) -> Raw:
 BAMBA = Family(
     model_type="bamba",
     architecture="BambaForCausalLM",
-    layer="model.layers.{}.",
     outer={**OUTER, "decoder.final_layernorm": "model.final_layernorm"},
     tensors={
         "M": MAMBA,
@@ -110,6 +109,5 @@ BAMBA = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0},
     kept=frozenset({"attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient", "partial_rotary_factor"}),
 )

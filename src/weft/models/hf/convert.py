@@ -5,13 +5,11 @@ the fields that no result depends on, tokenizer and generation files.
 """
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from weft.models.config import HybridConfig
-from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter
+from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, write_json
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import family_for, family_of, raw_of, read_ours
 from weft.models.hf.family import KEPT, Raw
@@ -58,7 +56,7 @@ def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
             room = writer.room(name, place.shape(files), files.dtype(place.names[0]))
             read_into(room, place, files)
     kept = {name: value for name, value in raw.items() if name in KEPT | family.kept}
-    _write_json(target / OURS, {"model": dataclasses.asdict(cfg), "family": family.model_type, "kept": kept})
+    write_json(target / OURS, {"model": dataclasses.asdict(cfg), "family": family.model_type, "kept": kept})
 
 
 def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str | None) -> None:
@@ -71,8 +69,4 @@ def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str |
     with TensorWriter(target) as writer:
         write(places, ((name, files[name][:]) for name in places), writer)
     kept: Raw = saved.get("kept", {}) if family.model_type == saved.get("family") else {}
-    _write_json(target / THEIRS, {**kept, **raw})
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    write_json(target / THEIRS, {**kept, **raw})

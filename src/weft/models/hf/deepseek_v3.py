@@ -4,7 +4,7 @@ from weft.models.config import HybridConfig
 from weft.models.hf import depths, rope
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, experts, flat
-from weft.models.hf.llama import COMMON, MLP, OUTER
+from weft.models.hf.llama import COMMON, MLP
 from weft.models.layers.rotary import yarn_scale
 
 LATENT: Table = {
@@ -71,8 +71,6 @@ def _scale(width: int, scaling: Raw | None) -> float | None:
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"+": LATENT, "-": MLP, "E": EXPERTS},
     fields={
         **COMMON,
@@ -98,7 +96,6 @@ DEEPSEEK_V3 = Family(
     read=read,
     write=write,
     required={
-        "attention_dropout": 0.0,
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",

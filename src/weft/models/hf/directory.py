@@ -86,6 +86,11 @@ def read_json(path: Path) -> Any:
         raise ConversionError(f"{path} is no JSON ({error}): take an undamaged copy") from error
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Readable, and the same for the same content."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
 def _read_index(path: Path) -> dict[str, str]:
     index = read_json(path)
     places = index.get("weight_map") if isinstance(index, dict) else None
@@ -142,8 +147,8 @@ class TensorWriter:
             name = f"model-{number:05}-of-{count:05}.safetensors"
             file.path.rename(self.directory / name)
             names.update(dict.fromkeys(file.entries, name))
-        index = {"metadata": {"total_size": sum(file.end for file in self._files)}, "weight_map": names}
-        (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        size = sum(file.end for file in self._files)
+        write_json(self.directory / INDEX, {"metadata": {"total_size": size}, "weight_map": names})
 
 
 class _File:

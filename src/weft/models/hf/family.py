@@ -22,6 +22,8 @@ Bound = Callable[[str, HybridConfig], Place]
 Table = Mapping[str, str | Bound]
 """Our modules or parameters inside of a layer to theirs."""
 
+OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
+REQUIRED = {"attention_dropout": 0.0}
 KEPT = frozenset(
     (
         *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
@@ -59,8 +61,8 @@ OF_SYMBOLS = {
 class Family:
     """The tables of a family.
 
-    `fields`: their name to ours and its default there. `required`: what they must have, because the result depends on
-    it and there is no other. `kept`: more of their fields that no result depends on. `read` and `write` do what the
+    `fields`: their name to ours and its default there. `required`: what else they must have, because the result depends
+    on it and there is no other. `kept`: more of their fields that no result depends on. `read` and `write` do what the
     table of fields cannot. `outer`: our modules outside of layers to theirs. `layer`: the prefix of layer {}, which
     holds `symbols_per_layer` symbols. `tensors`: for each symbol, our modules (or parameters) to theirs. `depths`: its
     prediction depths, None where nobody has published any.
@@ -68,12 +70,12 @@ class Family:
 
     model_type: str
     architecture: str
-    layer: str
-    outer: Mapping[str, str]
     tensors: Mapping[str, Table]
     fields: Mapping[str, tuple[str, Any]]
     read: Callable[[Raw], Raw]
     write: Callable[[HybridConfig], Raw]
+    layer: str = "model.layers.{}."
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     symbols_per_layer: int = 2
     required: Mapping[str, Any] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
@@ -84,12 +86,13 @@ class Family:
         if (quantized := raw.get("quantization_config")) is not None:
             method = quantized.get("quant_method", "an unnamed method")
             raise ConversionError(f"quantization_config: the weights are quantized by {method!r}; take others")
-        for name, value in self.required.items():
+        required = {**REQUIRED, **self.required}
+        for name, value in required.items():
             if raw.get(name, value) != value:
                 raise ConversionError(f"{name}={raw[name]!r}: weft's {self.model_type} has {value!r} only")
         ours = {name: raw.get(theirs, default) for theirs, (name, default) in self.fields.items()}
         ours |= self.read(raw)
-        known = {*self.fields, *self.required, *self.kept, *KEPT, *self.write(HybridConfig(**ours))}
+        known = {*self.fields, *required, *self.kept, *KEPT, *self.write(HybridConfig(**ours))}
         if unknown := raw.keys() - known - {"rope_theta", "rope_scaling"}:
             raise ConversionError(f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it")
         cfg = HybridConfig(**ours)
@@ -105,7 +108,7 @@ class Family:
         self._check_symbols(cfg)
         theirs = {name: getattr(cfg, ours) for name, (ours, _) in self.fields.items()}
         theirs = {"architectures": [self.architecture], "model_type": self.model_type} | theirs
-        theirs |= {**self.required, **self.write(cfg)}
+        theirs |= {**REQUIRED, **self.required, **self.write(cfg)}
         if cfg.parsed.depths and self.depths is not None:
             theirs[self.depths.counted] = cfg.parsed.depths
         again = self.config(theirs, self._projections(cfg))

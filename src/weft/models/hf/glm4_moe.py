@@ -1,10 +1,10 @@
 """GLM-4.5 (arXiv:2508.06471): attention with half-rotated heads, dense layers first, then DeepSeek's experts."""
 
 from weft.models.config import HybridConfig
-from weft.models.hf import depths, rope
+from weft.models.hf import depths, llama, rope
 from weft.models.hf.deepseek_v3 import EXPERTS, dense_first
-from weft.models.hf.family import Family, Raw, flat
-from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
+from weft.models.hf.family import Family, Raw
+from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
@@ -24,9 +24,8 @@ def read(raw: Raw) -> Raw:
 def write(cfg: HybridConfig) -> Raw:
     """And back."""
     return {
-        "num_hidden_layers": len(flat(cfg)) // 2,
+        **llama.write(cfg),
         "first_k_dense_replace": dense_first(cfg, "glm4_moe"),
-        "head_dim": cfg.attention_head_dim,
         "attention_bias": cfg.attention_bias == "qkv",
         "use_qk_norm": cfg.qk_norm == "head",
         "n_shared_experts": cfg.shared_expert_intermediate_size // cfg.moe_intermediate_size,
@@ -37,8 +36,6 @@ def write(cfg: HybridConfig) -> Raw:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": ATTENTION, "-": MLP, "E": EXPERTS},
     fields={
         **COMMON,
@@ -58,7 +55,6 @@ GLM4_MOE = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0},
     kept=frozenset({"num_mtp_layers", "num_nextn_predict_layers", "partial_rotary_factor"}),
     depths=depths.behind_the_trunk("*E"),
 )

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from weft.models.config import HybridConfig
-from weft.models.hf import rope
+from weft.models.hf import llama, rope
 from weft.models.hf.family import Bound, Family, Raw, Table, check_layer_types, flat
-from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+from weft.models.hf.llama import ATTENTION, COMMON
 from weft.models.hf.places import Half
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -57,21 +57,13 @@ def read(raw: Raw) -> Raw:
 
 def write(cfg: HybridConfig) -> Raw:
     """And back."""
-    layers = len(flat(cfg)) // 2
-    return {
-        "num_hidden_layers": layers,
-        "layer_types": [FULL if cfg.window_of(number) is None else SLIDING for number in range(layers)],
-        "head_dim": cfg.attention_head_dim,
-        "attention_bias": cfg.attention_bias == "all",
-        **rope.write(cfg),
-    }
+    windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
+    return {**llama.write(cfg), "layer_types": [FULL if each is None else SLIDING for each in windows]}
 
 
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": {**ATTENTION, "sinks": "self_attn.sinks"}, "E": EXPERTS},
     fields={
         **{theirs: field for theirs, field in COMMON.items() if theirs != "hidden_act"},
@@ -90,6 +82,6 @@ GPT_OSS = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0, "hidden_act": "silu"},
+    required={"hidden_act": "silu"},
     kept=frozenset({"initial_context_length", "experts_per_token"}),
 )

@@ -5,7 +5,7 @@ from weft.models.hf import rope
 from weft.models.hf.bamba import MAMBA, MAMBA_FIELDS, read_mamba, write_mamba
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Bound, Family, Raw, Table, check_layer_types, flat
-from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+from weft.models.hf.llama import ATTENTION, COMMON
 from weft.models.hf.places import Half, Turned
 
 MIXERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
@@ -92,8 +92,6 @@ def write(cfg: HybridConfig) -> Raw:
 GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={
         "M": MAMBA,
         "*": ATTENTION,
@@ -112,7 +110,7 @@ GRANITE_HYBRID = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0, "normalization_function": "rmsnorm"},
+    required={"normalization_function": "rmsnorm"},
     kept=frozenset(
         ("init_method", "intermediate_size", "num_experts_per_tok", "position_embedding_type", "rope_parameters")
     ),

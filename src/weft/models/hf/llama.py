@@ -4,7 +4,6 @@ from weft.models.config import HybridConfig
 from weft.models.hf import rope
 from weft.models.hf.family import Family, Raw, Table, flat
 
-OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
 ATTENTION: Table = {
     "norm": "input_layernorm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
@@ -46,8 +45,6 @@ def write(cfg: HybridConfig) -> Raw:
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": ATTENTION, "-": MLP},
     fields={
         **COMMON,
@@ -59,6 +56,5 @@ LLAMA = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0},
     kept=frozenset({"pretraining_tp"}),
 )

@@ -3,7 +3,7 @@
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
 from weft.models.hf.family import Family, Raw, Table, experts, flat
-from weft.models.hf.llama import ATTENTION, COMMON, OUTER
+from weft.models.hf.llama import ATTENTION, COMMON
 
 EXPERTS: Table = {
     "norm": "post_attention_layernorm",
@@ -27,8 +27,6 @@ def write(cfg: HybridConfig) -> Raw:
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": ATTENTION, "E": EXPERTS},
     fields={
         **COMMON,
@@ -43,5 +41,5 @@ MIXTRAL = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0, "router_jitter_noise": 0.0},
+    required={"router_jitter_noise": 0.0},
 )

@@ -109,7 +109,6 @@ NEMOTRON_H = Family(
     write=write,
     symbols_per_layer=1,
     required={
-        "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "mamba_hidden_act": "silu",
         "tie_word_embeddings": False,

@@ -6,7 +6,7 @@ from weft.models.config import HybridConfig
 from weft.models.hf import rope
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, check_layer_types, experts, flat
-from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
+from weft.models.hf.llama import ATTENTION, COMMON, MLP, write
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERTS: Table = {
@@ -42,17 +42,6 @@ def read(raw: Raw) -> Raw:
     }
 
 
-def write(cfg: HybridConfig) -> Raw:
-    """And back."""
-    layers = len(flat(cfg)) // 2
-    return {
-        "num_hidden_layers": layers,
-        "head_dim": cfg.attention_head_dim,
-        "attention_bias": cfg.attention_bias == "all",
-        **rope.write(cfg),
-    }
-
-
 def read_moe(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     layers = raw.get("num_hidden_layers", 24)
@@ -76,14 +65,12 @@ FIELDS = {
     "head_dim": ("head_dim", 128),
     "rms_norm_eps": ("rms_norm_eps", 1e-6),
 }
-REQUIRED = {"attention_dropout": 0.0, "use_sliding_window": False}
+REQUIRED = {"use_sliding_window": False}
 KEPT = frozenset({"max_window_layers", "sliding_window", "layer_types"})
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": ATTENTION, "-": MLP},
     fields=FIELDS,
     read=read,
@@ -95,8 +82,6 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": ATTENTION, "-": MLP, "E": EXPERTS},
     fields={
         **FIELDS,

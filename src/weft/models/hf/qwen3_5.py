@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from weft.models.config import HybridConfig
-from weft.models.hf import depths, qwen3_next, rope
+from weft.models.hf import depths, llama, qwen3_next, rope
 from weft.models.hf.family import Family, Raw, Table, flat
 from weft.models.hf.llama import ATTENTION, MLP
 from weft.models.hf.places import Rows
@@ -28,13 +28,8 @@ def _family(model_type: str, architecture: str, end: str, ending: Table, layers:
         return {**ours, "pattern": symbols, "shared_expert_gate": end == "E", "norm_topk_prob": True}
 
     def write(cfg: HybridConfig) -> Raw:
-        return {
-            "num_hidden_layers": len(flat(cfg)) // 2,
-            "layer_types": [NAMES[symbol] for symbol in flat(cfg)[::2]],
-            "head_dim": cfg.attention_head_dim,
-            "attention_bias": cfg.attention_bias == "all",
-            **rope.write(cfg, partial=True),
-        }
+        mixers = [NAMES[symbol] for symbol in flat(cfg)[::2]]
+        return {**llama.write(cfg), "layer_types": mixers, **rope.write(cfg, partial=True)}
 
     return dataclasses.replace(
         QWEN3_NEXT,

@@ -3,10 +3,10 @@
 import torch
 
 from weft.models.config import HybridConfig
-from weft.models.hf import depths, rope
+from weft.models.hf import depths, llama, qwen3, rope
 from weft.models.hf.errors import ConversionError
-from weft.models.hf.family import Family, Raw, Table, check_layer_types, experts, flat
-from weft.models.hf.llama import ATTENTION, COMMON, MLP, OUTER
+from weft.models.hf.family import Family, Raw, Table, check_layer_types, flat
+from weft.models.hf.llama import ATTENTION, COMMON, MLP
 from weft.models.hf.places import Rows
 from weft.models.hf.qwen3 import ends, written_ends
 
@@ -35,11 +35,9 @@ DELTA_NET: Table = {
     **{name: f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "out_proj")},
 }
 EXPERTS: Table = {
-    "norm": "post_attention_layernorm",
-    "router": "mlp.gate",
+    **qwen3.EXPERTS,
     "shared_expert_gate": "mlp.shared_expert_gate",
-    **{f"shared_expert.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-    **{f"experts.{name}": experts(f"mlp.experts.{{}}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"shared_expert.{name}": f"mlp.shared_expert.{name}" for name in qwen3.PROJECTIONS},
 }
 
 
@@ -65,22 +63,13 @@ def read(raw: Raw) -> Raw:
 
 def write(cfg: HybridConfig) -> Raw:
     """And back."""
-    symbols = flat(cfg)
-    return {
-        "num_hidden_layers": len(symbols) // 2,
-        "layer_types": [NAMES[symbol] for symbol in symbols[::2]],
-        **written_ends(cfg),
-        "head_dim": cfg.attention_head_dim,
-        "attention_bias": cfg.attention_bias == "all",
-        **rope.write(cfg, partial=True),
-    }
+    mixers = [NAMES[symbol] for symbol in flat(cfg)[::2]]
+    return {**llama.write(cfg), "layer_types": mixers, **written_ends(cfg), **rope.write(cfg, partial=True)}
 
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    layer="model.layers.{}.",
-    outer=OUTER,
     tensors={"*": ATTENTION, "G": DELTA_NET, "-": MLP, "E": EXPERTS},
     fields={
         **COMMON,
@@ -104,7 +93,6 @@ QWEN3_NEXT = Family(
     },
     read=read,
     write=write,
-    required={"attention_dropout": 0.0},
     kept=frozenset(
         {"full_attention_interval", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
     ),

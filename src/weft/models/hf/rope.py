@@ -1,10 +1,7 @@
 """Rotation in a config.json: `rope_parameters`, or older `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
 
-from typing import Any
-
 from weft.models.config import HybridConfig
-
-Raw = dict[str, Any]
+from weft.models.hf.family import Raw
 
 
 def read(raw: Raw, *, theta: float = 10000.0, partial: float = 1.0) -> Raw:

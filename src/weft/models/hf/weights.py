@@ -1,6 +1,5 @@
 """Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter
+from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter, write_json
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
 from weft.models.hf.family import plain, relevant
@@ -71,7 +70,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
         write(places, _whole(model), writer)
     if writes:
         raw["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-        (directory / THEIRS).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        write_json(directory / THEIRS, raw)
 
 
 def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
