@@ -13,8 +13,8 @@ from weft.cli.parser import make_parser
 from weft.train.config import SECTIONS, load_config, to_toml
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
-from weft.train.run.changes import CONFIG, changed, treatment
-from weft.train.run.runs import Run, open_run
+from weft.train.run.changes import changed, treatment
+from weft.train.run.runs import CONFIG, Run, open_run
 
 CHANGED = {
     "model.num_attention_heads=4 & model.num_key_value_heads=4": "refused",  # the same shapes, another function

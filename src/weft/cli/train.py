@@ -9,9 +9,8 @@ from pathlib import Path
 def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
     from weft.train.config import ConfigError, load_config
-    from weft.train.run.changes import CONFIG
     from weft.train.run.launch import launch
-    from weft.train.run.runs import open_run, refuse_folder_of_runs, remove_if_unused, resuming
+    from weft.train.run.runs import CONFIG, open_run, refuse_folder_of_runs, remove_if_unused, resuming
     from weft.train.run.world import place_from
 
     config_path = options.config

@@ -29,7 +29,7 @@ from weft.train.sections import (
     ScheduleConfig,
     ShardingConfig,
 )
-from weft.train.sections.rules import check_batch, require
+from weft.train.sections.rules import microbatches_per_step, require
 from weft.train.tokenizer import load_tokenizer
 from weft.train.toml_values import override_value, plain, show, typed
 
@@ -226,8 +226,7 @@ class TrainConfig:
 
     def microbatches_per_step(self, world_size: int) -> int:
         """How many microbatches each of `world_size` ranks accumulates in one optimizer step."""
-        check_batch(self.train.global_batch_size, self.train.microbatch_size, world_size)
-        return self.train.global_batch_size // (world_size * self.train.microbatch_size)
+        return microbatches_per_step(self.train.global_batch_size, self.train.microbatch_size, world_size)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

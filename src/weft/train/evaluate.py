@@ -17,8 +17,7 @@ from weft.train.config import load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
-from weft.train.run.changes import CONFIG
-from weft.train.run.runs import CHECKPOINTS
+from weft.train.run.runs import CHECKPOINTS, CONFIG
 from weft.train.sections import ShardingConfig
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task

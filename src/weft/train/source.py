@@ -17,7 +17,7 @@ from weft.models.hf.directory import OURS, THEIRS
 from weft.models.renumber import renumbered
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
-from weft.train.run.runs import CHECKPOINTS
+from weft.train.run.runs import CHECKPOINTS, CONFIG
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
@@ -40,7 +40,7 @@ class Source:
             self.run, self.step = path.resolve().parents[1], int(path.resolve().name.rpartition("-")[2])
         elif steps := committed_steps(path / CHECKPOINTS):
             self.run, self.step = path, steps[-1]
-        if self.run is None or not (self.run / "config.toml").is_file():
+        if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(f"{path}: is no run with a checkpoint, no checkpoint of a run, and no model's directory")
 
     @cached_property
@@ -116,4 +116,4 @@ class Source:
     @cached_property
     def _run_config(self) -> TrainConfig:
         assert self.run is not None
-        return load_config(self.run / "config.toml")
+        return load_config(self.run / CONFIG)

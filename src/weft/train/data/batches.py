@@ -17,6 +17,7 @@ from weft.train.data.cache import Part
 from weft.train.data.order import shuffled
 from weft.train.data.sequences import Batch, Mixture, Packing, WholeDocuments, sequences
 from weft.train.errors import ConfigError
+from weft.train.sections.rules import microbatches_per_step
 
 
 class Batches:
@@ -44,7 +45,7 @@ class Batches:
         parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
         texts = [sequences(part, sequence_length, packing, dp_size) for part in parts]
         self._mixture = Mixture(texts, weights, vocabulary)
-        self.microbatches_per_step = _microbatches(global_batch_size, microbatch_size, dp_size)
+        self.microbatches_per_step = microbatches_per_step(global_batch_size, microbatch_size, dp_size)
         self._microbatch_size, self._dp_rank, self._dp_size = microbatch_size, dp_rank, dp_size
         self._seed = seed
         self.position = 0
@@ -129,7 +130,7 @@ class Validation:
         parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
         texts = [sequences(part, sequence_length, packing, 1) for part in parts]
         self._mixture = Mixture(texts, weights, vocabulary)
-        per_batch = _microbatches(global_batch_size, microbatch_size, dp_size)
+        per_batch = microbatches_per_step(global_batch_size, microbatch_size, dp_size)
         whole = sum(self._mixture.shares)
         held = min(len(text) * whole // share for text, share in zip(texts, self._mixture.shares))
         batches = min(batches, held // global_batch_size)
@@ -159,13 +160,3 @@ class Validation:
         """Tokens and labels of the whole set, of all ranks: what a baseline must be measured on."""
         rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]
-
-
-def _microbatches(global_batch_size: int, microbatch_size: int, dp_size: int) -> int:
-    per_step, rest = divmod(global_batch_size, microbatch_size * dp_size)
-    if rest or not per_step:
-        raise ConfigError(
-            f"train.global_batch_size = {global_batch_size}: must be a multiple of data-parallel ranks x "
-            f"train.microbatch_size = {dp_size} x {microbatch_size} = {dp_size * microbatch_size}"
-        )
-    return per_step

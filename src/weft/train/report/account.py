@@ -20,7 +20,7 @@ from weft.train.report.facts import command, commit, keep_facts, read_facts, ver
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
-from weft.train.run.changes import CONFIG
+from weft.train.run.runs import CONFIG
 from weft.train.state import Position
 from weft.train.task.task import Task
 

@@ -1,11 +1,11 @@
 """Which pictures a report has: one for everything that there are numbers for."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.train.report import expert_figures, figures, pattern_figure, pipeline_figure
-from weft.train.report.facts import read_facts
-from weft.train.report.numbers import counted, curve, loss_unit, losses
+from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups
 from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline
 
@@ -14,13 +14,12 @@ Drawing = tuple[str, str, figures.Draw]
 
 
 def draw_all(
-    folder: Path, records: list[dict[str, Any]], memory: dict[str, dict[str, float]], baselines: dict[str, float]
+    folder: Path, records: list[dict[str, Any]], facts: Mapping[str, Any], baselines: dict[str, float]
 ) -> list[tuple[str, bytes, bytes]]:
     """Write each picture as `NAME.svg` and `NAME-dark.svg` into `folder`; returns (what it shows, light, dark)."""
     pictures = []
-    drawings = _figures(folder, records, memory, baselines) + _pattern_figures(folder) + _stage_figures(folder)
-    drawings += _expert_figures(folder, records)
-    for name, title, draw in drawings:
+    drawings = _figures(records, facts, baselines) + _pattern_figures(facts) + _stage_figures(folder)
+    for name, title, draw in drawings + _expert_figures(folder, records):
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
         (folder / f"{name}.svg").write_bytes(light)
         (folder / f"{name}-dark.svg").write_bytes(dark)
@@ -28,14 +27,9 @@ def draw_all(
     return pictures
 
 
-def _figures(
-    folder: Path,
-    records: list[dict[str, Any]],
-    memory: dict[str, dict[str, float]],
-    baselines: dict[str, float],
-) -> list[Drawing]:
+def _figures(records: list[dict[str, Any]], facts: Mapping[str, Any], baselines: dict[str, float]) -> list[Drawing]:
     train, validation = losses(records)
-    resumed = read_facts(folder).get("resumed", [])
+    resumed = facts.get("resumed", [])
     unit = counted(records)
     speed = curve(records, "train", f"{unit}_per_second")
     rate, norm = curve(records, "train", "lr"), curve(records, "train", "gradient_norm")
@@ -51,14 +45,14 @@ def _figures(
         found.append(
             ("rate", "Learning rate and gradient norm over the steps", figures.rate_and_norm(rate, norm, resumed))
         )
-    if memory:
+    if memory := memory_groups(facts.get("memory")):
         found.append(("memory", "Memory by role", figures.memory(memory)))
     return found
 
 
-def _pattern_figures(folder: Path) -> list[Drawing]:
+def _pattern_figures(facts: Mapping[str, Any]) -> list[Drawing]:
     """As `_figures`, of a run of a hybrid model."""
-    text = read_facts(folder).get("pattern")
+    text = facts.get("pattern")
     return [("pattern", f"The layers of the pattern {text}", pattern_figure.pattern(text))] if text else []
 
 

@@ -11,8 +11,9 @@ from weft.train.files import replace_text
 from weft.train.record.metrics import read_metrics
 from weft.train.record.progress import format_bytes, format_count, format_time
 from weft.train.report.facts import read_facts
-from weft.train.report.numbers import counted, curve, loss_unit, losses, median, memory_groups
+from weft.train.report.numbers import counted, curve, loss_unit, losses, median
 from weft.train.report.settings import in_use
+from weft.train.run.runs import CONFIG
 
 BASELINE = "bigram table"
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
@@ -26,14 +27,13 @@ def write_report(run_directory: str | Path) -> Path:
     """
     folder = Path(run_directory)
     records, facts = read_metrics(folder), read_facts(folder)
-    memory = memory_groups(facts.get("memory"))
     baselines = {BASELINE: float(facts["baseline"])} if facts.get("baseline") is not None else {}
     pictures = [f"<p>{NO_PICTURES}</p>"]
     if can_draw():
         from weft.train.report.drawings import draw_all
 
-        pictures = [_picture(*drawn) for drawn in draw_all(folder, records, memory, baselines)]
-    config = folder / "config.toml"
+        pictures = [_picture(*drawn) for drawn in draw_all(folder, records, facts, baselines)]
+    config = folder / CONFIG
     page = _page(
         folder.resolve().name,
         about=_about(records, facts),

@@ -15,14 +15,13 @@ from typing import Literal
 from weft.models import HybridConfig
 from weft.train.config import TrainConfig, load_config, to_dict
 from weft.train.errors import ConfigError
+from weft.train.run.runs import CONFIG
 from weft.train.toml_values import show
 
 Treatment = Literal["refused", "told", "quiet"]
 REFUSED: Treatment = "refused"
 TOLD: Treatment = "told"
 QUIET: Treatment = "quiet"
-
-CONFIG = "config.toml"
 
 _SECTIONS: dict[str, Treatment] = {
     "model": REFUSED,

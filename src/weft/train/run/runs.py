@@ -18,6 +18,7 @@ from weft.checkpoint.directory import committed_steps
 from weft.train.config import RunConfig
 from weft.train.errors import ConfigError
 
+CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 
@@ -64,7 +65,7 @@ def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: b
 
 def refuse_folder_of_runs(folder: Path) -> None:
     """Raise ConfigError for a directory that is no run, but has runs in it that can be gone on with."""
-    if (folder / "config.toml").is_file() or not folder.is_dir():
+    if (folder / CONFIG).is_file() or not folder.is_dir():
         return
     runs = sorted(path for path in folder.iterdir() if committed_steps(path / CHECKPOINTS))
     if runs:
@@ -80,7 +81,7 @@ def resuming(command: str, directory: Path) -> str:
 def remove_if_unused(run: Run) -> None:
     """Delete the directory of a new run that did not get as far as saving or logging anything."""
     left = {path.name for path in run.directory.iterdir()} if run.directory.is_dir() else {"gone"}
-    if run.step is None and left <= {"config.toml", LOGS}:
+    if run.step is None and left <= {CONFIG, LOGS}:
         shutil.rmtree(run.directory)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.train.sections.rules import check_batch, require
+from weft.train.sections.rules import microbatches_per_step, require
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,4 @@ class LoopConfig:
             "cannot run layers in stages that train.activation_checkpointing recomputes as a whole; leave that out and "
             'recompute inside the stages: model.recompute = ["attend"]',
         )
-        check_batch(self.global_batch_size, self.microbatch_size, 1)
+        microbatches_per_step(self.global_batch_size, self.microbatch_size, 1)

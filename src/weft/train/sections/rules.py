@@ -12,11 +12,11 @@ def require(name: str, value: Any, holds: bool, rule: str) -> None:
         raise ConfigError(f"{name} = {show(value)}: {rule}")
 
 
-def check_batch(global_batch_size: int, microbatch_size: int, ranks: int) -> None:
-    """Each rank must get whole microbatches, the same number on every rank."""
+def microbatches_per_step(global_batch_size: int, microbatch_size: int, ranks: int) -> int:
+    """How many each of `ranks` accumulates in one optimizer step. Raises ConfigError where they are not whole."""
     unit = ranks * microbatch_size
     if global_batch_size % unit == 0:
-        return
+        return global_batch_size // unit
     below = global_batch_size // unit * unit
     nearest = f"{below} or {below + unit}" if below else f"{unit}"
     raise ConfigError(
