@@ -71,12 +71,7 @@ def _check_layer(name: str, layer: Any) -> None:
             f"{name} is inside a full-layer activation checkpoint, which would run its exchange again and "
             "cannot be split into stages: recompute inside the stages instead, such as HybridConfig(recompute=...)"
         )
-    if not isinstance(layer, StagedLayer):
-        missing = [name for name in _LAYER_MEMBERS if not hasattr(layer, name)]
-        raise TypeError(
-            f"{name}, a {type(layer).__name__}, is no weft.overlap.StagedLayer, it lacks "
-            f"{', '.join(missing)}: give it these members"
-        )
+    _require(f"{name}, a {type(layer).__name__},", layer, StagedLayer, _LAYER_MEMBERS)
     if not isinstance(layer, nn.Module):
         raise TypeError(
             f"{name}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but no torch.nn.Module, and "

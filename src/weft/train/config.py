@@ -83,9 +83,10 @@ class TrainConfig:
         if isinstance(self.model, HybridConfig):
             self._check_pattern(self.model)
         else:
-            self._check_own_model()
+            self.check_own_model()
 
-    def _check_own_model(self) -> None:
+    def check_own_model(self) -> None:
+        """Raise ConfigError for what has no effect on a model of one's own."""
         for name, value, default in (
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.pp", self.sharding.pp, 1),

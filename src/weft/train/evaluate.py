@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,11 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     task = task_of(config, device)
     state: dict[str, Any] = {"model": ModelState(task.model)}
-    averages = WeightAverage(task.model, config.train.ema_decay)
-    if average:
+    averages = WeightAverage(task.model, config.train.ema_decay) if average else None
+    if averages is not None:
         state["ema"] = averages
     if isinstance(config.model, HybridConfig):
         state = dict(renumbered(state, config.model))
     taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
-    if average:
-        with averages.in_place():
-            values = validate(task, device, lambda: None)
-    else:
-        values = validate(task, device, lambda: None)
-    return {"step": taken, **values}
+    with averages.in_place() if averages is not None else nullcontext():
+        return {"step": taken, **validate(task, device, lambda: None)}

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.train import loop
 from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_config
+from weft.train.errors import ConfigError
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
 from weft.train.task.callables import check_callable, told
@@ -64,7 +65,7 @@ class Trainer(loop.Trainer):
     ) -> None:
         self.callbacks = dict(callbacks or {})
         if strange := set(self.callbacks) - set(MOMENTS):
-            raise loop.ConfigError(f"callbacks: {sorted(strange)[0]!r} is no moment; choose from {', '.join(MOMENTS)}")
+            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is no moment; choose from {', '.join(MOMENTS)}")
         for moment, called in self.callbacks.items():
             check_callable(f"callbacks: {moment!r}", called, ["trainer", "numbers"], "a function (trainer, numbers)")
         if optimizer is not None:
@@ -74,7 +75,7 @@ class Trainer(loop.Trainer):
         if isinstance(resume, Path):
             resume = str(resume)
         if not isinstance(resume, (bool, str)):
-            raise loop.ConfigError(f"resume: {told(resume)}; give True, False, the directory of a run, or {OR_START!r}")
+            raise ConfigError(f"resume: {told(resume)}; give True, False, the directory of a run, or {OR_START!r}")
         settings = _configuration(config)
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
@@ -85,9 +86,7 @@ class Trainer(loop.Trainer):
             _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
-                raise loop.ConfigError(
-                    "[optimizer]: has no effect with an optimizer of one's own; leave the section out"
-                )
+                raise ConfigError("[optimizer]: has no effect with an optimizer of one's own; leave the section out")
             or_start = resume == OR_START
             run = loop.open_run_together(settings, or_start or resume, command, or_start=or_start)
             task = OwnTask(model, loss, data, validation, shard, settings, device)
@@ -115,7 +114,7 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
         tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in config.items()}
         return from_tables(tables)
     if not isinstance(config, (str, Path)):
-        raise loop.ConfigError(
+        raise ConfigError(
             f"config: {told(config)}; give the path of a TOML file, its tables as a dictionary, or a TrainConfig"
         )
     return load_config(config)
@@ -125,14 +124,8 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
     plain = TrainConfig()
     for section in ("model", "data"):
         if getattr(config, section) != getattr(plain, section):
-            raise loop.ConfigError(
-                f"[{section}]: has no effect with a model and data of one's own; leave the section out"
-            )
-    for name in ("pp", "ep"):
-        if (value := getattr(config.sharding, name)) != 1:
-            raise loop.ConfigError(f"sharding.{name} = {value}: has no effect on a model of one's own; leave it out")
-    if config.train.overlap:
-        raise loop.ConfigError("train.overlap = true: has no effect on a model of one's own; leave it out")
+            raise ConfigError(f"[{section}]: has no effect with a model and data of one's own; leave the section out")
+    config.check_own_model()
 
 
 def _join(config: TrainConfig, stop: StopRequest) -> torch.device:
