@@ -330,26 +330,13 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 def _unknown(section: str, name: str | None) -> str:
     """The message for a section (`name` None) or setting that does not exist, with the nearest that does."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
-    if name is None:
-        near = difflib.get_close_matches(section, every, n=1)
-        homes = [f"{s}.{section}" for s, names in every.items() if section in names]
-        hint = (
-            f"did you mean {homes[0]}?"
-            if homes
-            else f"did you mean [{near[0]}]?"
-            if near
-            else "sections: " + ", ".join(every)
-        )
-        return f"{section}: unknown section; {hint}"
-    near = difflib.get_close_matches(name, every[section], n=1)
-    homes = [f"{s}.{name}" for s, names in every.items() if name in names]
-    if homes:
-        hint = f"did you mean {homes[0]}?"
-    elif near:
-        hint = f"did you mean {section}.{near[0]}?"
-    else:
-        hint = f"[{section}] knows " + ", ".join(every[section])
-    return f"{section}.{name}: unknown setting; {hint}"
+    word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
+    homes = [f"{s}.{word}" for s, names in every.items() if word in names]
+    near = [shown.format(each) for each in difflib.get_close_matches(word, known, n=1)]
+    what = f"{section}: unknown section" if name is None else f"{section}.{name}: unknown setting"
+    if meant := homes + near:
+        return f"{what}; did you mean {meant[0]}?"
+    return f"{what}; {'sections: ' if name is None else f'[{section}] knows '}{', '.join(known)}"
 
 
 def _unknown_beside_factory(name: str) -> str:

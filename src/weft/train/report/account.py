@@ -90,13 +90,8 @@ class Account:
             )
         if len(units) > 1:
             units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))
-        facts = {
-            "description": "\n\n".join(units),
-            "memory": memories if len(memories) > 1 else memory,
-            "baseline": baseline,
-            "seconds": position.seconds,
-        }
-        keep_facts(self._folder, facts)
+        facts = {"description": "\n\n".join(units), "memory": memories if len(memories) > 1 else memory}
+        keep_facts(self._folder, {**facts, "baseline": baseline, "seconds": position.seconds})
         path = write_report(self._folder)
         if hidden := HiddenExchange.of(read_timeline(self._folder)):
             self._say(f"in the last step {hidden}")
