@@ -27,13 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    options = _parser().parse_args(own)
+    options, unknown = _parser().parse_known_args(own)
+    command = f"weft {options.command}"
+    if unknown:
+        words, fix = shlex.join(unknown), f"see {command} --help"
+        if options.command == "bench":
+            fix = f"what is for the benchmark goes behind --, as in {command} {options.name} -- {words}"
+        print(f"{command}: unrecognized arguments: {words}; {fix}", file=sys.stderr)
+        return 2
     if len(own) < len(arguments) and options.command != "bench":
         _parser().error(f"-- has no meaning for {options.command}")
     try:
         return options.run(options, arguments)
     except ValueError as error:
-        print(f"weft {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 1
@@ -116,10 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token (default: 0.8)")
     sample.add_argument("--top-p", type=float, default=0.95, help="draw from the best with this share (default: 0.95)")
-    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     sample.set_defaults(run=_sample)
 
-    inspect = commands.add_parser("inspect", help="show what a checkpoint or a run directory holds")
+    inspect = commands.add_parser("inspect", help="show what a checkpoint or a run directory holds", epilog=EXIT_CODES)
     inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=_inspect)
@@ -144,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
     schedule.add_argument("--pp", type=int, help="pipeline ranks")
-    schedule.add_argument("--microbatches", type=int)
+    schedule.add_argument("--microbatches", type=int, help="into how many a batch is cut")
     schedule.add_argument("--chunks", type=int, help="stages on each rank (default: what the schedule usually has)")
     schedule.add_argument(
         "--costs",
@@ -162,20 +169,32 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--save", metavar="FILE", help="as a picture, FILE.png, or as a table to change, FILE.txt")
     schedule.set_defaults(run=_schedule)
 
-    config = commands.add_parser("config", help="show every setting with its default, as a TOML file")
-    config.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
-    config.add_argument("--ranks", type=int, default=1, help="with --check: the number of ranks that it is for")
-    config.add_argument("--markdown", action="store_true", help="as a table")
+    config = commands.add_parser(
+        "config", help="show every setting with its default, as a TOML file", epilog=EXIT_CODES
+    )
+    instead = config.add_mutually_exclusive_group()
+    instead.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
+    config.add_argument("--ranks", type=int, help="with --check: the number of ranks that it is for (default: 1)")
+    instead.add_argument("--markdown", action="store_true", help="as a table")
     config.set_defaults(run=_config)
 
-    evaluate = commands.add_parser("eval", help="the validation loss of a run's newest intact checkpoint")
+    evaluate = commands.add_parser(
+        "eval", help="the validation loss of a run's newest intact checkpoint", epilog=EXIT_CODES
+    )
     evaluate.add_argument("path", metavar="RUN_DIRECTORY")
     evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
     evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
-    evaluate.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE")
+    evaluate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.NAME=VALUE",
+        help="change one setting, such as data.paths; can be given several times",
+    )
     evaluate.set_defaults(run=_eval)
 
-    report = commands.add_parser("report", help="write the report of a run again")
+    report = commands.add_parser("report", help="write the report of a run again", epilog=EXIT_CODES)
     report.add_argument("path", metavar="RUN_DIRECTORY")
     report.set_defaults(run=_report)
 
@@ -184,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a benchmark of this repository",
         epilog="What follows -- goes to the benchmark itself. " + EXIT_CODES,
     )
-    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("name", metavar="NAME", help="of a file in benchmarks/, such as fsdp2")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
     bench.set_defaults(run=_bench)
     return parser
@@ -203,6 +222,8 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
             refuse_folder_of_runs(Path(options.resume))
             config_path = str(Path(options.resume) / CONFIG)
         else:  # `--resume CONFIG.toml`: the only path there is names the configuration
+            if Path(options.resume).suffix != ".toml":
+                raise ConfigError(f"--resume {options.resume}: is no directory; name that of a run, or a CONFIG.toml")
             config_path = options.config = options.resume
             options.resume = True
     if config_path is None:
@@ -257,8 +278,13 @@ def _config(options: argparse.Namespace, arguments: list[str]) -> int:
     from weft.train.settings import as_markdown, as_toml
 
     if options.check is not None:
-        load_config(options.check).validate(options.ranks)
-        print(f"{options.check}: fine on {options.ranks} rank{'s' * (options.ranks > 1)}")
+        ranks = 1 if options.ranks is None else options.ranks
+        if ranks < 1:
+            raise ValueError(f"--ranks {ranks}: must be at least 1")
+        load_config(options.check).validate(ranks)
+        print(f"{options.check}: fine on {ranks} rank{'s' * (ranks > 1)}")
+    elif options.ranks is not None:
+        raise ValueError(f"--ranks {options.ranks}: is for a configuration; name it with --check FILE")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
     return 0
@@ -313,6 +339,7 @@ def _sample(options: argparse.Namespace, arguments: list[str]) -> int:
     ):
         if not good:
             raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
+    begun = False
     try:
         for part in Source(options.source).continued(
             options.prompt,
@@ -321,12 +348,14 @@ def _sample(options: argparse.Namespace, arguments: list[str]) -> int:
             top_p=options.top_p,
             seed=options.seed,
         ):
+            begun = True
             print(part, end="", flush=True)
     except CheckpointError as error:
         print(f"weft sample: {error}", file=sys.stderr)
         return 1
     finally:
-        print()
+        if begun:
+            print()
     return 0
 
 
