@@ -252,7 +252,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     config.validate(ranks)
     run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
     code = launch(arguments, ranks, run, resuming(command, run.directory))
-    if code == 2:
+    if code in (2, 3):
         remove_if_unused(run)
     return code
 

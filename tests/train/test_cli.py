@@ -11,6 +11,7 @@ import torch
 from tests.train.command import weft, write_config
 from weft.checkpoint import CheckpointManager
 from weft.cli import EXIT_CODES, _parser, main
+from weft.train.run import launch
 
 
 def refused(capsys, *arguments):
@@ -183,6 +184,13 @@ def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
     words = [sys.executable, "-c", program, "train", write_config(tmp_path), "--ranks", "2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_run_that_ends_before_it_has_trained_leaves_no_directory(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(launch, "launch", lambda *_: code)
+    assert main(["train", str(write_config(tmp_path)), "--ranks", "2"]) == code
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_the_version_names_what_a_report_of_a_fault_needs(capsys):
