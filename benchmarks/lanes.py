@@ -17,10 +17,12 @@ import _mlp
 import _report
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
 
 import weft
 from weft.comm.timeline import Interval, Timeline, busy, overlap, recording, span
+from weft.train.report.figures import LIGHT, Draw, Theme, render
 
 LANES = ("compute", "gather", "reduce")
 
@@ -52,25 +54,26 @@ class Spans(nn.Module):
         return y
 
 
-def draw(path: Path, sides: dict[str, list[Interval]]) -> None:
+def draw(sides: dict[str, list[Interval]]) -> Draw:
     """One row per lane, one panel per side, over the same seconds."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def panels(figure: Figure, theme: Theme) -> None:
+        colors = dict(zip(LANES, (theme.blue, theme.orange, theme.green)))
+        rows = figure.subplots(len(sides), sharex=True, squeeze=False)[:, 0]
+        for axes, (name, intervals) in zip(rows, sides.items()):
+            begin = min(each.start for each in intervals)
+            for row, (lane, color) in enumerate(colors.items()):
+                spans = [(each.start - begin, each.end - each.start) for each in intervals if each.lane == lane]
+                axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, edgecolor=theme.paper)
+            axes.set_title(name)
+            axes.grid(visible=False)
+            axes.set_yticks(range(len(LANES)), LANES)
+            axes.set_ylim(len(LANES) - 0.5, -0.5)
+            axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
+        rows[-1].set_xlim(left=0)
+        rows[-1].set_xlabel("seconds")
 
-    figure, panels = pyplot.subplots(len(sides), 1, figsize=(11, 2.2 * len(sides)), sharex=True, squeeze=False)
-    for panel, (name, intervals) in zip(panels[:, 0], sides.items()):
-        begin = min(each.start for each in intervals)
-        for row, lane in enumerate(LANES):
-            spans = [(each.start - begin, each.end - each.start) for each in intervals if each.lane == lane]
-            panel.broken_barh(spans, (len(LANES) - 1 - row - 0.4, 0.8), color=f"C{row}", edgecolor="white")
-        panel.set_yticks(range(len(LANES)), LANES[::-1])
-        panel.set_title(name, loc="left")
-    panels[-1, 0].set_xlabel("seconds")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    return panels
 
 
 def main() -> None:
@@ -110,7 +113,8 @@ def measure(options: argparse.Namespace) -> None:
     one, two = taken.values()
     print(f"step with two / with one: {statistics.median(b / a for a, b in zip(one, two)):.2f}")
     if options.picture:
-        draw(options.picture, {name: rounds[-1] for name, rounds in recorded.items()})
+        picture = draw({name: rounds[-1] for name, rounds in recorded.items()})
+        options.picture.write_bytes(render(picture, LIGHT, (7.6, 4.2), "png"))
 
 
 if __name__ == "__main__":

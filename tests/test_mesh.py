@@ -118,6 +118,13 @@ def test_sizes_that_do_not_fit_are_refused_with_the_product_the_world_and_a_fix(
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
+def test_devices_that_are_not_here_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, said in (("gpu", "'gpu': choose 'cpu' or 'cuda'"), ("cuda", "'cuda': torch finds no such device here")):
+        with pytest.raises(ValueError, match=f"device_type={said}"):
+            init_meshes(device)
+
+
 def test_without_a_process_group_the_error_says_how_to_start_one(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(RuntimeError, match=r"torchrun.*init_process_group"):

@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -75,10 +76,14 @@ def init_meshes(
     Uses the default process group, or joins the one that the launcher's environment variables describe.
 
     Raises:
-        ValueError: a size below 1, a product that is not the world size, or an `ep` that does not divide the
-            data-parallel ranks.
+        ValueError: a device that is not here, a size below 1, a product that is not the world size, or an `ep` that
+            does not divide the data-parallel ranks.
         RuntimeError: there is neither a process group nor an environment to start one from.
     """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type={device_type!r}: choose 'cpu' or 'cuda'")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device_type='cuda': torch finds no such device here; choose 'cpu', or install torch for CUDA")
     world = _world_size()
     dp_shard = _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, ep=ep, tp=tp)
     # torch keeps what it worked out by what meshes are equal to: those of an earlier world, whose groups are gone, too.

@@ -1,3 +1,4 @@
+import argparse
 import re
 import resource
 import shutil
@@ -9,7 +10,8 @@ import torch
 
 from tests.train.command import weft, write_config
 from weft.checkpoint import CheckpointManager
-from weft.cli import main
+from weft.cli import EXIT_CODES, _parser, main
+from weft.train.run import launch
 
 
 def refused(capsys, *arguments):
@@ -53,7 +55,29 @@ def test_a_missing_configuration_is_one_line(tmp_path, capsys):
 def test_wrong_options_are_one_line(tmp_path, capsys):
     assert "--ranks 0: must be at least 1" in refused(capsys, "train", write_config(tmp_path), "--ranks", 0)
     assert "invalid choice" in refused(capsys, "tarin")
-    assert "unrecognized arguments: --rnaks" in refused(capsys, "train", "x.toml", "--rnaks")
+    line = refused(capsys, "train", "x.toml", "--rnaks")
+    assert line == "weft train: unrecognized arguments: --rnaks; see weft train --help\n"
+    line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
+    assert "goes behind --, as in weft bench fsdp2 -- --link 4gbit" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ranks", "3"], "--ranks 3: is for a configuration; name it with --check FILE"),
+        (["--ranks", "0", "--check", "any.toml"], "--ranks 0: must be at least 1"),
+        (["--markdown", "--check", "any.toml"], "--check: not allowed with argument --markdown"),
+    ],
+)
+def test_options_of_config_that_would_do_nothing_are_refused(capsys, options, said):
+    assert said in refused(capsys, "config", *options)
+
+
+def test_every_command_has_one_line_for_each_option_and_names_the_exit_codes():
+    (commands,) = (each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        assert str(command.epilog).endswith(EXIT_CODES), name
+        assert [each.dest for each in command._actions if each.option_strings and not each.help] == [], name
 
 
 def test_ranks_that_contradict_the_launcher_are_an_error(tmp_path, capsys, monkeypatch):
@@ -66,6 +90,11 @@ def test_ranks_that_contradict_the_launcher_are_an_error(tmp_path, capsys, monke
 def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
     line = refused(capsys, "train", "--resume", write_config(tmp_path))
     assert "no run 'tiny' in" in line
+
+
+def test_resume_of_what_is_not_there_is_no_word_about_configurations(tmp_path, capsys):
+    line = refused(capsys, "train", "--resume", tmp_path / "none")
+    assert f"--resume {tmp_path / 'none'}: is no directory; name that of a run" in line
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -116,6 +145,14 @@ def test_inspect_shows_what_a_checkpoint_holds(tmp_path, capsys, monkeypatch):
     assert "step 10, written by 1 rank, 2 files" in capsys.readouterr().out
 
 
+def test_keys_stay_whole_where_a_program_reads_them(tmp_path, capsys):
+    key = "decoder.layers." * 20
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": {key: torch.ones(3)}})
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert any(f" model.{key} " in line for line in capsys.readouterr().out.splitlines())
+
+
 def test_inspect_of_something_else_is_refused(tmp_path, capsys):
     assert "holds no checkpoint" in refused(capsys, "inspect", tmp_path)
 
@@ -147,6 +184,13 @@ def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
     words = [sys.executable, "-c", program, "train", write_config(tmp_path), "--ranks", "2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_run_that_ends_before_it_has_trained_leaves_no_directory(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(launch, "launch", lambda *_: code)
+    assert main(["train", str(write_config(tmp_path)), "--ranks", "2"]) == code
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_the_version_names_what_a_report_of_a_fault_needs(capsys):

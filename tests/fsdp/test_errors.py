@@ -121,6 +121,26 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
 
 
 @distributed(2)
+def test_runtime_options_of_a_unit_that_are_not_the_root_s_are_refused():
+    caching, tokens = weft.RuntimeOptions(allocator="caching"), nets.data(1, 2)[0]
+    for root in (None, weft.RuntimeOptions(prefetch_bytes=0)):
+        net = nets.make()
+        weft.fully_shard(net.blocks[1], runtime=caching)
+        weft.fully_shard(net, runtime=root)
+        for _ in range(2):
+            with refused(ValueError, "allocator='caching'", "blocks.1 (Block)", "the root's options", "last call"):
+                net(tokens)
+    net = nets.shard(nets.make(), runtime=caching)  # the same everywhere
+    net(tokens)
+    assert runtime_of(net).options == caching
+    inner = nn.Sequential(weft.fully_shard(nn.Linear(2, 2), runtime=caching))
+    weft.fully_shard(inner)  # no root: it is only for the last call to say
+    weft.fully_shard(outer := nn.Sequential(inner), runtime=caching)
+    outer(torch.ones(1, 2))
+    assert runtime_of(outer).options == caching
+
+
+@distributed(2)
 def test_ignored_parameters_are_parameters():
     block = nets.Block(4, 4)
     names = [name for name, _ in block.named_parameters()]

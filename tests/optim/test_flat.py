@@ -480,6 +480,11 @@ def test_wrong_use_is_named():
             weft.optim.flat(optimizer, net)
     with pytest.raises(ValueError, match="Linear has no sharded module"):
         weft.optim.flat(torch.optim.AdamW, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="got generator, not a module: pass the sharded model itself"):
+        weft.optim.flat(torch.optim.AdamW, net.parameters())
+    for wrong in ("AdamW", torch.optim.AdamW(net.parameters())):
+        with pytest.raises(TypeError, match=f"got {type(wrong).__name__}, not a class: pass one such as torch.optim"):
+            weft.optim.flat(wrong, net)
     blocks_only = nets.make()
     weft.fully_shard(blocks_only.blocks[0])
     with pytest.raises(ValueError, match=r"embedding\.weight.*not sharded.*shard the root"):

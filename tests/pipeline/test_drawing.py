@@ -129,7 +129,7 @@ def test_a_picture_has_a_box_for_each_action_at_its_time(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["dualpipe"], "'dualpipe' is no schedule and no file; there are: gpipe"),
-        (["1f1b", "--pp", "2"], "1f1b: a schedule needs a number of ranks and of microbatches"),
+        (["1f1b", "--pp", "2"], "needs a number of ranks and of microbatches (--pp, --microbatches)"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1,2"], "--costs 1,2: must be three numbers"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--pair", "-1"], "pair = -1.0; times are finite"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "a.pdf"], "--save a.pdf: must end in .png"),

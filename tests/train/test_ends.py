@@ -48,8 +48,11 @@ def test_waiting_names_the_ranks_that_are_absent_and_ends_with_patience(tmp_path
         meeting.meet(f"tcp://127.0.0.1:{port}", 1, 2, **arguments)
     with pytest.raises(Refused, match="rank 1 of 2 did not come"):
         meeting.meet(f"tcp://127.0.0.1:{port}", 0, 2, **arguments)
+    stopped = {**arguments, "stop": Stopped()}
     with pytest.raises(Interrupted, match="stopped while waiting for rank 1 of 2"):
-        meeting.meet(f"file://{tmp_path / 'other'}", 0, 2, **{**arguments, "stop": Stopped()})
+        meeting.meet(f"file://{tmp_path / 'other'}", 0, 2, **stopped)
+    with pytest.raises(Interrupted, match="stopped while waiting for the last of 2 ranks;"):
+        meeting.meet(f"file://{tmp_path / 'other'}", 1, 2, **stopped)
 
 
 def test_a_rank_that_is_stopped_while_it_waits_takes_the_others_along_and_leaves_none_of_them_alone(tmp_path):

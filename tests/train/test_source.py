@@ -51,7 +51,9 @@ def test_a_text_ends_where_the_model_ends_it(published):
 
 def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     assert main(["sample", str(tmp_path)]) == 2
-    assert "is no run with a checkpoint" in capsys.readouterr().err
+    output, errors = capsys.readouterr()
+    assert "is no run with a checkpoint" in errors
+    assert output == ""
 
 
 @pytest.mark.parametrize(

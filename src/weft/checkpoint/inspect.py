@@ -1,6 +1,7 @@
 """What a checkpoint or a run directory holds, as tables for a person."""
 
 import math
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from weft.checkpoint.manager import readable_size
 from weft.checkpoint.manifest import MANIFEST, verify
 from weft.checkpoint.reading import describe
 
+_ONE_LINE = 10_000
+"""The width of what is no terminal: keys stay whole for whoever searches them."""
+
 
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
@@ -21,7 +25,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     With `verify_content` every file of every checkpoint is read and compared with its checksum. Raises
     ValueError for a path that is none of these, CheckpointError for a damaged checkpoint.
     """
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():
         _show_checkpoint(path, verify_content, console)
         return

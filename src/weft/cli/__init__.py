@@ -1,5 +1,6 @@
 """The command line: weft train | eval | report | config | sample | convert | pattern | schedule | inspect | bench."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -13,21 +14,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     parser = make_parser()
-    options = parser.parse_args(own)
+    options, unknown = parser.parse_known_args(own)
+    command = f"weft {options.command}"
+    if unknown:
+        words, fix = shlex.join(unknown), f"see {command} --help"
+        if options.command == "bench":
+            fix = f"what is for the benchmark goes behind --, as in {command} {options.name} -- {words}"
+        print(f"{command}: unrecognized arguments: {words}; {fix}", file=sys.stderr)
+        return 2
     options.arguments, options.beyond = arguments, arguments[len(own) + 1 :]
     if len(own) < len(arguments) and options.command != "bench":
         parser.error(f"-- has no meaning for {options.command}")
     try:
         return options.run(options)
     except ValueError as error:
-        print(f"weft {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         from weft.checkpoint import CheckpointError  # takes seconds
 
         if not isinstance(error, CheckpointError):
             raise
-        print(f"weft {options.command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 1

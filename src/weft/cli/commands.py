@@ -13,8 +13,13 @@ def config(options: argparse.Namespace) -> int:
     from weft.train.settings import as_markdown, as_toml
 
     if options.check is not None:
-        load_config(options.check).validate(options.ranks)
-        print(f"{options.check}: fine on {options.ranks} rank{'s' * (options.ranks > 1)}")
+        ranks = 1 if options.ranks is None else options.ranks
+        if ranks < 1:
+            raise ValueError(f"--ranks {ranks}: must be at least 1")
+        load_config(options.check).validate(ranks)
+        print(f"{options.check}: fine on {ranks} rank{'s' * (ranks > 1)}")
+    elif options.ranks is not None:
+        raise ValueError(f"--ranks {options.ranks}: is for a configuration; name it with --check FILE")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
     return 0
@@ -56,6 +61,7 @@ def sample(options: argparse.Namespace) -> int:
     ):
         if not good:
             raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
+    begun = False
     try:
         for part in Source(options.source).continued(
             options.prompt,
@@ -64,9 +70,11 @@ def sample(options: argparse.Namespace) -> int:
             top_p=options.top_p,
             seed=options.seed,
         ):
+            begun = True
             print(part, end="", flush=True)
     finally:
-        print()
+        if begun:
+            print()
     return 0
 
 

@@ -90,10 +90,10 @@ def make_parser() -> argparse.ArgumentParser:
     sample.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token (default: 0.8)")
     sample.add_argument("--top-p", type=float, default=0.95, help="draw from the best with this share (default: 0.95)")
-    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     sample.set_defaults(run=commands.sample)
 
-    inspect = known.add_parser("inspect", help="show what a checkpoint or a run directory holds")
+    inspect = known.add_parser("inspect", help="show what a checkpoint or a run directory holds", epilog=EXIT_CODES)
     inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=commands.inspect)
@@ -118,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
     schedule.add_argument("--pp", type=int, help="pipeline ranks")
-    schedule.add_argument("--microbatches", type=int)
+    schedule.add_argument("--microbatches", type=int, help="into how many a batch is cut")
     schedule.add_argument("--chunks", type=int, help="stages on each rank (default: what the schedule usually has)")
     schedule.add_argument(
         "--costs",
@@ -136,20 +136,30 @@ def make_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--save", metavar="FILE", help="as a picture, FILE.png, or as a table to change, FILE.txt")
     schedule.set_defaults(run=draw)
 
-    config = known.add_parser("config", help="show every setting with its default, as a TOML file")
-    config.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
-    config.add_argument("--ranks", type=int, default=1, help="with --check: the number of ranks that it is for")
-    config.add_argument("--markdown", action="store_true", help="as a table")
+    config = known.add_parser("config", help="show every setting with its default, as a TOML file", epilog=EXIT_CODES)
+    instead = config.add_mutually_exclusive_group()
+    instead.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
+    config.add_argument("--ranks", type=int, help="with --check: the number of ranks that it is for (default: 1)")
+    instead.add_argument("--markdown", action="store_true", help="as a table")
     config.set_defaults(run=commands.config)
 
-    evaluate = known.add_parser("eval", help="the validation loss of a run's newest intact checkpoint")
+    evaluate = known.add_parser(
+        "eval", help="the validation loss of a run's newest intact checkpoint", epilog=EXIT_CODES
+    )
     evaluate.add_argument("path", metavar="RUN_DIRECTORY")
     evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
     evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
-    evaluate.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE")
+    evaluate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.NAME=VALUE",
+        help="change one setting, such as data.paths; can be given several times",
+    )
     evaluate.set_defaults(run=commands.evaluate)
 
-    report = known.add_parser("report", help="write the report of a run again")
+    report = known.add_parser("report", help="write the report of a run again", epilog=EXIT_CODES)
     report.add_argument("path", metavar="RUN_DIRECTORY")
     report.set_defaults(run=commands.report)
 
@@ -158,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="run a benchmark of this repository",
         epilog="What follows -- goes to the benchmark itself. " + EXIT_CODES,
     )
-    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("name", metavar="NAME", help="of a file in benchmarks/, such as fsdp2")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
     bench.set_defaults(run=commands.bench)
     return parser

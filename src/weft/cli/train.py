@@ -19,6 +19,8 @@ def start(options: argparse.Namespace) -> int:
             refuse_folder_of_runs(Path(options.resume))
             config_path = str(Path(options.resume) / CONFIG)
         else:  # `--resume CONFIG.toml`: the only path there is names the configuration
+            if Path(options.resume).suffix != ".toml":
+                raise ConfigError(f"--resume {options.resume}: is no directory; name that of a run, or a CONFIG.toml")
             config_path = options.config = options.resume
             options.resume = True
     if config_path is None:
@@ -47,7 +49,7 @@ def start(options: argparse.Namespace) -> int:
     config.validate(ranks)
     run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
     code = launch(options.arguments, ranks, run, resuming(command, run.directory))
-    if code == 2:
+    if code in (2, 3):
         remove_if_unused(run)
     return code
 

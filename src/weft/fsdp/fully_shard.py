@@ -57,7 +57,7 @@ def fully_shard(
             state stay in CPU memory; or torch's.
         ignored_params: parameters to leave alone, wherever they are: the same may be passed with every call.
         gradient_divide_factor: divide averaged gradients by this as well.
-        runtime: `weft.RuntimeOptions`; the root's count.
+        runtime: `weft.RuntimeOptions`; the root's count, and what another unit was given must equal them.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the axes of a larger `mesh` to take. With axes to
             replicate over and none to shard over, the default strategy is "no_shard".
 

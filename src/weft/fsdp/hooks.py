@@ -133,13 +133,15 @@ class _EndOfBackward(torch.autograd.Function):
 class HookDriver:
     """What runs around the calls of one unit's modules, outside of anything compiled in them."""
 
-    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions) -> None:
+    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
         self.unit = unit
         self.runtime: Runtime | None = None
         """Of the root; None before its first pass."""
         self.above: weakref.ref[HookDriver] | None = None
         """The driver of a unit around this one."""
-        self.options = self._given = options
+        self._asked = options
+        """What `fully_shard` was given; None: nothing."""
+        self.options = self._given = options or RuntimeOptions()
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backwards = 0
@@ -186,6 +188,12 @@ class HookDriver:
                         "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
                     )
         _refuse_parameters_in_no_unit(modules, units)
+        for driver in drivers:
+            if driver._asked not in (None, self._given):
+                raise ValueError(
+                    f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
+                    "all units; pass them to fully_shard of the root, the last call"
+                )
         runtime = Runtime(units, drivers, self.unit.device, self.options)
         for driver in drivers:
             driver.runtime = runtime

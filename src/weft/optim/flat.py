@@ -50,17 +50,23 @@ def flat(
     Frozen parameters belong to it, and are stepped once they have gradients.
 
     Raises ValueError for an optimizer that is not element-wise, or that does not take gradients of another dtype than
-    the weights where `main_grads_dtype` asks for them, and for trainable parameters outside of any unit.
+    the weights where `main_grads_dtype` asks for them, and for trainable parameters outside of any unit; TypeError for
+    what is no class or no module.
     """
+    if not isinstance(optimizer, type):
+        raise TypeError(
+            f"got {type(optimizer).__name__}, not a class: pass one such as torch.optim.AdamW, its options beside it"
+        )
     if optimizer.__name__ not in ELEMENT_WISE:
         raise ValueError(
             f"{optimizer.__name__} is not element-wise: it needs each parameter by itself; "
             f"pass model.parameters() to it, or choose one of {', '.join(ELEMENT_WISE)}"
         )
+    units = units_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     runs: dict[bool, list[FlatRun]] = {True: [], False: []}
     known: set[int] = set()
-    for group in (group for unit in units_of(model) for group in unit.groups):
+    for group in (group for unit in units for group in unit.groups):
         known.update(map(id, group.sharded_parameters))
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained

@@ -97,7 +97,7 @@ def table(name: str, *, ranks: int | None = None, microbatches: int | None = Non
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:
         if ranks is None or microbatches is None:
-            raise ValueError(f"{name}: a schedule needs a number of ranks and of microbatches")
+            raise ValueError(f"{name}: a schedule needs a number of ranks and of microbatches (--pp, --microbatches)")
         return _published(name, ranks, SCHEDULES[name].chunks if chunks is None else chunks, microbatches)
     if not Path(name).exists():
         raise ValueError(f"{name!r} is no schedule and no file; there are: {', '.join(SCHEDULES)}")

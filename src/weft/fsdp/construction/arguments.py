@@ -48,7 +48,7 @@ class Request:
             raise TypeError(f"mesh={mesh!r}: pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks")
         if runtime is not None and not isinstance(runtime, RuntimeOptions):
             raise TypeError(f"runtime={runtime!r}: pass weft.RuntimeOptions(...)")
-        self.options = runtime or RuntimeOptions()
+        self.options = runtime
         if shard_placement_fn is not None and not callable(shard_placement_fn):
             raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: pass a function of one parameter")
         self.choose = shard_placement_fn

@@ -89,6 +89,8 @@ def _answers(host: str, port: int) -> bool:
 
 def _absent(store: dist.Store, keys: list[str]) -> str:
     numbers = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    if not numbers:  # the last ones have come a moment ago
+        return f"the last of {len(keys)} ranks"
     shown = ", ".join(numbers[:8]) + (", …" if len(numbers) > 8 else "")
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown} of {len(keys)}"
 
