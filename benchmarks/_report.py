@@ -50,11 +50,15 @@ def machine() -> str:
     return f"{dist.get_world_size()} ranks, 1 thread each, gloo, torch {torch.__version__}, {cores}"
 
 
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the ratios of two sides, round by round."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs))
+
+
 def table(taken: Mapping[str, list[float]], ours: str, unit: str, scale: float = 1.0) -> None:
     """Print the median, least and most of each side, and the median ratio of `ours` to it."""
     width = max(map(len, taken)) + 2
     print(f"{'side':{width}}{unit:>12}{'min':>10}{'max':>10}{f'{ours} / side':>20}")
     for name, values in taken.items():
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(taken[ours], values))
         median, least, most = (scale * value for value in (statistics.median(values), min(values), max(values)))
-        print(f"{name:{width}}{median:12.2f}{least:10.2f}{most:10.2f}{ratio:20.2f}")
+        print(f"{name:{width}}{median:12.2f}{least:10.2f}{most:10.2f}{ratio(taken[ours], values):20.2f}")

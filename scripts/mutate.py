@@ -72,6 +72,13 @@ MUTATIONS = [
         STEPS + "test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit",
     ),
     Mutation(
+        "torch's clipping asks the other ranks for each norm by itself",
+        "dtensor/norms.py",
+        "(id(tensor._spec.mesh), tensor.axes)",
+        "(number, tensor.axes)",
+        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_once_for_all_parameters",
+    ),
+    Mutation(
         "lists write past version counters",
         "dtensor/local.py",
         "torch._C._increment_version(changed)",

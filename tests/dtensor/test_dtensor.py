@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.comm import collectives
 from weft.dtensor import local
 from weft.fsdp import UnevenDTensor
 
@@ -117,6 +118,33 @@ def test_clipping_equals_the_reference_for_every_norm():
                 assert_same(norm, expected)
                 for p, q in zip(sharded.parameters(), plain.parameters()):
                     assert_same(p.grad, q.grad)
+
+
+@distributed(2)
+def test_clipping_asks_the_other_ranks_once_for_all_parameters():
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    for model in (plain, sharded):
+        model(torch.ones(1)).backward()
+    sizes, reduce_now = [], collectives.reduce_now
+
+    def noted(tensor, *rest):
+        sizes.append(tensor.numel())
+        return reduce_now(tensor, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "reduce_now", noted)
+        norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.3)
+    assert sizes == [len(list(plain.parameters()))]
+    assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
+    for parameter, original in zip(sharded.parameters(), plain.parameters()):
+        assert_same(parameter.grad, original.grad)
+
+
+@distributed(2)
+def test_norms_are_of_the_one_spec_that_torch_keeps_for_them():
+    parameters = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
+    norms = [*torch._foreach_norm(parameters), *torch._foreach_norm(parameters)]
+    assert len({id(norm._spec) for norm in norms}) == 1
 
 
 OPTIMIZERS = {

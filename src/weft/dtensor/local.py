@@ -13,6 +13,7 @@ time that the operator itself needs. What cannot run so is `NotImplemented`. Wha
 their version counters: autograd's own code, which does that elsewhere, lies above these rules.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import compress
@@ -189,12 +190,12 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     given = dict(zip(names, args)) | kwargs
     lists = [value for value in given.values() if isinstance(value, (list, tuple))]
     first = next(values for values in lists if UnevenDTensor in map(type, values))
-    cuts = _cuts_of(first)
+    cuts, own = _cuts_of(first), _parts_of(first)
     parts = {
-        name: _parts_of(value if value is first else _fitting(func, value, first, cuts, name in written))
+        name: own if value is first else _parts_of(_fitting(func, value, first, cuts, name in written))
         for name, value in given.items()
     }
-    filled = [local.numel() > 0 for local in _parts_of(first)]
+    filled = [local.numel() > 0 for local in own]
 
     def on_those(keep: Sequence[bool] | None) -> Any:
         """The operator on what to `keep` of the lists; None: all."""
@@ -226,9 +227,10 @@ def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], 
     """
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
+    if all(map(operator.is_, found := _cuts_of(values), cuts)):
+        return values
     fitting = list(values)
-    others = [number for number, (own, cut) in enumerate(zip(_cuts_of(values), cuts)) if own is not cut]
-    for number in others:
+    for number in [number for number, (own, cut) in enumerate(zip(found, cuts)) if own is not cut]:
         value, like = values[number], first[number]
         if not isinstance(like, UnevenDTensor):
             continue

@@ -75,7 +75,8 @@ def _part_norms(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | 
 def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:
     """`replicated` each of `values`, 1-D."""
     each = values.unbind()
-    spec = replicated(each[0], mesh)._spec  # from_local makes a new one each time, and takes its time for it
+    one: Any = replicated(values, mesh)[0]
+    spec = one._spec  # which torch keeps: `stack` knows it again without a comparison
     # Without DTensor's __init__, which does nothing and takes its time.
     return [DTensor.__new__(DTensor, value, spec, requires_grad=False) for value in each]  # type: ignore[call-arg]
 

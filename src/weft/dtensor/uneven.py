@@ -133,8 +133,10 @@ class UnevenDTensor(RuledDTensor):
     @cached_property
     def axes(self) -> tuple[int, ...]:
         """The mesh axes over which the elements are spread: cut, or sliced for tensor parallelism."""
-        cut = self._cuts.axes
-        return (*cut, *(axis for axis, p in enumerate(self._spec.placements) if axis not in cut and p.is_shard()))
+        cut, placements = self._cuts.axes, self._spec.placements
+        if len(cut) == len(placements):
+            return cut
+        return (*cut, *(axis for axis, p in enumerate(placements) if axis not in cut and p.is_shard()))
 
     @property
     def owner(self) -> int | None:
