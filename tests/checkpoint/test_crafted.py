@@ -286,6 +286,18 @@ def test_what_plain_data_may_not_name_is_told(name):
         unpack(io.BytesIO(with_pickle(memory(name.encode()))))
 
 
+@pytest.mark.parametrize(("calls", "size"), [(1, 1 << 30), (1 << 12, 1 << 10)])
+def test_bare_storages_that_would_take_memory_are_told(calls, size):
+    one = b"ctorch.storage\nUntypedStorage\nJ" + size.to_bytes(4, "little") + b"\x85R0"
+    with pytest.raises(ValueError, match=f"it may take {calls * size} bytes of memory"):
+        unpack(io.BytesIO(with_pickle(b"\x80\x02" + one * calls + b"K\x01.")))
+
+
+def test_what_is_compressed_is_told():
+    with pytest.raises(ValueError, match="it is compressed"):
+        unpack(io.BytesIO(deflated(saved([0] * 100))))
+
+
 def test_plain_data_and_tensors_of_any_dtype_are_read():
     values = [1, 2.5, "a", b"b", None, {"c": (1, {2})}, 3j, torch.float32, torch.Size([2]), 1 << 70]
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn):
