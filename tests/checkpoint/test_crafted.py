@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from weft.checkpoint import CheckpointError, CheckpointManager, CheckpointMismatch
 from weft.checkpoint.loading import unpack
 from weft.checkpoint.manifest import File, Manifest
+from weft.checkpoint.metadata import read_metadata
 from weft.cli import main
 
 SHARD = "__0_0.distcp"
@@ -78,11 +80,15 @@ def put_entry(checkpoint, key, content):
     put_metadata(checkpoint, metadata)
 
 
-def put_place(checkpoint, **changes):
-    metadata = metadata_of(checkpoint)
+def put_places(metadata, **changes):
     for place in metadata.storage_data.values():
         for name, value in changes.items():
             setattr(place, name, value)
+
+
+def put_place(checkpoint, **changes):
+    metadata = metadata_of(checkpoint)
+    put_places(metadata, **changes)
     put_metadata(checkpoint, metadata)
 
 
@@ -280,10 +286,69 @@ def test_an_element_that_is_there_twice_is_told(checkpoint):
         load(checkpoint)
 
 
+def put_parts(metadata, parts):
+    """Of "model.weight", each with a place that is as long as it."""
+    for at, sizes in parts:
+        metadata.storage_data[MetadataIndex("model.weight", at)] = _StorageInfo(SHARD, 0, 4 * math.prod(sizes))
+    metadata.state_dict_metadata["model.weight"].chunks = [ChunkStorageMetadata(at, sizes) for at, sizes in parts]
+
+
+def put_length(metadata, key, length):
+    for index, place in metadata.storage_data.items():
+        if index.fqn == key:
+            place.length = length
+
+
+def weight(metadata):
+    return metadata.state_dict_metadata["model.weight"]
+
+
+RULES = [
+    ("has the key 'a\\\\nb'", lambda m: m.state_dict_metadata.update({"a\nb": weight(m)})),
+    ("makes data.position too long", lambda m: put_length(m, "data.position", (1 << 28) + 1)),
+    ("holds a int under model.weight", lambda m: m.state_dict_metadata.update({"model.weight": 3})),
+    ("gives model.weight no dtype", lambda m: setattr(weight(m).properties, "dtype", None)),
+    (r"gives model.weight the shape \(3, -5\)", lambda m: setattr(weight(m), "size", (3, -5))),
+    (r"gives model.weight the shape \(3, True\)", lambda m: setattr(weight(m), "size", (3, True))),
+    ("has a part of model.weight that lies outside of it", lambda m: put_parts(m, [((0, 1), (3, 5))])),
+    ("has a part of model.weight that lies outside of it", lambda m: put_parts(m, [((0, -1), (3, 5))])),
+    ("has a part of model.weight that lies outside of it", lambda m: put_parts(m, [((0,), (3,))])),
+    ("says that 60 bytes of model.weight take 59", lambda m: put_length(m, "model.weight", 59)),
+    ("says that 60 bytes of model.weight take 65597", lambda m: put_length(m, "model.weight", 60 + (1 << 16) + 1)),
+    ("has 10 of the 15 elements of model.weight", lambda m: put_parts(m, [((0, 0), (2, 5))])),
+    ("looks for parts in 'there', which is no file", lambda m: put_places(m, relative_path="there")),
+    ("looks for parts outside of", lambda m: put_places(m, offset=-8)),
+    ("looks for parts outside of", lambda m: put_places(m, offset=1 << 30)),
+    ("wants parts of .* transformed", lambda m: put_places(m, transform_descriptors=["zstd"])),
+]
+
+
+@pytest.mark.parametrize(("said", "broken"), RULES)
+def test_each_rule_that_the_metadata_breaks_is_told(checkpoint, said, broken):
+    """By its own words: another rule, or whoever reads the parts, may refuse it as well, or may not."""
+    metadata = metadata_of(checkpoint)
+    broken(metadata)
+    manifest = Manifest(1, 1, {SHARD: File(1 << 30, ())})
+    with pytest.raises(CheckpointError, match=said):
+        read_metadata(pickle.dumps(metadata), manifest)
+
+
 @pytest.mark.parametrize("name", ["bytearray", "frozenset"])
 def test_what_plain_data_may_not_name_is_told(name):
     with pytest.raises(ValueError, match=rf"it names builtins\.{name}, which no checkpoint needs"):
         unpack(io.BytesIO(with_pickle(memory(name.encode()))))
+
+
+@pytest.mark.parametrize(("calls", "size"), [(1, 1 << 30), (1 << 12, 1 << 10)])
+def test_bare_storages_that_would_take_memory_are_told(calls, size):
+    one = b"ctorch.storage\nUntypedStorage\nJ" + size.to_bytes(4, "little") + b"\x85R0"
+    with pytest.raises(ValueError, match=f"it may take {calls * size} bytes of memory"):
+        unpack(io.BytesIO(with_pickle(b"\x80\x02" + one * calls + b"K\x01.")))
+
+
+def test_what_is_compressed_is_told():
+    with pytest.raises(ValueError, match="it is compressed"):
+        unpack(io.BytesIO(deflated(saved([0] * 100))))
 
 
 def test_plain_data_and_tensors_of_any_dtype_are_read():

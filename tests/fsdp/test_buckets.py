@@ -188,6 +188,22 @@ def test_a_unit_that_is_used_again_travels_by_itself():
 
 
 @distributed(2)
+def test_units_whose_weights_are_shared_bring_their_bucket():
+    def found(bucket_bytes, lanes=None):
+        torch.manual_seed(0)
+        net = Layers()
+        net.layers[-1].weight = net.layers[0].weight
+        for layer in net.layers:
+            weft.fully_shard(layer)
+        weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=bucket_bytes))
+        return train(net, lanes=lanes)
+
+    lanes = Counter()
+    assert equal_bit_by_bit(found(2 * bytes_of_a_layer(), lanes), found(EACH))
+    assert lanes == {"gathers": 6, "gather": 1, "reductions": 3}
+
+
+@distributed(2)
 def test_frozen_units_and_what_the_user_gathers_and_modules_that_are_used_twice_are_as_before():
     def found(bucket_bytes):
         net = model(bucket_bytes, frozen=[1, 4])

@@ -171,6 +171,26 @@ def test_backward_gathers_ahead_over_the_neighbours_alone():
             assert sizes == {"forward": {4}, "backward": {2}}
 
 
+def swap_the_inner_layers(net: Chain) -> None:
+    net.layers = torch.nn.ModuleList(net.layers[number] for number in (0, 2, 1, 3))
+
+
+@distributed(2)
+def test_what_was_gathered_ahead_goes_when_the_pass_leaves_its_record_and_what_has_run_stays():
+    net = chain()
+    steps(net, 2)
+    swap_the_inner_layers(net)
+    [[(forward, _)]] = steps(net, 1)
+    assert forward.count("gather 1") == 2
+    assert forward.index("gather 1") < forward.index("forward 2") < len(forward) - forward[::-1].index("gather 1")
+
+    net = chain(reshard_after_forward=False)
+    steps(net, 2)
+    swap_the_inner_layers(net)
+    [[(_, backward)]] = steps(net, 1)
+    assert not [event for event in backward if event.startswith("gather")]
+
+
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +265,15 @@ def test_the_outer_axis_is_reduced_over_once_in_a_step(outer_strategy):
         for unit in UNITS:
             assert [backward.count(f"reduce {unit}") for _, backward in passes] == [1, 1, 1]
             assert [backward.count(f"outer reduce {unit}") for _, backward in passes] == [0, 0, 1]
+
+
+@distributed(2)
+def test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen():
+    net = chain()
+    net.layers[2].requires_grad_(False)
+    for (_, backward), *_ in steps(net, 2):
+        assert backward.goes("backward 3", "reduce 3", "backward 1", "reduce 1", "backward 0", "reduce 0")
+        assert "reduce 2" not in backward
 
 
 @distributed(2)

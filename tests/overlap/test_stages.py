@@ -313,6 +313,10 @@ def test_what_does_not_fit_is_refused():
         build(CFG, chunks=0)
     with pytest.raises(ValueError, match=r"placement='w': choose"):
         build(CFG, chunks=2, placement="w")
+    with pytest.raises(ValueError, match="3 segments on pp=2 ranks: each rank has as many"):
+        weft.pipeline.Cut((range(1),) * 3, ranks=2)
+    with pytest.raises(ValueError, match="placement='v' with 3 chunks on a rank: it comes back"):
+        weft.pipeline.Cut((range(1),) * 3, placement="v")
 
 
 @distributed(4)

@@ -151,6 +151,35 @@ def test_ranks_that_wait_for_each_other_are_told_as_a_circle():
     )
 
 
+def test_who_waits_for_a_circle_is_not_in_it():
+    text = """
+        table stuck: chunks 1, microbatches 2, placement loop
+        rank 0: F0.0 F1.0 B0.0 B1.0
+        rank 1: F0.0 B0.0 F1.0 B1.0
+        rank 2: F0.0 F1.0 B0.0 B1.0
+    """
+    with pytest.raises(TableError) as raised:
+        parse_table(text)
+    assert (raised.value.rank, raised.value.position) == (1, 1)
+    assert "rank 0" not in raised.value.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"placement": "w"}, "placement 'w'; must be 'loop' or 'v'"),
+        ({"chunks": 0}, "chunks = 0; must be at least 1"),
+        ({"ranks": (((),),)}, "an entry is one action"),
+        ({"ranks": (((Action("F", 0, -1),),),)}, "there is no chunk -1"),
+        ({"ranks": (((Action("F", -1, 0),),),)}, "there is no microbatch -1"),
+    ],
+)
+def test_what_is_no_table_is_refused(changed, said):
+    row = ((Action("F", 0, 0),), (Action("B", 0, 0),))
+    with pytest.raises(ValueError, match=said):
+        check(Table(**{"name": "x", "ranks": (row,), "chunks": 1, "microbatches": 1, **changed}))
+
+
 def test_pairs_on_the_order_of_1f1b_wait_for_each_other():
     made = table("1f1b", ranks=4, microbatches=8)
     rows = []
@@ -214,6 +243,7 @@ def test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not():
         (Costs(forward=[1, 2, 3]), "forward has 3 times; give one, or one for each of 4 stages"),
         (Costs(weights=-1), "weights = -1; times are finite and not negative"),
         (Costs(pair=float("nan")), "pair = nan; times are finite"),
+        (Costs(transfer=float("inf")), "transfer = inf; times are finite"),
     ],
 )
 def test_costs_that_no_run_has_are_refused(costs, said):

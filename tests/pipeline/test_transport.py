@@ -28,7 +28,7 @@ def test_the_next_message_is_expected_while_one_is_worked_on():
     channel = transport().channel(0, FORWARD)
     told = mock.patch.object(Channel, "_tell", autospec=True, side_effect=Channel._tell)
     for step in range(2):
-        sent = [[torch.full((2, 3), 4.0 * step + n), torch.ones(n % 2 + 1)] for n in range(4)]
+        sent = [[torch.full((2, 3), 4.0 * step + n), torch.ones(2, n % 2 + 1).t()] for n in range(4)]
         keys = ["even", "odd", "even", "odd"]
         if dist.get_rank():
             channel.foresee(keys)
@@ -97,6 +97,8 @@ def test_another_shape_for_what_is_known_is_refused():
             channel.send(1, [torch.zeros(2, 4, dtype=torch.bfloat16)])
         with pytest.raises(TypeError, match=r"\[2\] int64: what crosses stages is of torch.float32"):
             channel.send(2, [torch.zeros(2, dtype=torch.int64)])
+        with pytest.raises(TypeError, match="has at most 6 dimensions"):
+            channel.send(3, [torch.zeros((1,) * 7)])
         channel.finish()
 
 

@@ -4,7 +4,8 @@ import torch
 from tests.train.command import metrics, write_config
 from weft.cli import main
 from weft.train.config import load_config
-from weft.train.evaluate import validate
+from weft.train.errors import ConfigError
+from weft.train.evaluate import evaluate, validate
 from weft.train.loop import train
 
 
@@ -77,6 +78,12 @@ def validated():
 
 def test_a_validation_computes_as_many_microbatches_at_once_as_its_task_says(pool):
     assert pool.run(1, validated) == [({"loss": 2.0, "twice": 4.0}, [2, 2, 1])]
+
+
+def test_an_average_that_the_run_did_not_keep_is_refused(tmp_path):
+    write_config(tmp_path).rename(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"--ema: the run kept no moving average .* leave it out"):
+        evaluate(tmp_path, average=True, overrides=[])
 
 
 @pytest.mark.parametrize("command", ["eval", "report"])

@@ -1,6 +1,7 @@
 """Configurations that name a model, a loss and data of one's own."""
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -11,6 +12,7 @@ from weft.train.errors import ConfigError
 from weft.train.evaluate import evaluate
 from weft.train.loop import Trainer
 from weft.train.run.runs import Run
+from weft.train.task.choice import task_of
 
 
 class Tokens(nn.Module):
@@ -75,11 +77,26 @@ OWN = {"factory": f'"{__name__}:Plain"', "loss": f'"{__name__}:plain_loss"'}
 
 def test_data_by_its_place_trains_too(pool, tmp_path):
     path = configured(tmp_path, data=False, **OWN)
-    path.write_text(
-        path.read_text().replace("validation_batches = 2\n", "") + f'[data]\nfactory = "{batches.__module__}:batches"\n'
-    )
-    lines, _, _ = pool.run(2, trained, path, tmp_path / "run", 4)[0]
+    text = path.read_text().replace("validation_batches = 2\n", "")
+    place = f"{batches.__module__}:batches"
+    path.write_text(f'{text}[data]\nfactory = "{place}"\nvalidation_factory = "{place}"\n')
+    lines, validations, _ = pool.run(2, trained, path, tmp_path / "run", 4)[0]
     assert len(lines) == 4 and lines[-1]["loss"] > 0
+    assert len(validations) == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "data", "said"),
+    [
+        ("a:b", "sequence_length = 8", "[data]: has no effect beside data.factory"),
+        ("", "", 'model.loss = "": data of one\'s own'),
+    ],
+)
+def test_data_of_one_s_own_goes_with_no_other_and_with_a_loss(loss, data, said):
+    text = f'[model]\nfactory = "a:b"\nloss = "{loss}"\n[data]\nfactory = "a:b"\n{data}\n'
+    with pytest.raises(ConfigError) as error:
+        task_of(parse_config(text), torch.device("cpu"))
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 def test_a_configuration_with_a_factory_reads_back_equal(tmp_path):

@@ -39,6 +39,26 @@ def test_a_spike_is_far_above_the_median_of_what_was_none():
     assert not Spikes(0.0).is_one(1e9)
 
 
+def test_the_median_is_that_of_the_last_hundred_and_twenty_must_be_known():
+    young = Spikes(2.0)
+    for norm in [1.0] * 10 + [math.nan] * 30 + [1.0] * 9 + [9.0]:
+        assert not young.is_one(norm), "fewer than twenty were known"
+    assert len(young.norms) == 20
+    assert not young.is_one(2.0) and young.is_one(2.1)
+
+    steady = Spikes(2.0)
+    assert not any(steady.is_one(norm) for norm in [10.0] * 50 + [1.0] * 50)
+    assert not steady.is_one(3.0), "half of the last hundred were 10"
+    assert not steady.is_one(1.0) and steady.is_one(3.0), "most were 1, whatever their mean is"
+
+    again = Spikes(2.0)
+    again.load_state_dict(steady.state_dict())
+    assert vars(again) == vars(steady) and again.in_a_row == 1
+    off = Spikes(0.0)
+    off.load_state_dict(steady.state_dict())
+    assert not off.is_one(1e9), "a run that goes on without"
+
+
 def spiked(path, folder, stop_at, resume_from=None, poison=None):
     """A run in which the gradient of step `poison` is a thousand times too large on one rank."""
     stop = StopAt(stop_at)
