@@ -626,8 +626,8 @@ MUTATIONS = [
     Mutation(
         "what is frozen before a backward gets gradients",
         "fsdp/gradients/group.py",
-        " or not self._sharded[number].requires_grad ",
-        " ",
+        "if not self._sharded[number].requires_grad:",
+        "if False:",
         SEAMS + "test_users.py::test_parameters_that_are_frozen_between_forward_and_backward[2-optim]",
     ),
     Mutation(

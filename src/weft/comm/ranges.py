@@ -17,6 +17,8 @@ from torch.autograd.profiler import record_function
 from weft.comm.timeline import labelled, recording
 from weft.comm.watch.lookout import lookout
 
+_HAS_CUDA = torch.backends.cuda.is_built()
+
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
@@ -50,6 +52,6 @@ def _range(unit: str, what: str) -> AbstractContextManager | None:
     """A range of a profile, None if nobody looks at one."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit or 'root'}/{what}")
-    if torch.cuda.is_initialized() and recording() is None:
+    if _HAS_CUDA and torch.cuda.is_initialized() and recording() is None:
         return torch.cuda.nvtx.range(f"weft/{unit or 'root'}/{what}")
     return None

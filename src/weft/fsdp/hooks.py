@@ -361,6 +361,8 @@ def _refuse_parameters_in_no_unit(modules: Iterable[nn.Module], units: Sequence[
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
     """The inputs with their differentiable tensors passed through the end-of-backward mark, and what gives lists that
     were made anew for it what the module has put into them."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return (_EndOfBackward.apply(call, *args) if args[0].requires_grad else args), kwargs, _nothing
     tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.requires_grad]
     if not tensors:
         return args, kwargs, _nothing

@@ -62,6 +62,7 @@ TRANSITIONS = {
     (State.HELD, "renew"): State.HELD,
     (State.HERE, "free"): State.AT_REST,
 }
+_FROM = {state: {event: to for (begin, event), to in TRANSITIONS.items() if begin is state} for state in State}
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,7 @@ class Unit:
         return f"{self.name} ({self.kind})" if self.name else f"the root ({self.kind})"
 
     def _to(self, event: str) -> None:
-        following = TRANSITIONS.get((self.state, event))
+        following = _FROM[self.state].get(event)
         if following is None:
             holders = ", ".join(holder.name for holder in self.holders)
             raise RuntimeError(

@@ -117,9 +117,10 @@ class GroupGradients:
     def arrived(self) -> bool:
         """Whether autograd or a module left gradients that `pack` has not taken."""
         with behind_classes():
-            return bool(self._written) or any(
-                parameter.grad is not None or says_it_wrote(parameter) for parameter in self._full
-            )
+            for parameter in self._full:
+                if parameter.grad is not None:
+                    return True
+            return bool(self._written) or any(says_it_wrote(self._full[number]) for number in self._declared)
 
     def accumulates(self, finishing: bool = True) -> bool:
         """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
@@ -164,11 +165,16 @@ class GroupGradients:
                 packed.local[start:stop].zero_()
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for number, (view, parameter) in enumerate(zip(self._stages[0].views(), self._full)):
-            ignored = leaves_a_dummy(parameter) or not self._sharded[number].requires_grad  # frozen since the forward
-            gradient = None if ignored else self._slice_of_gradient(number)
-            if says_it_wrote(parameter):
-                self._written.add(number)
+        self._written.update(number for number in self._declared if says_it_wrote(self._full[number]))
+        left = [parameter.grad for parameter in self._full]
+        for number in self._declared:
+            if leaves_a_dummy(self._full[number]):
+                left[number] = None
+        for number, (view, parameter, gradient) in enumerate(zip(self._stages[0].views(), self._full, left)):
+            if not self._sharded[number].requires_grad:  # frozen since the forward
+                gradient = None
+            elif gradient is not None and (parallel := self._tensor_parallel[number]) is not None:
+                gradient = parallel.slice_of_gradient(gradient)
             if gradient is not None:
                 targets, gradients = more if self._filled[number] else new
                 targets.append(view)
@@ -189,11 +195,6 @@ class GroupGradients:
         """The buffer of this rank's gradients."""
         first = self._stages[0]
         return first.buffer or first.open(pool, accumulating=defer or self._plan.recipe.narrows)
-
-    def _slice_of_gradient(self, number: int) -> torch.Tensor | None:
-        """What autograd left on full parameter `number`; of one with slices, this rank's."""
-        gradient, parallel = self._full[number].grad, self._tensor_parallel[number]
-        return gradient if gradient is None or parallel is None else parallel.slice_of_gradient(gradient)
 
     def _forget(self) -> None:
         """What autograd and modules left on the full parameters goes."""

@@ -135,8 +135,7 @@ class MainGradients:
             if present[number] or number in withdrawn:
                 theirs = parameter.grad
                 if theirs is not None:  # a penalty's, or what a hook has left
-                    with torch.no_grad():
-                        mine.add_(theirs)
+                    mine.add_(theirs)
                 parameter.grad = mine
         for parameter, here in zip(self._parameters, present):
             if here:

@@ -51,6 +51,8 @@ class GradientStage:
         """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
         self._describe = describe
         self.buffer: FlatBuffer | None = None
+        self._latest: FlatBuffer | None = None
+        """The buffer that was open last: the pool hands out the same memory step after step, so it stays."""
         self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
 
     @property
@@ -62,11 +64,14 @@ class GradientStage:
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = Transient(self._numel, dtype, self._plan.device, describe=self._describe)
-        self.buffer = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, pool.take(self._memory[dtype]))
+        memory = pool.take(self._memory[dtype])
+        if self._latest is None or self._latest.local is not memory:
+            self._latest = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, memory)
+        self.buffer = self._latest
         return self.buffer
 
     def views(self) -> list[torch.Tensor]:
-        """The open buffer's view of each tensor. The pool hands out the same memory step after step, so they stay."""
+        """The open buffer's view of each tensor."""
         assert self.buffer is not None, "open first"
         if self._views[0] is not self.buffer.local:
             self._views = (self.buffer.local, self.buffer.views())

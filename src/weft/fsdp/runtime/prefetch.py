@@ -35,13 +35,22 @@ class Itinerary:
         self.expected = list(expected)
         self.visited: list[int] = []
         self.on_track = True
+        self.wanted: dict[tuple[int, bool], list[int]] = {}
+        """What to gather ahead where so many were visited, with the whole bucket of the last one or not: looked up once
+        as long as passes are alike."""
 
     def begin(self) -> None:
         """Start a pass; the one before becomes the prediction."""
         if self.visited:
-            self.expected = self.visited
+            self.expect(self.visited)
         self.visited = []
         self.on_track = True
+
+    def expect(self, units: list[int]) -> None:
+        """The next pass is predicted to visit these."""
+        if units != self.expected:
+            self.expected = units
+            self.wanted.clear()
 
     def visit(self, unit: int) -> None:
         """Note the next unit."""
@@ -67,7 +76,7 @@ class Itinerary:
 
     def forget(self) -> None:
         """Drop the record: the pass was not what a pass should be."""
-        self.expected = []
+        self.expect([])
         self.visited = []
 
 
@@ -92,14 +101,10 @@ class Prefetch:
         """The units that a backward follows, in the order of their forwards."""
         self._foretold: set[int] = set()
         """The units that were gathered ahead and have not been visited."""
-        self._wanted: list[int] = []
-        """The units that should be here, or on their way, besides those that are held."""
-        self._wanted_at = range(0)
-        """As long as the pass, on its record, has visited so many units."""
 
     def begin(self, kind: Pass) -> None:
         """A pass of this kind begins."""
-        self._turn_to(kind)
+        self._kind = kind
         self._foretold.clear()
         for bucket in self._buckets.values():
             bucket.gathered = kind is Pass.SCHEDULE
@@ -107,7 +112,7 @@ class Prefetch:
         if kind is not Pass.BACKWARD:
             self._finished = []
         elif not self._records[kind].expected:
-            self._records[kind].expected = self._finished[::-1]
+            self._records[kind].expect(self._finished[::-1])
 
     def begin_schedule(self, order: Sequence[int], depth: int) -> bool:
         """A schedule begins, which visits units in this order and gathers `depth` of them ahead; whether it is new."""
@@ -126,7 +131,7 @@ class Prefetch:
 
     def end_backward(self) -> None:
         """A backward is over: what the forward has gathered ahead for it is not foretold any more."""
-        self._turn_to(Pass.FORWARD)
+        self._kind = Pass.FORWARD
 
     def visit(self, unit: Unit, explicit: "list[weakref.ref[Unit]] | None") -> None:
         """`unit` comes next: gather it, and ahead the `explicit` units, else those that the record foretells.
@@ -144,7 +149,8 @@ class Prefetch:
                 if (ahead := ref()) is not None:
                     ahead.prefetch()
             return
-        self._gather(unit)
+        if not unit.resident or unit.tied:
+            self._gather(unit)
         for number in self._wanted_now():
             if (following := self._units[number]()) is not None and not following.resident:
                 if not following.fits(self._weights):
@@ -160,10 +166,6 @@ class Prefetch:
         if not unit.resident and unit.number in self._buckets:
             self._buckets[unit.number].gather()
         unit.prefetch()
-
-    def _turn_to(self, kind: Pass) -> None:
-        self._kind = kind
-        self._wanted_at = range(0)
 
     def _together(self, number: int, kind: Pass) -> Collection[int]:
         """The units that come with unit `number` in such a pass; a schedule gathers each by itself."""
@@ -207,7 +209,7 @@ class Prefetch:
 
     def forget(self) -> None:
         """Drop all records: a pass was not what a pass should be."""
-        self._turn_to(Pass.FORWARD)
+        self._kind = Pass.FORWARD
         for record in self._records.values():
             record.forget()
 
@@ -216,19 +218,20 @@ class Prefetch:
         return self._look_ahead(dropwhile(here.__contains__, upcoming), depth)
 
     def _wanted_now(self) -> Sequence[int]:
-        """`_wanted`, looked up once for all units of a bucket; none once the pass has left the record."""
+        """The units that should be here, or on their way, besides those that are held; none once the pass has left the
+        record."""
         record = self._records[self._kind]
         if not record.on_track:
             return ()
-        if len(record.visited) not in self._wanted_at:
-            here: Collection[int] = record.visited[-1:]
-            if record.visited and (bucket := self._buckets.get(record.visited[-1])) is not None and bucket.gathered:
-                here = self._together(record.visited[-1], self._kind)
-            upcoming, visited = record.ahead(), len(record.visited)
-            again = next((number for number, unit in enumerate(upcoming) if unit not in here), len(upcoming))
-            self._wanted_at = range(visited, visited + again + 1)
-            self._wanted = [unit.number for unit in self._look_ahead(upcoming[again:], record.depth)]
-        return self._wanted
+        visited = record.visited
+        bucket = self._buckets.get(visited[-1]) if visited else None
+        place = (len(visited), bucket is not None and bucket.gathered)
+        wanted = record.wanted.get(place)
+        if wanted is None:
+            here = visited[-1:] if bucket is None or not bucket.gathered else self._together(visited[-1], self._kind)
+            wanted = [unit.number for unit in self.behind(here, record.ahead(), record.depth)]
+            record.wanted[place] = wanted
+        return wanted
 
     def _look_ahead(self, upcoming: Iterable[int], depth: int) -> Iterator[Unit]:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""

@@ -19,6 +19,7 @@ order and the sizes are the same on all ranks, and so is what travels together.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,14 @@ from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.unit import Unit
+
+
+def _without_graph() -> AbstractContextManager:
+    """`torch.no_grad()`; in a backward, where it is the rule, at no cost."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING: AbstractContextManager = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -232,7 +241,7 @@ class Reductions:
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
         lead = groups[0]
-        with torch.no_grad(), profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
+        with _without_graph(), profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
             outputs, partials, adds = zip(*(group.gradients.open_reduction() for group in groups))
             ticket = self._channels.reductions.run(
                 reduce_scatter_bucket, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
@@ -247,7 +256,7 @@ class Reductions:
         finishes = unit.requires_all_reduce and self.is_last
         for group in unit.trainable_groups:
             self._make_room(unit, group)
-            with torch.no_grad(), profiled(unit.name, "reduce"):
+            with _without_graph(), profiled(unit.name, "reduce"):
                 group.gradients.pack(self._channels.gradients, defer=False)
                 scale = unit.scale_of(group)
                 ticket = group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
@@ -257,7 +266,7 @@ class Reductions:
     def _pack(self, unit: Unit) -> None:
         for group in unit.trainable_groups:
             self._finish_own(group)
-            with torch.no_grad(), profiled(unit.name, "reduce"):
+            with _without_graph(), profiled(unit.name, "reduce"):
                 group.gradients.pack(self._channels.gradients, defer=True)
 
     def _finish_own(self, group: ParameterGroup) -> None:
@@ -266,6 +275,6 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         done = self._under_way.popleft()
-        with torch.no_grad():
+        with _without_graph():
             done.ticket.wait()
         done.group.gradients.reduced()

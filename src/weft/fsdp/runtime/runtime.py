@@ -343,9 +343,8 @@ class Runtime:
         """Autograd has run a backward after this model's last forward: if it left gradients here that no hook noticed,
         the model's own backward is over, too."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
-            with torch.no_grad():
-                self._open_backward()
-                self.end_backward()
+            self._open_backward()
+            self.end_backward()
 
     def _may_share_backward(self) -> bool:
         """Whether another model has run forward since the last backward of this one, and has its own to come."""
@@ -377,6 +376,7 @@ class Runtime:
             self.reset()
             raise
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         """Complete what no hook could, agree, collect the reductions, hand the gradients out, and go to rest."""
         self._calls.clear()
