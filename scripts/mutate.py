@@ -67,8 +67,8 @@ MUTATIONS = [
     Mutation(
         "a default step goes tensor by tensor",
         "dtensor/steps.py",
-        "register_optimizer_step_pre_hook(_choose)",
-        "register_optimizer_step_pre_hook(_restore)",
+        '            kwargs["foreach"] = True\n',
+        "            pass\n",
         STEPS + "test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit",
     ),
     Mutation(

@@ -92,6 +92,27 @@ def test_what_a_list_could_not_do_alike_is_left_to_torch():
 
 
 @distributed(2)
+def test_a_step_goes_over_lists_behind_what_hooks_change_and_they_see_the_choice_of_the_user():
+    def slower(optimizer, *_):
+        optimizer.param_groups[0]["lr"] = torch.tensor(5e-3)
+
+    for before in ([], [slower]):
+        plain, sharded, choices = Bag(SHAPES["tiny"]), weft.fully_shard(Bag(SHAPES["tiny"])), []
+        for model in (plain, sharded):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for hook in before:
+                optimizer.register_step_pre_hook(hook)
+            optimizer.register_step_post_hook(
+                lambda stepped, *_, seen=choices: seen.append(stepped.state_dict()["param_groups"][0]["foreach"])
+            )
+            with noted_lists() as sizes:
+                stepped(model, optimizer)
+            assert bool(sizes) == (model is sharded and not before)
+        assert choices == [None] * 6
+        assert_bit_equal(sharded, plain)
+
+
+@distributed(2)
 def test_large_parameters_and_those_that_are_not_sharded_are_stepped_one_by_one():
     large = weft.fully_shard(nn.Linear(256, 256))
     small, beside = weft.fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)

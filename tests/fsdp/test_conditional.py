@@ -120,6 +120,26 @@ def test_units_that_run_on_some_ranks_only_have_true_gradients(strategy):
                 raise AssertionError(f"{name}, {microbatches} microbatches: {error}") from error
 
 
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 18])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@distributed(2)
+def test_a_unit_that_ran_on_one_rank_before_it_was_frozen_is_still_reduced_by_all(strategy, bucket_bytes):
+    runtime = weft.RuntimeOptions(bucket_bytes=bucket_bytes)
+    plain, sharded = make(), shard(make(), strategy=strategy, runtime=runtime)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    batches = nets.data(2, 2 * ranks)
+    for net, mine in ((plain, range(ranks)), (sharded, [rank])):
+        for micro, batch in enumerate(batches):
+            if net is sharded:
+                net.set_requires_gradient_sync(micro == 1)
+            for each in mine:
+                net.path = [(0, 1, 2), (0, 2)][each]
+                (loss_of(net, batch.chunk(ranks)[each]) / len(mine)).backward()
+            net.blocks[1].requires_grad_(False)
+    assert any(parameter.grad.full_tensor().any() for parameter in sharded.blocks[1].parameters())
+    assert_gradients(sharded, plain)
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others():

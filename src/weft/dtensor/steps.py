@@ -3,59 +3,59 @@
 On CPU torch steps tensor by tensor, since a list of tensors is no faster there. Of sharded tensors every operator on
 every tensor is a call from torch into Python, which costs more than a small tensor's arithmetic; on lists it is one.
 
-    who                  parameters of the group           foreach, fused    steps
+    whose step           parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam, AdamW, SGD,    all sharded, on CPU, on average   None, None        over lists, as with `foreach=True`:
-      Adagrad              at most `SMALL` elements here                       the same values bit for bit
-    anybody              anything else                     anything          as torch chooses
+    Adam's, AdamW's,     all sharded, on CPU, on average   None, None        over lists, as with `foreach=True`:
+      SGD's, Adagrad's     at most `SMALL` elements here                       the same values bit for bit
+    anybody's            anything else                     anything          as torch chooses
 
 Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, and
 Nesterov's momentum, which then changes the gradients.
+
+torch makes this choice in the functions that its optimizers call with the parameters of a group. There it is made here,
+behind whatever the user's hooks change, and nothing tells of it in the optimizer, which may be saved at any time.
 """
 
-import weakref
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import adagrad, adam, sgd
 
 from weft.dtensor.uneven import UnevenDTensor
 
 SMALL = 4096
 """Elements of a tensor above which arithmetic is what costs, and a list's intermediate results take memory."""
 
-_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-_chosen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]" = weakref.WeakKeyDictionary()
-"""The groups that take their step over lists now."""
+
+def _choose_in(module: ModuleType, name: str) -> None:
+    """Let the step `name` of torch's `module` go over lists where that is right."""
+    step: Callable[..., None] = getattr(module, name)
+
+    @functools.wraps(step)
+    def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and _goes_over_lists(params, kwargs):
+            kwargs["foreach"] = True
+        step(params, *args, **kwargs)
+
+    setattr(module, name, choosing)
 
 
-def _choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step."""
-    _restore(optimizer)  # an earlier one may have failed
-    if type(optimizer) in _STEPS and (groups := [each for each in optimizer.param_groups if _goes_over_lists(each)]):
-        _chosen[optimizer] = groups
-        for group in groups:
-            group["foreach"] = True
-
-
-def _restore(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Behind a step: the choice is nobody's again."""
-    for group in _chosen.pop(optimizer, ()):
-        group["foreach"] = None
-
-
-def _goes_over_lists(group: dict[str, Any]) -> bool:
-    if group["foreach"] is not None or group["fused"] is not None or group.get("nesterov") or group["differentiable"]:
+def _goes_over_lists(parameters: Sequence[torch.Tensor], options: dict[str, Any]) -> bool:
+    if options.get("foreach", True) is not None or options.get("fused") is not None:
         return False
-    if any(isinstance(number, torch.Tensor) for number in (group["lr"], *group.get("betas", ()))):
+    if options.get("nesterov") or options.get("differentiable"):
         return False
-    parameters = group["params"]
+    if any(isinstance(options.get(number), torch.Tensor) for number in ("lr", "beta1", "beta2")):
+        return False
     if not parameters or set(map(type, parameters)) != {UnevenDTensor}:
         return False
     return parameters[0].device.type == "cpu" and (
-        sum(each._local_tensor.numel() for each in parameters) <= SMALL * len(parameters)
+        sum(each._local_tensor.numel() for each in parameters) <= SMALL * len(parameters)  # type: ignore[attr-defined]
     )
 
 
-register_optimizer_step_pre_hook(_choose)
-register_optimizer_step_post_hook(_restore)
+for _module, _name in ((adam, "adam"), (sgd, "sgd"), (adagrad, "adagrad")):
+    _choose_in(_module, _name)

@@ -354,8 +354,9 @@ class ParameterGroup:
             for full, flag in zip(self.full_parameters, trains):
                 if full.requires_grad != flag:
                     full.requires_grad_(flag)
-        # Gradients that wait for their reduction are still reduced when their parameters are frozen meanwhile.
-        self.trainable = any(trains) or self.gradients.accumulates()
+        # Gradients that wait for their reduction, here or elsewhere, are still reduced when their parameters are frozen
+        # meanwhile.
+        self.trainable = any(trains) or self.gradients.is_owed or self.gradients.accumulates()
         for slot, sharded in zip(self.slots, self.sharded_parameters):
             if sharded._backward_hooks:
                 raise RuntimeError(f"{slot.name!r} of {self.owner()}: {HOOK_NEVER_RUNS}")

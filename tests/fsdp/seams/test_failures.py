@@ -205,6 +205,21 @@ def test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
+def test_a_hook_that_fails_when_gradients_are_handed_out_takes_them_all(strategy):
+    plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
+    first, second, third = nets.data(3, 4)
+    nets.loss_of(sharded, mine(first)).backward()
+    handle = sharded.blocks[1].up.weight.register_post_accumulate_grad_hook(throw)
+    with pytest.raises(Oops):
+        nets.loss_of(sharded, mine(second)).backward()
+    handle.remove()
+    assert all(parameter.grad is None for parameter in sharded.parameters())
+    backward(plain, sharded, tokens_loss, third)
+    assert_gradients(sharded, plain)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
 def test_a_backward_that_fails_before_it_comes_to_a_model_takes_nothing_from_it(strategy):
     plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
     first, second, third = nets.data(3, 4)

@@ -87,6 +87,8 @@ class GroupGradients:
         self.main = MainGradients(plan, sharded_parameters, describe)
         self.present = [False] * len(full_parameters)
         """Of which parameters a gradient is among those packed since the last `publish`, on any rank once agreed."""
+        self.is_owed = False
+        """Whether some rank may have packed gradients of an earlier backward: the same on all, whatever each ran."""
         self.gives_all = False
         """Whether parameters that no rank used get a gradient of zeros, or none."""
         self.sums_only = False

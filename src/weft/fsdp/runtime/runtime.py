@@ -390,6 +390,8 @@ class Runtime:
         self.reductions.drain()
         self.prefetch.end_backward()
         for unit in units:
+            for group in unit.trainable_groups:
+                group.gradients.is_owed = self.reductions.defers(unit)
             unit.end_holds(UNTIL_BACKWARD)
             unit.forget()
         self._come_to_rest()
@@ -398,9 +400,13 @@ class Runtime:
             self._freshness.expect_change()
         self.passes.end()
         self._settled = next(_moments)
-        for group in self.groups:
-            if group.gradients.where is Where.REDUCED:
-                group.gradients.publish()
+        try:
+            for group in self.groups:
+                if group.gradients.where is Where.REDUCED:
+                    group.gradients.publish()
+        except BaseException:  # of a user's hook
+            self._drop_gradients()
+            raise
 
     def finish_deferred(self) -> None:
         """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
@@ -450,10 +456,13 @@ class Runtime:
             self._keeps_gradients = evaluates
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
-            for group in self.groups:
-                group.gradients.drop()
+            self._drop_gradients()
         for unit in self.units:
             unit.stand_back()
+
+    def _drop_gradients(self) -> None:
+        for group in self.groups:
+            group.gradients.drop()
 
     def recover(self) -> None:
         """Whoever comes from outside begins here: what a failed pass has left goes."""
