@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "small units are reduced one by one",
         "fsdp/runtime/reductions.py",
-        "small = len(kinds) == 1",
-        "small = False and len(kinds) == 1",
+        "goes_on = kind is not None and",
+        "goes_on = False and",
         BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
     ),
     Mutation(
