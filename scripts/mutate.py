@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "small units are reduced one by one",
         "fsdp/runtime/reductions.py",
-        "small = len(kinds) == 1",
-        "small = False and len(kinds) == 1",
+        "goes_on = kind is not None and",
+        "goes_on = False and",
         BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
     ),
     Mutation(
@@ -106,6 +106,20 @@ MUTATIONS = [
         "bytes_before + unit.gathered_bytes > most or",
         "",
         BUCKETS + "test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves[2]",
+    ),
+    Mutation(
+        "any number of reductions that travel together are under way",
+        "fsdp/runtime/reductions.py",
+        "for group in groups)\n        self._leave_room()",
+        "for group in groups)",
+        BUCKETS + "test_few_reductions_that_travel_together_are_under_way_at_once[2]",
+    ),
+    Mutation(
+        "units that share weights do not bring their buckets",
+        "fsdp/runtime/prefetch.py",
+        "            self._gather(tied)",
+        "            pass",
+        BUCKETS + "test_units_whose_weights_are_shared_bring_their_bucket[2]",
     ),
     Mutation(
         "what travels together is summed from this rank on",
@@ -171,6 +185,20 @@ MUTATIONS = [
         "        if explicit is not None:",
         "        if False:",
         ORDER + "test_units_that_the_user_names_are_gathered_ahead_in_place_of_the_next[2]",
+    ),
+    Mutation(
+        "what was gathered ahead stays when the pass leaves its record",
+        "fsdp/runtime/prefetch.py",
+        "            self._free_foretold()\n",
+        "            pass\n",
+        ORDER + "test_what_was_gathered_ahead_goes_when_the_pass_leaves_its_record[2-None]",
+    ),
+    Mutation(
+        "reductions wait for the turn of a frozen unit",
+        "fsdp/runtime/reductions.py",
+        "if unit.trainable_groups and self._takes_turns(unit)",
+        "if self._takes_turns(unit)",
+        ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
         "a gather is waited for at once",
@@ -1047,6 +1075,21 @@ MUTATIONS = [
         "if False:",
         "dtensor/test_whole_mesh.py::test_what_does_not_go_together_is_named[4]",
     ),
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+    Mutation(
+        "a tensor of which a part is missing is loaded",
+        "checkpoint/metadata.py",
+        "_require(held == math.prod(entry.size), ",
+        "_require(True, ",
+        "checkpoint/test_crafted.py::test_each_rule_that_the_metadata_breaks_is_told",
+    ),
+    Mutation(
+        "many small storages may take any memory",
+        "checkpoint/loading.py",
+        "calls * largest > 16 * length",
+        "largest > 16 * length",
+        "checkpoint/test_crafted.py::test_bare_storages_that_would_take_memory_are_told",
+    ),
     # --- the trainer -------------------------------------------------------------------------------------------------
     Mutation(
         "a resumed run reads its text from the beginning",
@@ -1117,6 +1160,13 @@ MUTATIONS = [
         'self.norms = [float(norm) for norm in state["norms"]]',
         "pass",
         SPIKES,
+    ),
+    Mutation(
+        "norms of long ago say what a spike is",
+        "train/spikes.py",
+        "[-_KNOWN:]",
+        "",
+        HABITS + "test_the_median_is_that_of_the_last_hundred_and_twenty_must_be_known",
     ),
     Mutation(
         "the best checkpoint goes with its turn",

@@ -339,6 +339,14 @@ def test_what_plain_data_may_not_name_is_told(name):
         unpack(io.BytesIO(with_pickle(memory(name.encode()))))
 
 
+def test_what_plain_data_names_in_another_way_is_told():
+    apart = with_pickle(memory(b"", b"\x8c\x08builtins\x8c\x09bytearray\x93"))
+    capitals = with_pickle(memory(b"bytearray")).replace(b"data.pkl", b"DATA.PKL")
+    for content, said in ((apart, "it uses the opcode STACK_GLOBAL"), (capitals, "it names builtins.bytearray")):
+        with pytest.raises(ValueError, match=f"{said}, which no checkpoint needs"):
+            unpack(io.BytesIO(content))
+
+
 @pytest.mark.parametrize(("calls", "size"), [(1, 1 << 30), (1 << 12, 1 << 10)])
 def test_bare_storages_that_would_take_memory_are_told(calls, size):
     one = b"ctorch.storage\nUntypedStorage\nJ" + size.to_bytes(4, "little") + b"\x85R0"

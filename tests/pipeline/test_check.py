@@ -230,6 +230,10 @@ def test_activations_live_until_the_gradients_of_weights_are_there():
     assert check(early).live == (1,)
 
 
+def test_what_takes_no_time_idles_for_none():
+    assert check(table("gpipe", ranks=2, microbatches=2), Costs(0, 0, 0)).idle_share == 0
+
+
 def test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not():
     alone = table("interleaved", ranks=1, chunks=2, microbatches=2)
     assert check(alone, Costs(transfer=5)).time == check(alone).time

@@ -132,13 +132,12 @@ class Reductions:
             groups = unit.trainable_groups
             kinds = {group.gradients.bucket_kind for group in groups} if self._bucket_bytes else {None}
             nbytes = sum(group.layout.numel * group.recipe.reduce.itemsize for group in groups)
-            small = len(kinds) == 1 and None not in kinds and nbytes <= self._bucket_bytes
-            goes_on = small and kinds == {kind} and spent + nbytes <= self._bucket_bytes
+            goes_on = kind is not None and kinds == {kind} and spent + nbytes <= self._bucket_bytes
             if turn and (not goes_on or unit in turn):  # one that is reduced twice
                 yield turn
                 turn, spent = [], 0
             turn.append(unit)
-            spent, kind = spent + nbytes, next(iter(kinds)) if small else None
+            spent, kind = spent + nbytes, next(iter(kinds)) if len(kinds) == 1 else None
         if turn:
             yield turn
 
