@@ -10,7 +10,8 @@ import torch
 
 from tests.train.command import weft, write_config
 from weft.checkpoint import CheckpointManager
-from weft.cli import EXIT_CODES, _parser, main
+from weft.cli import main
+from weft.cli.parser import EXIT_CODES, make_parser
 from weft.train.run import launch
 
 
@@ -74,7 +75,7 @@ def test_options_of_config_that_would_do_nothing_are_refused(capsys, options, sa
 
 
 def test_every_command_has_one_line_for_each_option_and_names_the_exit_codes():
-    (commands,) = (each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (commands,) = (each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
     for name, command in commands.choices.items():
         assert str(command.epilog).endswith(EXIT_CODES), name
         assert [each.dest for each in command._actions if each.option_strings and not each.help] == [], name
