@@ -67,6 +67,7 @@ def assert_alike(program: str, actual: list[dict[str, float]], expected: list[di
         (LLAMA, ["torchtitan", "triton"], 4, "--spmd full_dtensor --tp 2"),
         (DEEPSEEK, ["torchtitan", "triton"], 2, ""),
         (DEEPSEEK, ["torchtitan", "triton"], 4, "--ep 2"),
+        (DEEPSEEK, ["torchtitan", "triton"], 4, "--tp 2 --ep 2"),
     ],
 )
 def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(program, libraries, ranks, options):

@@ -49,6 +49,13 @@ def test_a_text_ends_where_the_model_ends_it(published):
     assert list(Source(published).continued("a", tokens=5, temperature=0)) == ["a"]
 
 
+def test_a_directory_without_a_tokenizer_is_refused(published, capsys):
+    (published / "tokenizer.json").unlink()
+    assert main(["sample", str(published)]) == 2
+    line = f"weft sample: {published}: has no tokenizer.json; put that of the model there, or name the run\n"
+    assert capsys.readouterr() == ("", line)
+
+
 def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     assert main(["sample", str(tmp_path)]) == 2
     output, errors = capsys.readouterr()

@@ -58,7 +58,9 @@ class Source:
         """Of the text that the model knows. Raises ConfigError where there is none."""
         if self.run is not None:
             return load_tokenizer(self._run_config.data.tokenizer)
-        return load_tokenizer(str(self.path / "tokenizer.json"))
+        if not (path := self.path / "tokenizer.json").is_file():
+            raise ConfigError(f"{self.path}: has no {path.name}; put that of the model there, or name the run")
+        return load_tokenizer(str(path))
 
     def load(self, model: Any) -> None:
         """Fill the weights of `model`, sharded or not; all ranks call it.
