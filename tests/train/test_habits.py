@@ -44,7 +44,7 @@ def test_the_median_is_that_of_the_last_hundred_and_twenty_must_be_known():
     for norm in [1.0] * 10 + [math.nan] * 30 + [1.0] * 9 + [9.0]:
         assert not young.is_one(norm), "fewer than twenty were known"
     assert len(young.norms) == 20
-    assert not young.is_one(2.0) and young.is_one(2.1)
+    assert young.is_one(2.1) and not young.is_one(2.0)
 
     steady = Spikes(2.0)
     assert not any(steady.is_one(norm) for norm in [10.0] * 50 + [1.0] * 50)
