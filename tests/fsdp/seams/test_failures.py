@@ -1,9 +1,11 @@
 """An exception leaves one state behind, and everything that a user can do next begins from it."""
 
 import gc
+import os
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tests.fsdp.seams.truth import (
     tokens_loss,
 )
 from tests.pool import distributed
+from weft.comm.watch.lookout import keep_lookout
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -300,15 +303,52 @@ def test_a_parent_that_catches_the_exception_of_its_child_on_one_rank(strategy):
     assert_weights(sharded, models[0])
 
 
+def another_world(store: Path, ranks: int) -> None:
+    dist.destroy_process_group()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, rows: torch.Tensor, rank: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if rank > 1 or number != 1:
+                rows = layer(rows)
+        return rows
+
+
+@distributed(4, timeout=60)
+def test_ranks_with_different_pasts_hear_each_other(tmp_path):
+    """Two of four were in a world of their own before; then they skip a unit, and must take part in its gathers."""
+    rank, batch = dist.get_rank(), torch.randn(8, 8)
+    if rank < 2:
+        another_world(tmp_path / "of two", 2)
+        net = nets.shard(nets.make())
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        dist.barrier()
+    another_world(tmp_path / "of all", 4)
+    torch.manual_seed(0)
+    plain, sharded = Skipping(), Skipping()
+    sharded.load_state_dict(plain.state_dict())
+    for layer in sharded.layers:
+        weft.fully_shard(layer)
+    weft.fully_shard(sharded, runtime=weft.RuntimeOptions(bucket_bytes=0))
+    sharded(batch.chunk(4)[rank], rank).square().mean().backward()
+    (sum(plain(rows, each).square().mean() for each, rows in enumerate(batch.chunk(4))) / 4).backward()
+    assert_gradients(sharded, plain)
+    assert rank > 1 or keep_lookout().joins > 0
+
+
 @distributed(2, timeout=60)
 def test_an_old_model_after_the_process_group_was_made_anew(tmp_path):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     net, batch = nets.shard(nets.make()), nets.data(1, 4)[0]
     nets.loss_of(net, batch).backward()
-    store = tmp_path / "another"
     dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    another_world(tmp_path / "another", 2)
     said = r"(?i)process group.*(destroy|gone|anew|another|new)"
     with pytest.raises(RuntimeError, match=said):
         nets.loss_of(net, batch)

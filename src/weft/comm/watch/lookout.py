@@ -69,20 +69,19 @@ class Call:
 class Lookout:
     """Watches the waits of this process in one world."""
 
-    made = 0
-    """Of earlier worlds, which may have left what they said in the same store."""
-
     def __init__(self) -> None:
-        Lookout.made += 1
         self.world = dist.group.WORLD
         self.verdict = ""
         self.joins = 0
         """In how many collectives this rank took part only because others waited for it."""
         self.subject = ""
         """The unit that collectives now belong to."""
-        self._prefix = f"weft/lookout/{Lookout.made}/"
         self._store = dist.distributed_c10d._get_default_store()
         self._rank = dist.get_rank()
+        # Earlier worlds may have left what they said in the same store. What the process has seen before does not
+        # count: others may have seen something else, and ranks that look in different places hear nothing.
+        world = self._store.add(f"weft/lookout/worlds of {self._rank}", 1)
+        self._prefix = f"weft/lookout/{world}/"
         self._world_ranks = range(dist.get_world_size())
         self._all_joins = 0
         self._haste_until = 0.0
