@@ -73,3 +73,4 @@ def test_a_recorded_step_has_each_step_of_the_schedule_and_the_same_numbers():
         assert [each.label for each in intervals if each.lane == lane] == expected
     assert {"gather", "reduce", "counts", "wait"} <= {each.lane for each in intervals}
     assert 0 < hidden_fraction(intervals) <= 1
+    assert hidden_fraction(iter(intervals)) == hidden_fraction(intervals)

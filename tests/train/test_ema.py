@@ -5,6 +5,7 @@ from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, full
 from weft.models import HybridModel, hf
 from weft.train.config import load_config
+from weft.train.ema import WeightAverage
 from weft.train.loop import Trainer
 from weft.train.run.runs import Run
 
@@ -26,6 +27,14 @@ def averaged(path, directory, stop_at, resume_from=None):
     trainer.run()
     averages = {name: full(value) for name, value in trainer.average.state_dict().items()}
     return averages, plain, metrics(directory, "validation"), {name: full(w.detach()) for name, w in weights.items()}
+
+
+def test_what_is_frozen_has_no_average_and_stays():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
+    average, frozen = WeightAverage(model, DECAY), model[1].weight.clone()
+    assert set(average.state_dict()) == {"0.weight", "0.bias"}
+    with average.in_place():
+        assert torch.equal(model[1].weight, frozen)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

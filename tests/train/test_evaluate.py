@@ -59,12 +59,14 @@ class FiveMicrobatches:
     at_once = 2
 
     def __init__(self):
-        self.model = torch.nn.Linear(1, 1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout().eval())
         self.validation = list(torch.arange(5.0))
         self.together = []
+        self.modes = set()
 
     def validation_losses(self, microbatches):
         self.together.append(len(microbatches))
+        self.modes |= {module.training for module in self.model.modules()}
         return [(number, {"twice": 2 * number}) for number in microbatches]
 
     def validation_values(self, loss):
@@ -73,7 +75,10 @@ class FiveMicrobatches:
 
 def validated():
     task = FiveMicrobatches()
-    return validate(task, torch.device("cpu"), lambda: None), task.together
+    found = validate(task, torch.device("cpu"), lambda: None)
+    assert task.modes == {False}, "nothing trains meanwhile"
+    assert [module.training for module in task.model.modules()] == [True, True, False], "as before"
+    return found, task.together
 
 
 def test_a_validation_computes_as_many_microbatches_at_once_as_its_task_says(pool):

@@ -9,12 +9,13 @@ from torch import nn
 from tests.train.command import metrics, write_config
 from weft.models import HybridModel
 from weft.moe import load_statistics
-from weft.train.config import OptimizerConfig, load_config
+from weft.train.config import OptimizerConfig, ScheduleConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.loop import Trainer, train
 from weft.train.optimizers import make_optimizer
 from weft.train.run.runs import Run, open_run, remove_if_unused
 from weft.train.run.stop import StopRequest
+from weft.train.schedule import Schedule
 
 
 class StopAt(StopRequest):
@@ -175,6 +176,16 @@ def test_only_matrices_decay():
     assert len(decay) == 5
     for name, parameter in model.named_parameters():
         assert decay[parameter] == (0.3 if name in ("0.weight", "2.weight") else 0.0), name
+
+
+def test_every_group_has_the_factor_of_the_step_times_its_own_rate():
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [each], "lr": rate} for each, rate in zip(weights, (1.0, 0.1))])
+    schedule = Schedule(optimizer, ScheduleConfig(warmup_steps=2), steps=8)
+    for step in range(8):
+        factor = schedule.config.factor(step, 8)
+        assert schedule.advance() == factor
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor, 0.1 * factor])
 
 
 def train_alone(path):
