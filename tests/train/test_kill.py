@@ -89,8 +89,9 @@ def save_until_killed(directory, store, before, moments, *, both):
         for rank in victims:
             os.kill(rank.pid, signal.SIGKILL)
         for rank in ranks:
-            # The one that is left loses its partner, which ends its save with an error instead of a commit.
-            rank.join(timeout=30)
+            # The one that is left loses its partner, which ends its save with an error instead of a commit: at once, or
+            # where it waits for what the partner would have begun, by the group's timeout.
+            rank.join(timeout=90)
             assert rank.exitcode == (-signal.SIGKILL if rank in victims else 1)
     finally:
         for rank in ranks:
