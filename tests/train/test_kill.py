@@ -1,5 +1,6 @@
 """What is left after `kill -9`: by whom and when does not matter."""
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -41,6 +42,7 @@ def value_of(step, rank):
 def save_for_ever(rank, store, directory):
     """Go on from the newest checkpoint, which must hold what was saved, and save without end."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
@@ -89,14 +91,22 @@ def save_until_killed(directory, store, before, moments, *, both):
         for rank in victims:
             os.kill(rank.pid, signal.SIGKILL)
         for rank in ranks:
-            # The one that is left loses its partner, which ends its save with an error instead of a commit: at once, or
-            # where it waits for what the partner would have begun, by the group's timeout.
-            rank.join(timeout=90)
+            # The one that is left loses its partner, which ends its save with an error instead of a commit.
+            rank.join(timeout=30)
+            if rank.exitcode is None:
+                say_where_it_waits(rank.pid)
             assert rank.exitcode == (-signal.SIGKILL if rank in victims else 1)
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
+
+
+def say_where_it_waits(pid):
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        print((task / "comm").read_text().strip(), (task / "stat").read_text().split()[2], (task / "wchan").read_text())
+    os.kill(pid, signal.SIGUSR1)  # its threads' frames, to the error output
+    time.sleep(1)
 
 
 def died(ranks):
