@@ -8,11 +8,13 @@ and checkpoints, on CPU ranks, with weft in FSDP2's place.
     --spmd full_dtensor        parameters, activations and inputs that are DTensors over the whole mesh
     --ac full|selective        activation checkpointing of each block
     --compile                  torch.compile of each block
+    --fp32-experts             experts that multiply in fp32, as the rest; torchtitan's do so in bfloat16, whatever it says
     --save DIR, --resume DIR   its CheckpointManager: the model, the optimizer and the step
     --torch                    all of it with torch's own FSDP2
 """
 
 import argparse
+import gc
 import importlib
 import zlib
 from pathlib import Path
@@ -176,12 +178,17 @@ def run(model: str) -> None:
     parser.add_argument("--spmd", default="partial_dtensor", choices=["partial_dtensor", "full_dtensor"])
     parser.add_argument("--ac", choices=list(CHECKPOINTING), help="activation checkpointing")
     parser.add_argument("--compile", action="store_true", help="torch.compile of each block")
+    parser.add_argument("--fp32-experts", action="store_true", help="experts that multiply in fp32, as the rest")
     parser.add_argument("--save", metavar="DIR", help=f"a checkpoint after every {SAVED} steps")
     parser.add_argument("--resume", metavar="DIR", help=f"go on from the checkpoint of step {SAVED} there")
     options = parser.parse_args()
     if not options.torch:
         print(weft.drop_in())
+    if options.fp32_experts:
+        torch.Tensor.bfloat16 = torch.Tensor.float  # which nothing else calls
     dist.init_process_group("gloo")
     registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
     train(getattr(registry, f"{model}_debugmodel")(), options)
     dist.destroy_process_group()
+    weft.forget_meshes()  # which torch keeps, and threads with them that may abort the interpreter when it ends
+    gc.collect()

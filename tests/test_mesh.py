@@ -1,13 +1,18 @@
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import weft
 from tests.pool import distributed
-from weft.mesh import init_meshes
+from tests.train.command import wait_until
+from weft.mesh import forget_meshes, init_meshes
 
 WORLD = 64
 
@@ -183,3 +188,35 @@ def test_tensors_of_a_new_world_are_on_its_meshes_though_those_of_the_last_one_a
             dist.destroy_process_group()
             store = dist.PrefixStore("again", store)
             dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=4)
+
+
+def threads_of_gloo() -> set[str]:
+    return {path.parent.name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()}
+
+
+@distributed(2)
+def test_a_world_that_has_ended_leaves_no_threads_behind_once_its_meshes_are_forgotten(tmp_path):
+    def begin(name):
+        store = dist.FileStore(str(tmp_path / name), 2)
+        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+
+    def end():
+        dist.barrier()
+        dist.destroy_process_group()
+
+    end()
+    earlier = threads_of_gloo()
+    begin("short")
+    model = nn.Linear(4, 4)
+    weft.fully_shard(model, mesh=init_meshes("cpu").dense)
+    model(torch.ones(2, 4)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    square = DTensor.from_local(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    (square @ square.redistribute(placements=[Replicate()])).full_tensor()
+    assert threads_of_gloo() - earlier
+    end()
+    del model, square
+    forget_meshes()
+    gc.collect()
+    wait_until(lambda: not threads_of_gloo() - earlier, timeout=10)
+    begin("last")

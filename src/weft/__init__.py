@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from weft.mesh import Meshes, init_meshes
+    from weft.mesh import Meshes, forget_meshes, init_meshes
     from weft.optim import parameter_norms
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "describe",
     "drop_in",
     "find_nonfinite",
+    "forget_meshes",
     "fully_shard",
     "init_meshes",
     "keep_dtype",
@@ -80,7 +81,7 @@ _ROOMS = [
     "pipeline",
     "train",
 ]
-_HOMES = {"weft.mesh": ["Meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
+_HOMES = {"weft.mesh": ["Meshes", "forget_meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
 _HOMES["weft.fsdp"] = [name for name in __all__ if not any(name in each for each in (_ROOMS, *_HOMES.values()))]
 
 __getattr__ = exports("weft", _HOMES, _ROOMS)

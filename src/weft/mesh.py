@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
@@ -86,8 +88,7 @@ def init_meshes(
         raise ValueError("device_type='cuda': torch finds no such device here; choose 'cpu', or install torch for CUDA")
     world = _world_size()
     dp_shard = _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, ep=ep, tp=tp)
-    # torch keeps what it worked out by what meshes are equal to: those of an earlier world, whose groups are gone, too.
-    _clear_sharding_prop_cache()
+    forget_meshes()  # those of an earlier world, whose groups are gone, may be equal to these
 
     dense_view = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     outer = dp_replicate > 1
@@ -104,6 +105,19 @@ def init_meshes(
     expert_view = _view(device_type, pp=pp, **cut, ep=ep, tp=tp)
     expert = expert_view[tuple(cut)]
     return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh)
+
+
+def forget_meshes() -> None:
+    """Let torch forget what it worked out for DTensors, by what their meshes are equal to.
+
+    It would keep the meshes, and with them groups that `destroy_process_group()` has ended, and the threads of gloo. A
+    program that calls this behind it, then `gc.collect()`, its models gone, ends without such threads: one that still
+    has something to drop when the interpreter ends would abort it.
+    """
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _view(device_type: str, **axes: int) -> DeviceMesh:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.watch import rules
+from weft.comm.watch.elsewhere import waits_elsewhere
 from weft.comm.watch.rules import CollectiveMismatch, Picture, State, mismatch
 
 DELAY_S = 0.1
@@ -50,6 +51,7 @@ GOODBYE_S = 10.0
 BREAK_TAG = 98
 """Of the message that nobody sends."""
 
+_NO_WORLD = object()
 _RULE = (
     "every rank must run the same units and passes, evaluations and state dicts too, and as many microbatches: one "
     "that has nothing to do takes part with another rank's batch"
@@ -70,7 +72,7 @@ class Lookout:
     """Watches the waits of this process in one world."""
 
     def __init__(self) -> None:
-        self.world = dist.group.WORLD
+        self.world: Any = dist.group.WORLD
         self.verdict = ""
         self.joins = 0
         """In how many collectives this rank took part only because others waited for it."""
@@ -200,6 +202,11 @@ class Lookout:
             return
         self._over.set()
         self._thread.join(GOODBYE_S)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the groups, which would live on, and gloo's threads with them."""
+        self.world, self._ranks = _NO_WORLD, {}
 
     # --- what the thread does -----------------------------------------------------------------------------------------
 
@@ -213,6 +220,8 @@ class Lookout:
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
             if not self.verdict:
                 self._say(State("ended", self._last_words(), dict(self._issued)))
+        if dist.group.WORLD is not self.world and self._call is None:
+            self._let_go()
 
     def _last_words(self) -> str:
         error = getattr(sys, "last_value", None) if self._over.is_set() else None
@@ -264,20 +273,12 @@ class Lookout:
                 return None
             ranks = self._ranks[call.group]
             return State("waits", before + call.name, issued, call.key, call.number, ranks, str(self._token))
-        place, token = self._place()
+        place, token = waits_elsewhere(self._waiter, threading.main_thread().ident)
+        token = f"{token}/{self._token}"
         if place and token == self._place_token:
             return State("elsewhere", before + place, issued, token=token)
         self._place_token = token if place else ""
         return State("failed", self._failed, issued, token=str(self._token)) if self._failed else None
-
-    def _place(self) -> tuple[str, str]:
-        """Where a thread that waits in weft, or the main one, waits in a collective outside of it."""
-        for thread in dict.fromkeys((self._waiter, threading.main_thread().ident)):
-            # All frames in a local variable would be a circle, which keeps everybody's local variables.
-            frame = sys._current_frames().get(thread or 0)
-            if place := _place_outside(frame):
-                return place, f"{id(frame)}/{frame.f_lasti if frame is not None else 0}/{self._token}"
-        return "", ""
 
     def _say(self, state: State | None) -> None:
         text = json.dumps(state.words()) if state is not None else ""
@@ -335,19 +336,6 @@ def _break_waits(group: Any) -> None:
             group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError:
         return
-
-
-def _place_outside(frame: Any) -> str:
-    """Where a thread waits in a collective outside of weft: the call of torch.distributed, and who made it."""
-    inside = os.path.dirname(dist.__file__)
-    if frame is None or not frame.f_code.co_filename.startswith(inside):
-        return ""
-    torch_folder, name = os.path.dirname(inside), ""
-    while frame is not None and frame.f_code.co_filename.startswith(torch_folder):
-        if frame.f_code.co_name != "wrapper":  # torch's logging around each collective
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else name
 
 
 _current: Lookout | None = None
