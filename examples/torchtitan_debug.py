@@ -8,7 +8,7 @@ and checkpoints, on CPU ranks, with weft in FSDP2's place.
     --spmd full_dtensor        parameters, activations and inputs that are DTensors over the whole mesh
     --ac full|selective        activation checkpointing of each block
     --compile                  torch.compile of each block
-    --fp32-experts             experts that multiply in fp32, as the rest; torchtitan's do so in bfloat16, whatever it says
+    --fp32-experts             experts that multiply in fp32, as the rest; torchtitan's do so in bfloat16 always
     --save DIR, --resume DIR   its CheckpointManager: the model, the optimizer and the step
     --torch                    all of it with torch's own FSDP2
 """

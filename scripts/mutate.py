@@ -639,7 +639,7 @@ MUTATIONS = [
     Mutation(
         "a write to a copy is forgotten where a pass begins",
         "fsdp/unit.py",
-        "                group.check_unwritten()\n                group.fulls.come(group.version)",
+        "                group.fulls.check_unwritten()\n                group.fulls.come(group.version)",
         "                group.fulls.come(group.version)",
         SEAMS + "test_users.py::test_weights_that_are_written_under_the_users_unshard[2-optim_grads_params-a pass]",
     ),

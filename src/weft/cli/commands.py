@@ -9,6 +9,7 @@ from pathlib import Path
 
 
 def config(options: argparse.Namespace) -> int:
+    """Print every setting, or say whether a file can run. Raises ValueError for wrong ranks or settings."""
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
 
@@ -26,6 +27,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    """Print the validation losses of a run's checkpoint."""
     from weft.train import evaluate as losses
 
     values = losses.evaluate(Path(options.path), step=options.step, average=options.ema, overrides=options.overrides)
@@ -34,6 +36,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
+    """Write the report of a run again and print its path. Raises ValueError where there is no run."""
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 
@@ -45,6 +48,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
+    """Print what a checkpoint or a run holds, its files' checksums compared on request."""
     from weft.checkpoint.inspect import show
 
     show(Path(options.path), verify_content=options.verify)
@@ -52,6 +56,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def sample(options: argparse.Namespace) -> int:
+    """Print a text as a trained model continues it, token by token. Raises ValueError for wrong numbers."""
     from weft.train.source import Source
 
     for name, good, rule in (
@@ -79,6 +84,7 @@ def sample(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
+    """Write a run or a checkpoint as Hugging Face files, a directory of these as weft's own, or such a one as these."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS
@@ -95,6 +101,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
+    """Print the layers of a pattern and their parameters as a table; 2, and where it is wrong, if it is none."""
     import dataclasses
 
     from rich.console import Console
@@ -125,6 +132,7 @@ def pattern(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
+    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown one or no ranks."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

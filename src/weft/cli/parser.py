@@ -46,17 +46,26 @@ def make_parser() -> argparse.ArgumentParser:
         help="print what makes this shell complete commands, options and settings",
     )
     known = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_train, _sample, _inspect, _convert, _pattern, _schedule, _config, _evaluate, _report, _bench):
+        add(known)
+    return parser
 
-    train = known.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
-    train.add_argument("config", nargs="?", metavar="CONFIG.toml")
-    train.add_argument(
+
+def _add_set(command: argparse.ArgumentParser, example: str = "") -> None:
+    command.add_argument(
         "--set",
         action="append",
         default=[],
         dest="overrides",
         metavar="SECTION.NAME=VALUE",
-        help="change one setting; can be given several times",
+        help=f"change one setting{example}; can be given several times",
     )
+
+
+def _train(known: Any) -> None:
+    train = known.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml")
+    _add_set(train)
     train.add_argument(
         "--ranks",
         type=int,
@@ -84,6 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=start)
 
+
+def _sample(known: Any) -> None:
     sample = known.add_parser("sample", help="continue a text with a trained model", epilog=EXIT_CODES)
     sample.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a model's directory")
     sample.add_argument("--prompt", default="\n", help="the text to continue (default: a line's end)")
@@ -93,11 +104,15 @@ def make_parser() -> argparse.ArgumentParser:
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     sample.set_defaults(run=commands.sample)
 
+
+def _inspect(known: Any) -> None:
     inspect = known.add_parser("inspect", help="show what a checkpoint or a run directory holds", epilog=EXIT_CODES)
     inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=commands.inspect)
 
+
+def _convert(known: Any) -> None:
     convert = known.add_parser(
         "convert",
         help="turn a directory of Hugging Face files into weft's own, or that or a run into Hugging Face files",
@@ -108,11 +123,15 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
     convert.set_defaults(run=commands.convert)
 
+
+def _pattern(known: Any) -> None:
     pattern = known.add_parser("pattern", help="show the layers of a pattern", epilog=EXIT_CODES)
     pattern.add_argument("pattern", metavar="PATTERN", help='such as "M[*-]|M[*E]"')
     pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
     pattern.set_defaults(run=commands.pattern)
 
+
+def _schedule(known: Any) -> None:
     schedule = known.add_parser(
         "schedule", help="draw the schedule of a pipeline, with what it costs", epilog=EXIT_CODES
     )
@@ -136,6 +155,8 @@ def make_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--save", metavar="FILE", help="as a picture, FILE.png, or as a table to change, FILE.txt")
     schedule.set_defaults(run=draw)
 
+
+def _config(known: Any) -> None:
     config = known.add_parser("config", help="show every setting with its default, as a TOML file", epilog=EXIT_CODES)
     instead = config.add_mutually_exclusive_group()
     instead.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
@@ -143,26 +164,25 @@ def make_parser() -> argparse.ArgumentParser:
     instead.add_argument("--markdown", action="store_true", help="as a table")
     config.set_defaults(run=commands.config)
 
+
+def _evaluate(known: Any) -> None:
     evaluate = known.add_parser(
         "eval", help="the validation loss of a run's newest intact checkpoint", epilog=EXIT_CODES
     )
     evaluate.add_argument("path", metavar="RUN_DIRECTORY")
     evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
     evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
-    evaluate.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.NAME=VALUE",
-        help="change one setting, such as data.paths; can be given several times",
-    )
+    _add_set(evaluate, ", such as data.paths")
     evaluate.set_defaults(run=commands.evaluate)
 
+
+def _report(known: Any) -> None:
     report = known.add_parser("report", help="write the report of a run again", epilog=EXIT_CODES)
     report.add_argument("path", metavar="RUN_DIRECTORY")
     report.set_defaults(run=commands.report)
 
+
+def _bench(known: Any) -> None:
     bench = known.add_parser(
         "bench",
         help="run a benchmark of this repository",
@@ -171,4 +191,3 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("name", metavar="NAME", help="of a file in benchmarks/, such as fsdp2")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
     bench.set_defaults(run=commands.bench)
-    return parser

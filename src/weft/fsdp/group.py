@@ -320,10 +320,6 @@ class ParameterGroup:
         self._give_staging()
         self.fulls.come(self.version)
 
-    def check_unwritten(self) -> None:
-        """Raise WeightsWritten if somebody wrote to what is gathered."""
-        self.fulls.check_unwritten()
-
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:

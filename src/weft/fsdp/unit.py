@@ -221,7 +221,7 @@ class Unit:
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
         for group in self.groups:
-            group.check_unwritten()
+            group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
         """Let those of these go that hold the weights."""
@@ -233,7 +233,7 @@ class Unit:
         """Gather weights that are held again, since the main weights have changed."""
         self._to("renew")
         for group in self.groups:
-            group.check_unwritten()
+            group.fulls.check_unwritten()
             group.outdate()
             group.free()
         self._gather()
@@ -244,7 +244,7 @@ class Unit:
         there are now. Raises WeightsWritten as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
-                group.check_unwritten()
+                group.fulls.check_unwritten()
                 group.fulls.come(group.version)
 
     def register(self) -> None:
