@@ -79,6 +79,13 @@ MUTATIONS = [
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_once_for_all_parameters",
     ),
     Mutation(
+        "torch's clipping takes the norm of DTensors, one for each gradient",
+        "dtensor/norms.py",
+        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm",
+        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _torchs",
+        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_once_for_all_parameters",
+    ),
+    Mutation(
         "lists write past version counters",
         "dtensor/local.py",
         "torch._C._increment_version(changed)",

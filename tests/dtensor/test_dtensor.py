@@ -14,7 +14,7 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
-from weft.dtensor import local
+from weft.dtensor import local, norms
 from weft.fsdp import UnevenDTensor
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -120,8 +120,9 @@ def test_clipping_equals_the_reference_for_every_norm():
                     assert_same(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
 @distributed(2)
-def test_clipping_asks_the_other_ranks_once_for_all_parameters():
+def test_clipping_asks_the_other_ranks_once_for_all_parameters(foreach):
     plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
     for model in (plain, sharded):
         model(torch.ones(1)).backward()
@@ -133,7 +134,8 @@ def test_clipping_asks_the_other_ranks_once_for_all_parameters():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "reduce_now", noted)
-        norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.3)
+        patch.setattr(norms, "_all_replicated", None)  # a DTensor for each norm
+        norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.3, foreach=foreach)
     assert sizes == [len(list(plain.parameters()))]
     assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
     for parameter, original in zip(sharded.parameters(), plain.parameters()):
@@ -141,10 +143,29 @@ def test_clipping_asks_the_other_ranks_once_for_all_parameters():
 
 
 @distributed(2)
+def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms_bit_for_bit():
+    torchs = norms._torchs
+    assert torchs is not nn.utils.get_total_norm and torchs.__module__ == nn.utils.clip_grad.__name__
+    tensors = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
+    atomic = weft.fully_shard(Bag(SHAPES["mixed"], seed=1), strategy="no_shard")  # cut over other axes
+    mixed = [each for pair in zip(tensors, (p.detach() for p in atomic.parameters())) for each in pair]
+    for order in (0, 1, 2, 3.5, math.inf, -math.inf):
+        for some in (tensors, mixed, tensors[:1], [*tensors, tensors[0].double()]):
+            found = nn.utils.get_total_norm(some, order)
+            assert isinstance(found, DTensor) and torch.equal(found.to_local(), torchs(some, order).to_local())
+        assert torch.equal(nn.utils.get_total_norm(iter(tensors), order), nn.utils.get_total_norm(tensors, order))
+    assert nn.utils.get_total_norm([]) == 0
+    tensors[0].fill_(math.nan)
+    assert nn.utils.get_total_norm(tensors).isnan()
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        nn.utils.get_total_norm(tensors, error_if_nonfinite=True)
+
+
+@distributed(2)
 def test_norms_are_of_the_one_spec_that_torch_keeps_for_them():
     parameters = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
-    norms = [*torch._foreach_norm(parameters), *torch._foreach_norm(parameters)]
-    assert len({id(norm._spec) for norm in norms}) == 1
+    found = [*torch._foreach_norm(parameters), *torch._foreach_norm(parameters)]
+    assert len({id(norm._spec) for norm in found}) == 1
 
 
 OPTIMIZERS = {

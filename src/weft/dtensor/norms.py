@@ -1,6 +1,13 @@
-"""Norms of tensors that are cut unevenly: of the parts that lie here, then combined over the ranks that hold others."""
+"""Norms of tensors that are cut unevenly: of the parts that lie here, then combined over the ranks that hold others.
 
+torch's `clip_grad_norm_` and `get_total_norm` make a DTensor of each tensor's norm to take the norm of them all, and
+with `foreach=False` each is combined by itself. Where every tensor is sharded that is done here, on plain values and at
+once: the same values, added up in the same order.
+"""
+
+import functools
 import math
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -8,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grad
 
 from weft.comm.groups import group_of
 from weft.dtensor.uneven import UnevenDTensor
@@ -40,22 +48,34 @@ def part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> t
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The norms of many tensors: one kernel, and one all-reduce for those that are cut over the same axes."""
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    norms: list[Any] = [None] * len(args[0])
+    norms: list[Any] = [None] * len(tensors)
+    alike = _alike(tensors)
+    mesh = _common_mesh([tensors[first].device_mesh for first, *_ in alike])
+    for numbers in alike:
+        values = _norms_of([tensors[number] for number in numbers], order, dtype)
+        for number, norm in zip(numbers, _all_replicated(values, mesh or tensors[numbers[0]].device_mesh)):
+            norms[number] = norm
+    return [
+        torch.linalg.vector_norm(tensor, order, dtype=dtype) if norm is None else norm
+        for tensor, norm in zip(tensors, norms)
+    ]
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of those that are cut over the same axes of one mesh."""
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for number, tensor in enumerate(args[0]):
+    for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
             alike.setdefault((id(tensor._spec.mesh), tensor.axes), []).append(number)
-        else:
-            norms[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
-    mesh = _common_mesh([args[0][first].device_mesh for first, *_ in alike.values()])
-    for numbers in alike.values():
-        like = args[0][numbers[0]]
-        parts = torch.stack(_part_norms([args[0][number]._local_tensor for number in numbers], order, dtype))
-        for number, norm in zip(numbers, _all_replicated(combined_norms(parts, order, like), mesh or like.device_mesh)):
-            norms[number] = norm
-    return norms
+    return list(alike.values())
+
+
+def _norms_of(tensors: Sequence[UnevenDTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """The norms of tensors that are cut over the same axes, 1-D."""
+    parts = torch.stack(_part_norms([tensor._local_tensor for tensor in tensors], order, dtype))
+    return combined_norms(parts, order, tensors[0])
 
 
 def _part_norms(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -91,3 +111,42 @@ def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
         return longest
     return longest if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}) == 1 else None
+
+
+# --- of all together --------------------------------------------------------------------------------------------------
+
+_torchs = clip_grad._get_total_norm
+
+
+@functools.wraps(_torchs)
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}:
+        total = _of_sharded(tensors, float(norm_type))  # type: ignore[arg-type]
+        if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
+            return total
+    return _torchs(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
+    """The norm of all of them; None where they have several dtypes, or no mesh in common."""
+    alike = _alike(tensors)
+    mesh = _common_mesh([tensors[first].device_mesh for first, *_ in alike])
+    if mesh is None or len({tensor.dtype for tensor in tensors}) > 1:
+        return None
+    norms = [_norms_of([tensors[number] for number in numbers], order, None) for numbers in alike]
+    values = norms[0]
+    if len(norms) > 1:
+        values = torch.empty_like(torch.cat(norms))
+        for numbers, some in zip(alike, norms):
+            values[numbers] = some
+    return replicated(torch.linalg.vector_norm(values, order), mesh)
+
+
+clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm
