@@ -1,5 +1,6 @@
 """Neighbouring small units travel together: fewer messages, the same bits, whatever each rank runs of them."""
 
+import gc
 from collections import Counter
 from unittest import mock
 
@@ -284,3 +285,20 @@ def test_memory_is_planned_for_what_travels_together():
     fallbacks = weights["fallbacks"]
     train(net, steps=2)
     assert weft.memory_report(net)["transient"]["gathered weights"]["fallbacks"] == fallbacks
+
+
+@distributed(2, timeout=30)
+def test_a_replaced_module_that_lives_on_on_one_rank_only_leaves_no_hole_in_the_messages():
+    """When the garbage is collected is a matter of each rank."""
+
+    def replaced(bucket_bytes):
+        net = model(bucket_bytes)
+        train(net, steps=1)
+        kept, net.layers[1] = [net.layers[1]], nn.Identity()
+        if dist.get_rank() == 0:
+            kept.clear()
+            gc.collect()
+        return train(net), len(kept)
+
+    (together, kept), (alone, _) = replaced(ALL), replaced(EACH)
+    assert kept == dist.get_rank() and equal_bit_by_bit(together, alone)

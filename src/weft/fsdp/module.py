@@ -372,9 +372,6 @@ def units_of(model: nn.Module) -> list[Unit]:
     sharded ones."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
-    started = model._weft_driver.runtime if isinstance(model, FSDPModule) else None
-    if started is not None and unit_of(model).number == 0:
-        return started.units  # a root knows them, and need not look through all modules
     if units := units_under(model):
         return units
     raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import weft
+from tests.fsdp import nets
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, backward, sgd, step
 from tests.pool import distributed
 
@@ -107,6 +108,18 @@ def test_a_block_that_was_replaced_is_foreseen_no_more():
         assert_gradients(sharded, plain)
         plain.zero_grad()
         sharded.zero_grad()
+
+
+@distributed(2)
+def test_norms_are_of_what_is_in_the_model_now():
+    """A block that was replaced keeps its gradients, and one that came later has some."""
+    net = nn.Sequential(*(weft.fully_shard(nn.Linear(8, 8)) for _ in range(3)))
+    weft.fully_shard(net)(torch.ones(2, 8)).sum().backward()
+    kept, net[1] = net[1], weft.fully_shard(nn.Linear(8, 8, bias=False))
+    net(torch.ones(2, 8)).sum().backward()
+    assert kept.weight.grad is not None and net[1].weight.grad is not None
+    expected = torch.stack([p.grad.full_tensor().norm() for p in net.parameters()]).norm()
+    torch.testing.assert_close(nets.full(weft.optim.grad_norm(net)), expected)
 
 
 @distributed(2)

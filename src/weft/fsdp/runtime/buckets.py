@@ -16,7 +16,6 @@ ranks that need different units of a bucket send the same message. A schedule, a
 gather unit by unit.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +35,7 @@ class Bucket:
     def __init__(self, units: Sequence[Unit], channels: Channels) -> None:
         self.gathered = False
         self.numbers = frozenset(unit.number for unit in units)
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units = tuple(units)
         self._channels = channels
         self._lead = units[0].groups[0]
         self._name = f"{units[0].name} to {units[-1].name}"
@@ -53,12 +52,12 @@ class Bucket:
 
     def gather(self) -> None:
         """Start the gather of all its units that are at rest and have room, if it was not gathered in this pass."""
-        if self.gathered or any(ref() is None for ref in self._units):  # a module was replaced
+        if self.gathered:
             return
         self.gathered = True
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
-        for unit in self._here():
+        for unit in self._units:
             comes = not unit.resident and unit.fits(self._channels.weights)  # beside those before it
             if comes:
                 self._channels.on_gather(unit)
@@ -73,17 +72,14 @@ class Bucket:
 
         Whatever was gathered here: those who ask may be in another pass.
         """
-        return self._start([None for unit in self._here() for _ in unit.groups])
-
-    def _here(self) -> list[Unit]:
-        return [unit for ref in self._units if (unit := ref()) is not None]
+        return self._start([None for unit in self._units for _ in unit.groups])
 
     def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
             return self._channels.gathers.run(
                 all_gather_bucket,
                 fulls,
-                [group.model_weight.local for unit in self._here() for group in unit.groups],
+                [group.model_weight.local for unit in self._units for group in unit.groups],
                 self.group,
                 channel=self.channel,
                 dtype=self._lead.recipe.compute,

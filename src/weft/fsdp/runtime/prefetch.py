@@ -86,7 +86,7 @@ class Prefetch:
 
     def __init__(
         self,
-        units: Sequence["weakref.ref[Unit]"],
+        units: Sequence[Unit],
         weights: Pool,
         budget: int | None,
         buckets: Mapping[int, Bucket],
@@ -152,7 +152,7 @@ class Prefetch:
         if not unit.resident or unit.tied:
             self._gather(unit)
         for number in self._wanted_now():
-            if (following := self._units[number]()) is not None and not following.resident:
+            if not (following := self._units[number]).resident:
                 if not following.fits(self._weights):
                     break
                 self._gather(following)
@@ -181,12 +181,12 @@ class Prefetch:
         wanted, following = self._wanted_now(), record.following
         if not wanted and following is None and self._kind is Pass.FORWARD and record.on_track:
             backward = self._records[Pass.BACKWARD].latest
-            following = next((n for n in backward if (other := self._units[n]()) and not other.holders), None)
+            following = next((n for n in backward if not self._units[n].holders), None)
         return unit.number == following or unit.number in wanted
 
-    def foreseen(self, units: Sequence[Unit]) -> Callable[[Transient, Transient], bool]:
+    def foreseen(self) -> Callable[[Transient, Transient], bool]:
         """Whether the weights of two units may be here together in the next step, though they were not in this one."""
-        unit_of = {each: unit for unit in units for group in unit.groups for each in group.transients}
+        unit_of = {each: unit for unit in self._units for group in unit.groups for each in group.transients}
         ahead = {
             (here, coming)
             for kind, record in self._records.items()
@@ -198,7 +198,7 @@ class Prefetch:
 
         def together(one: Transient, other: Transient) -> bool:
             units = [unit_of[each] for each in (one, other) if each in unit_of]
-            if len(units) < 2:  # a module was replaced
+            if len(units) < 2:
                 return False
             short, long = sorted((unit.name for unit in units), key=len)
             nested = not short or long == short or long.startswith(f"{short}.")
@@ -237,10 +237,10 @@ class Prefetch:
         """Of the units to come, those that may be gathered now: what the budget allows, or the first `depth`."""
         spent, seen = 0, set()
         for number in upcoming if self.budget is not None else islice(upcoming, depth):
-            following = self._units[number]()
-            if following is None or number in seen:  # its module was replaced
+            if number in seen:
                 continue
             seen.add(number)
+            following = self._units[number]
             spent += following.gathered_bytes
             if self.budget is not None and spent > self.budget:
                 return
@@ -249,6 +249,5 @@ class Prefetch:
     def _free_foretold(self) -> None:
         """The pass left the record: what it foretold may never be used."""
         for number in sorted(self._foretold):
-            if (unit := self._units[number]()) is not None:
-                unit.free()
+            self._units[number].free()
         self._foretold.clear()

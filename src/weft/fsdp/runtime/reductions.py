@@ -16,7 +16,6 @@ Small units that follow each other in the order take one turn, when the last of 
 order and the sizes are the same on all ranks, and so is what travels together.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,7 +59,7 @@ class Reductions:
 
     def __init__(
         self,
-        units: Sequence["weakref.ref[Unit]"],
+        units: Sequence[Unit],
         channels: Channels,
         *,
         most_alive: int,
@@ -120,7 +119,7 @@ class Reductions:
         self.waiting.clear()
         self._in_turn = taking_turns
         order = self._order if self._order is not None else range(len(self._units) - 1, -1, -1)
-        units = (unit for number in order if (unit := self._units[number]()) is not None)
+        units = (self._units[number] for number in order)
         due = [unit for unit in units if unit.trainable_groups and self._takes_turns(unit)] if taking_turns else []
         self._turns = deque([unit.number for unit in turn] for turn in self._filled(due))
 
@@ -223,8 +222,7 @@ class Reductions:
         self._keep_under_way(self.most_alive - 1)
 
     def _take_turn(self, numbers: Sequence[int]) -> None:
-        units = [unit for number in numbers if (unit := self._units[number]()) is not None]
-        assert len(units) == len(numbers), "a unit is gone in the middle of its backward"
+        units = [self._units[number] for number in numbers]
         if len(units) == 1:
             self._start(units[0])
         else:

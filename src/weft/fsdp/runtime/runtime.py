@@ -73,18 +73,20 @@ class Runtime:
         self.channels = Channels(
             device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
         )
-        self._units = [weakref.ref(unit) for unit in units]
+        self.units = tuple(units)
+        """Root first. One whose module was replaced stays: when it is collected is a matter of each rank, and all ranks
+        must send the same messages."""
         groups = self.groups
         for number, unit in enumerate(units):
             unit.number = number
         budget = options.prefetch_bytes
         most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
         self._buckets = fill_buckets(units, self.channels, most)
-        self.prefetch = Prefetch(self._units, self.channels.weights, budget, self._buckets)
+        self.prefetch = Prefetch(self.units, self.channels.weights, budget, self._buckets)
         channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
-            self._units,
+            self.units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
             bucket_bytes=options.bucket_bytes,
@@ -116,14 +118,9 @@ class Runtime:
         equalize_slices(groups)
         for unit in units:
             unit.channels = self.channels
-            unit.gradient_to_write = self.reductions.gradient_to_write
+            unit.gradient_to_write = weakly(self.reductions.gradient_to_write)
 
     # --- units ------------------------------------------------------------------------------------------------------
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units, root first."""
-        return [unit for ref in self._units if (unit := ref()) is not None]
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -422,7 +419,7 @@ class Runtime:
             self.reset()
             raise
 
-    def _settle(self, units: list[Unit]) -> None:
+    def _settle(self, units: Sequence[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete_order()
         groups = [group for group in self.groups if group.trainable]
@@ -514,7 +511,7 @@ class Runtime:
 
     def _plan(self) -> None:
         weights = self.channels.weights
-        weights.end_step(self.prefetch.foreseen(self.units) if weights.outdated else None)
+        weights.end_step(self.prefetch.foreseen() if weights.outdated else None)
         self.channels.gradients.end_step()
 
     def _before_gather(self, unit: Unit) -> None:
