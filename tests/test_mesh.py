@@ -1,4 +1,5 @@
 import gc
+import importlib
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn import functional
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
@@ -207,15 +209,17 @@ def test_a_world_that_has_ended_leaves_no_threads_behind_once_its_meshes_are_for
     end()
     earlier = threads_of_gloo()
     begin("short")
-    model = nn.Linear(4, 4)
-    weft.fully_shard(model, mesh=init_meshes("cpu").dense)
-    model(torch.ones(2, 4)).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    importlib.reload(functional)  # with defaults of this world, as where it is imported in the middle of it
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    for model, mesh in zip(models, (init_meshes("cpu").dense, None)):
+        weft.fully_shard(model, mesh=mesh)
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     square = DTensor.from_local(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
     (square @ square.redistribute(placements=[Replicate()])).full_tensor()
     assert threads_of_gloo() - earlier
     end()
-    del model, square
+    del model, models, mesh, square
     forget_meshes()
     gc.collect()
     wait_until(lambda: not threads_of_gloo() - earlier, timeout=10)

@@ -17,10 +17,13 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn import functional
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -107,13 +110,31 @@ def init_meshes(
     return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh)
 
 
-def forget_meshes() -> None:
-    """Let torch forget what it worked out for DTensors, by what their meshes are equal to.
+_worlds: dict[tuple[str, Any], DeviceMesh] = {}
 
-    It would keep the meshes, and with them groups that `destroy_process_group()` has ended, and the threads of gloo. A
-    program that calls this behind it, then `gc.collect()`, its models gone, ends without such threads: one that still
-    has something to drop when the interpreter ends would abort it.
+
+def whole_world(device_type: str) -> DeviceMesh:
+    """The mesh over all ranks, one for all who ask: a mesh of its own for each would cost each a communicator."""
+    key = (device_type, dist.group.WORLD)
+    if key not in _worlds:
+        _worlds.clear()
+        _worlds[key] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return _worlds[key]
+
+
+def forget_meshes() -> None:
+    """Let weft and torch forget the meshes that they keep, and what they worked out for DTensors by them.
+
+    With them they would keep groups that `destroy_process_group()` has ended, and the threads of gloo. A program that
+    calls this behind it, then `gc.collect()`, its models gone, ends without such threads: one that still has something
+    to drop when the interpreter ends would abort it.
     """
+    _worlds.clear()
+    for function in vars(functional).values():  # some have the world in which they were imported as a default
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__
+            )
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()

@@ -1,5 +1,6 @@
 """Ranks that wait for each other for ever find out: an error that names units and ranks, in place of a hang."""
 
+import os
 import re
 import subprocess
 import sys
@@ -170,6 +171,21 @@ def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that(
             with pytest.raises(CollectiveMismatch, match=said):
                 WAITS[names[mine] if dist.get_rank() == 0 else names[other]](group)
             restart()
+
+
+@distributed(2)
+def test_a_lookout_that_has_said_goodbye_is_still_that_of_its_world_and_explains_after_it(tmp_path):
+    watch, other = lookout.keep_lookout(), 1 - dist.get_rank()
+    call = watch.issue("key", "gather of a unit", dist.group.WORLD)
+    watch.leave()
+    watch.let_go()
+    assert lookout.keep_lookout() is watch  # a last evaluation while the program ends starts no thread again
+    dist.barrier()
+    dist.destroy_process_group()
+    assert lookout.lookout() is None and not watch._ranks
+    assert f"rank {other} has gone" in watch._note(RuntimeError("Connection reset"), call)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 
 
 def restart() -> None:

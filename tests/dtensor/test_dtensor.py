@@ -149,12 +149,14 @@ def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms_bit_for_bit(
     tensors = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
     atomic = weft.fully_shard(Bag(SHAPES["mixed"], seed=1), strategy="no_shard")  # cut over other axes
     mixed = [each for pair in zip(tensors, (p.detach() for p in atomic.parameters())) for each in pair]
-    for order in (0, 1, 2, 3.5, math.inf, -math.inf):
+    for order in (0, 1, 2, 3.5, -1, math.inf, -math.inf):
         for some in (tensors, mixed, tensors[:1], [*tensors, tensors[0].double()]):
             found = nn.utils.get_total_norm(some, order)
             assert isinstance(found, DTensor) and torch.equal(found.to_local(), torchs(some, order).to_local())
         assert torch.equal(nn.utils.get_total_norm(iter(tensors), order), nn.utils.get_total_norm(tensors, order))
     assert nn.utils.get_total_norm([]) == 0
+    elsewhere = tensors[0].like(torch.empty_like(tensors[0].to_local(), device="meta"))  # each kernel is of one device
+    assert norms._of_sharded([tensors[0], elsewhere], 2.0) is None is not norms._of_sharded(tensors[:1], 2.0)
     tensors[0].fill_(math.nan)
     assert nn.utils.get_total_norm(tensors).isnan()
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):

@@ -215,3 +215,30 @@ def test_a_deleted_model_leaves_nothing_behind_without_the_cyclic_collector(stra
             finally:
                 gc.enable()
             assert not alive, f"after {use.__name__}, {allocator}: {alive}"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@distributed(2)
+def test_a_block_that_is_kept_keeps_nothing_of_its_model_and_trains_on_by_itself(strategy):
+    plain, sharded = (torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))) for _ in range(2))
+    sharded.load_state_dict(plain.state_dict())
+    for block in sharded:
+        weft.fully_shard(block, strategy=strategy)
+    weft.fully_shard(sharded, strategy=strategy)
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    mine = rows.chunk(2)[dist.get_rank()]
+    sharded(mine).square().mean().backward()
+    plain(rows).square().mean().backward()
+    kept, others = sharded[2], [weakref.ref(sharded[number]._weft_unit) for number in (0, 1, 3)]
+    gc.collect()
+    gc.disable()
+    try:
+        del sharded, block
+        assert not any(unit() is not None for unit in others)
+    finally:
+        gc.enable()
+    for _ in range(2):
+        kept(mine).square().mean().backward()
+        plain[2](rows).square().mean().backward()
+    for parameter, original in zip(kept.parameters(), plain[2].parameters()):
+        torch.testing.assert_close(parameter.grad.full_tensor(), original.grad)

@@ -41,7 +41,7 @@ def combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) -> 
 def part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """The norm of what lies here."""
     if not local.numel():
-        nothing = math.inf if order == -math.inf else 0.0
+        nothing = math.inf if order < 0 else 0.0
         return torch.full((), nothing, dtype=(dtype or local.dtype).to_real(), device=local.device)
     return torch.linalg.vector_norm(local, order, dtype=dtype)
 
@@ -135,10 +135,10 @@ def _total_norm(
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """The norm of all of them; None where they have several dtypes, or no mesh in common."""
+    """The norm of all of them; None where they have several devices or dtypes, or no mesh in common."""
     alike = _alike(tensors)
     mesh = _common_mesh([tensors[first].device_mesh for first, *_ in alike])
-    if mesh is None or len({tensor.dtype for tensor in tensors}) > 1:
+    if mesh is None or len({(tensor._local_tensor.device, tensor.dtype) for tensor in tensors}) > 1:
         return None
     norms = [_norms_of([tensors[number] for number in numbers], order, None) for numbers in alike]
     values = norms[0]

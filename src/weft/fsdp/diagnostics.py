@@ -14,7 +14,7 @@ from weft.comm.watch.control import agree
 from weft.dtensor.uneven import local_of
 from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import units_of
+from weft.fsdp.module import kept_units, units_of
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool
 
@@ -40,7 +40,7 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Bytes on this rank by storage accounting.
+    """Bytes on this rank by storage accounting; those of blocks that were replaced count as long as they are kept.
 
     `persistent`: by role, what stays at rest on the device. `offloaded`: in CPU memory, with `CPUOffloadPolicy`.
     `transient`: for gathered weights and partial gradients
@@ -53,7 +53,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         allocations   how often memory was asked for: for a slab, or for one buffer outside of it
         fallbacks     how often a buffer was outside of the slab because the plan did not foresee it
     """
-    units = units_of(model)
+    units = list(dict.fromkeys([*units_of(model), *kept_units(model)]))
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:

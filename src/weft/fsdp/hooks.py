@@ -45,6 +45,8 @@ class ForwardCall:
         self._ended_in = -1
         """The number of the last backward that it ended in."""
         self._moves = self.unit.moves
+        self._runtime = driver.started
+        """Lives until then, though the root may be gone."""
         self._stretch = Stretch()
         self.unit.calls.add(self)
 
@@ -135,8 +137,9 @@ class HookDriver:
 
     def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
         self.unit = unit
-        self.runtime: Runtime | None = None
-        """Of the root; None before its first pass."""
+        self._own: Runtime | None = None
+        """Of a root, which alone keeps it: what is left of a model keeps only itself."""
+        self._known: weakref.ref[Runtime] | None = None
         self.above: weakref.ref[HookDriver] | None = None
         """The driver of a unit around this one."""
         self._asked = options
@@ -153,12 +156,18 @@ class HookDriver:
         self._stretch = Stretch()
 
     @property
+    def runtime(self) -> Runtime | None:
+        """Of the root; None before its first pass, and when it is gone."""
+        return None if self._known is None else self._known()
+
+    @property
     def started(self) -> Runtime:
         """The runtime, made for all units of the root if this is its first pass."""
-        if self.runtime is None:
+        if (runtime := self.runtime) is None:
             root = self.root
-            self.runtime = root.runtime or root._start()
-        return self.runtime
+            runtime = root.runtime or root._start()
+            self._known = weakref.ref(runtime)
+        return runtime
 
     @property
     def root(self) -> "HookDriver":
@@ -172,9 +181,10 @@ class HookDriver:
         """`around` is sharded now, and its model's root is this one's too."""
         if self.above is None or self.above() is None:
             self.above = weakref.ref(around)
-        changed = self.options if self.runtime is None else self.runtime.options
+        runtime = self.runtime
+        changed = self.options if runtime is None else runtime.options
         around.options = around.options.joined(self._given, changed)
-        self.runtime = None
+        self._own = self._known = None
 
     def _start(self) -> Runtime:
         modules = [module for ref in self._modules if (module := ref()) is not None]
@@ -194,9 +204,9 @@ class HookDriver:
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"
                 )
-        runtime = Runtime(units, drivers, self.unit.device, self.options)
+        runtime = self._own = Runtime(units, drivers, self.unit.device, self.options)
         for driver in drivers:
-            driver.runtime = runtime
+            driver._known = weakref.ref(runtime)
         return runtime
 
     @torch.compiler.disable(recursive=False)

@@ -377,6 +377,12 @@ def units_of(model: nn.Module) -> list[Unit]:
     raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
 
 
+def kept_units(model: nn.Module) -> list[Unit]:
+    """The units of the models with roots in `model`, with those of blocks that were replaced."""
+    roots = [driver for driver in drivers_under([model]) if driver.root is driver]
+    return [unit for root in roots if root.runtime is not None for unit in root.runtime.units]
+
+
 def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     if module._weft_driver.runtime is not None:
         module.reshard()

@@ -115,7 +115,10 @@ def test_norms_are_of_what_is_in_the_model_now():
     """A block that was replaced keeps its gradients, and one that came later has some."""
     net = nn.Sequential(*(weft.fully_shard(nn.Linear(8, 8)) for _ in range(3)))
     weft.fully_shard(net)(torch.ones(2, 8)).sum().backward()
+    before = weft.memory_report(net)["persistent"]["weights"]
     kept, net[1] = net[1], weft.fully_shard(nn.Linear(8, 8, bias=False))
+    own = weft.memory_report(net[1])["persistent"]["weights"]
+    assert weft.memory_report(net)["persistent"]["weights"] == before + own  # those of the old one are there, too
     net(torch.ones(2, 8)).sum().backward()
     assert kept.weight.grad is not None and net[1].weight.grad is not None
     expected = torch.stack([p.grad.full_tensor().norm() for p in net.parameters()]).norm()

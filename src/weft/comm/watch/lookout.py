@@ -66,6 +66,7 @@ class Call:
     number: int
     name: str
     group: Any
+    ranks: tuple[int, ...]
 
 
 class Lookout:
@@ -122,7 +123,7 @@ class Lookout:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
         with self._lock:
             number = self._issued[key] = self._issued.get(key, 0) + 1
-        return Call(key, number, name, group)
+        return Call(key, number, name, group, self._ranks[group])
 
     def can_join(self, key: str, join: Callable[[], bool]) -> None:
         """`join()` takes part in the next collective of `key` without using it, and says whether it could."""
@@ -180,7 +181,7 @@ class Lookout:
         note = f"this rank ({self._rank}) waited for {call.name}"
         if "onnection" not in str(error):
             return note
-        others = [rank for rank in self._ranks[call.group] if rank != self._rank]
+        others = [rank for rank in call.ranks if rank != self._rank]
         return (
             f"{note}, and the process of {'rank' if len(others) == 1 else 'one of the ranks'} "
             f"{', '.join(map(str, others))} has gone without a word, as one does that is killed or that finds no "
@@ -188,7 +189,7 @@ class Lookout:
         )
 
     def _of_who_left(self, call: Call) -> str:
-        states = {rank: self._state_of(rank) for rank in self._ranks[call.group] if rank != self._rank}
+        states = {rank: self._state_of(rank) for rank in call.ranks if rank != self._rank}
         for doing in ("ended", "failed"):
             left = {rank: state.name for rank, state in states.items() if state and state.doing == doing}
             if left:
@@ -202,11 +203,11 @@ class Lookout:
             return
         self._over.set()
         self._thread.join(GOODBYE_S)
-        self._let_go()
 
-    def _let_go(self) -> None:
-        """Of the groups, which would live on, and gloo's threads with them."""
-        self.world, self._ranks = _NO_WORLD, {}
+    def let_go(self) -> None:
+        """Of the groups of a world that has ended, which would live on, and gloo's threads with them."""
+        if dist.group.WORLD is not self.world:
+            self.world, self._ranks = _NO_WORLD, {}
 
     # --- what the thread does -----------------------------------------------------------------------------------------
 
@@ -220,8 +221,7 @@ class Lookout:
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
             if not self.verdict:
                 self._say(State("ended", self._last_words(), dict(self._issued)))
-        if dist.group.WORLD is not self.world and self._call is None:
-            self._let_go()
+        self.let_go()
 
     def _last_words(self) -> str:
         error = getattr(sys, "last_value", None) if self._over.is_set() else None
@@ -271,8 +271,7 @@ class Lookout:
         if call is not None:
             if time.monotonic() - self._since < self.delay():
                 return None
-            ranks = self._ranks[call.group]
-            return State("waits", before + call.name, issued, call.key, call.number, ranks, str(self._token))
+            return State("waits", before + call.name, issued, call.key, call.number, call.ranks, str(self._token))
         place, token = waits_elsewhere(self._waiter, threading.main_thread().ident)
         token = f"{token}/{self._token}"
         if place and token == self._place_token:
@@ -343,8 +342,9 @@ _current: Lookout | None = None
 
 def lookout() -> Lookout | None:
     """The lookout of this world, if anybody asked for one."""
-    if _current is not None and _current.world is dist.group.WORLD:
+    if _current is None or _current.world is dist.group.WORLD:
         return _current
+    _current.let_go()
     return None
 
 
@@ -364,6 +364,7 @@ def keep_lookout() -> Lookout:
 def _leave() -> None:
     if _current is not None:
         _current.leave()
+        _current.let_go()
 
 
 def watched(call: Call | None) -> AbstractContextManager:

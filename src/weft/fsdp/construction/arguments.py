@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.fsdp.construction.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.construction.parameters import ignore
@@ -15,6 +15,7 @@ from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.memory.offload import OffloadPolicy, offload_of
+from weft.mesh import whole_world
 
 DEFAULT_STRATEGY = "optim_grads_params"
 
@@ -63,7 +64,7 @@ class Request:
             mesh = data_parallel_mesh(mesh, dp_mesh_dims)
             if dp_mesh_dims.shard is None and strategy == DEFAULT_STRATEGY:
                 strategy = "no_shard"
-        self.mesh = _whole_world(self.modules) if mesh is None else checked_mesh(mesh)
+        self.mesh = _default_mesh(self.modules) if mesh is None else checked_mesh(mesh)
         self._strategies = strategy, outer_strategy
         shards = self.mesh.size(self.mesh.ndim - 1)
         self.reshard_after_forward = _checked_reshard(reshard_after_forward, self.placements_on(self.mesh), shards)
@@ -161,20 +162,12 @@ def _checked_ignored(parameters: Any) -> set[int]:
     return ignored
 
 
-_worlds: dict[tuple[str, Any], DeviceMesh] = {}
-
-
-def _whole_world(modules: list[nn.Module]) -> DeviceMesh:
-    """One mesh over all ranks for all units: a mesh of its own for each would cost each a communicator."""
+def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
         )
-    key = (_default_device_type(modules), dist.group.WORLD)
-    if key not in _worlds:
-        _worlds.clear()
-        _worlds[key] = init_device_mesh(key[0], (dist.get_world_size(),))
-    return _worlds[key]
+    return whole_world(_default_device_type(modules))
 
 
 def _default_device_type(modules: list[nn.Module]) -> str:

@@ -197,9 +197,7 @@ class Prefetch:
         }
 
         def together(one: Transient, other: Transient) -> bool:
-            units = [unit_of[each] for each in (one, other) if each in unit_of]
-            if len(units) < 2:
-                return False
+            units = unit_of[one], unit_of[other]
             short, long = sorted((unit.name for unit in units), key=len)
             nested = not short or long == short or long.startswith(f"{short}.")
             pair = (units[0].number, units[1].number)
