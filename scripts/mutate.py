@@ -1148,6 +1148,13 @@ MUTATIONS = [
         "train/test_ema.py::test_a_run_with_an_average_goes_on_bit_for_bit",
     ),
     Mutation(
+        "a microbatch with few labels counts as one with many",
+        "train/data/batches.py",
+        "    return each / each.mean()",
+        "    return each / each",
+        "train/test_kinds.py::test_every_label_of_a_step_counts_alike_however_sequences_meet_in_microbatches",
+    ),
+    Mutation(
         "validations of the average have the weights themselves",
         "train/ema.py",
         "            weight.copy_(average)",

@@ -57,6 +57,7 @@ class FiveMicrobatches:
     """A task whose validation set are the numbers 0 to 4."""
 
     at_once = 2
+    validation_weights = [1.0] * 5
 
     def __init__(self):
         self.model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout().eval())

@@ -297,6 +297,24 @@ def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
     assert ("nats_per_byte" in metrics(tmp_path / "run", "validation")[0]) == (kind != "tokens")
 
 
+def test_every_label_of_a_step_counts_alike_however_sequences_meet_in_microbatches(pool, tmp_path):
+    """Packed whole, sequences have different numbers of labels."""
+    path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.2, train__global_batch_size=8)
+    changes, found = settings_for(tmp_path, "jsonl"), {}
+    for ranks, size, more in ((1, 8, []), (1, 1, []), (2, 2, []), (2, 1, ["sharding.pp=2"])):
+        run = tmp_path / f"{ranks}-{size}"
+        changed = [*changes, f"train.microbatch_size={size}", *more]
+        steps, validations, model, *_ = pool.run(ranks, train_on, path, run, changed, stop_at=4)[0]
+        numbers = [line[name] for line in steps for name in ("loss", "gradient_norm")]
+        found[ranks, size] = numbers, [line["loss"] for line in validations], model
+    whole = found.pop((1, 8))
+    assert len(set(whole[0])) == 8 and len(whole[1]) == 2
+    for numbers, validations, model in found.values():
+        torch.testing.assert_close(numbers, whole[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(validations, whole[1], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(model, {name: whole[2][name] for name in model})  # of the first stage
+
+
 def test_a_configuration_names_kinds_and_weights(tmp_path):
     path = write_config(tmp_path, data__weights=[1.0], data__packing="whole", data__separator="<|end|>")
     data = load_config(path).data

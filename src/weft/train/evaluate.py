@@ -37,12 +37,13 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     try:
-        coming = iter(task.validation)
+        coming, weights = iter(task.validation), iter(task.validation_weights)
         while several := list(islice(coming, task.at_once)):
             count += len(several)
             moved()
-            for loss, own in task.validation_losses([move(microbatch, device) for microbatch in several]):
-                total += loss.double()
+            losses = task.validation_losses([move(microbatch, device) for microbatch in several])
+            for (loss, own), weight in zip(losses, weights):
+                total += loss.double() * weight
                 numbers.add(own)
     finally:
         for module, training in modes.items():

@@ -1,6 +1,6 @@
 """The passes of a step, forward and backward: from microbatches to gradients and losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -46,7 +46,8 @@ class Passes:
         """Of the last step."""
 
     def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Leave the gradients of the microbatches' mean loss; returns the loss of each, on the device."""
+        """Leave the gradients of the microbatches' mean loss; returns the loss of each, as much as it counts, on the
+        device."""
         self.own_numbers = OwnNumbers(self._device)
         if self._are_counted:
             return self._forward_backward(step, microbatches)
@@ -83,7 +84,8 @@ class Passes:
         return losses
 
     def _forward_backward(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        loop, scale = self._config.train, 1 / len(microbatches)
+        loop, weights = self._config.train, self._task.batches.weights
+        scales = [weight / len(microbatches) for weight in weights]
         if loop.overlap or self._table is not None:
             timeline = Timeline() if step == loop.steps and self._stages.have_first_rank else None
             if timeline is not None:
@@ -96,17 +98,21 @@ class Passes:
                     overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
-                    loss_scale=scale,
+                    loss_scale=scales,
                 )
             if timeline is not None:
                 self._account.keep_timeline(timeline, self._table)
-            return torch.stack(losses)
+            return _weighted(losses, weights)
         found = []
         for number, microbatch in enumerate(microbatches, start=1):
             self._watchdog.at(f"step {step}, microbatch {number} of {len(microbatches)}")
             self._task.model.set_is_last_backward(number == len(microbatches))
             loss, own = self._task.loss(microbatch)
-            (loss * scale).backward()
+            (loss * scales[number - 1]).backward()
             self.own_numbers.add(own)
             found.append(loss.detach())
-        return torch.stack(found)
+        return _weighted(found, weights)
+
+
+def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    return torch.stack([loss if weight == 1 else loss * weight for loss, weight in zip(losses, weights)])

@@ -50,6 +50,9 @@ class Batches:
         self._seed = seed
         self.position = 0
         """Sequences that all ranks together have taken."""
+        self.weights: list[float] = []
+        """For each microbatch of the last step its part of the labels, over an even part of all ranks' microbatches:
+        with them a mean of means over labels is the mean over the labels of the global batch."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -57,17 +60,25 @@ class Batches:
     def __next__(self) -> Batch:
         start = self.position + self._dp_rank * self._microbatch_size
         self.position += self._dp_size * self._microbatch_size
-        positions = np.arange(start, start + self._microbatch_size)
+        return self._mixture.batch(*self._at(np.arange(start, start + self._microbatch_size)))
+
+    def _at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of which text each is, and which of its sequences."""
         texts, numbers = self._mixture.place(positions)
         indices = np.empty_like(numbers)
         for text in np.unique(texts):
             own = texts == text
             indices[own] = shuffled(numbers[own], len(self._mixture.texts[text]), self._seed + int(text))
-        return self._mixture.batch(texts, indices)
+        return texts, indices
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of one optimizer step."""
-        return [next(self) for _ in range(self.microbatches_per_step)]
+        count, whole = self.microbatches_per_step, self._dp_size * self._microbatch_size
+        positions = np.arange(self.position, self.position + count * whole)
+        self.weights = _weights(self._mixture.labels(*self._at(positions)).reshape(count, self._dp_size, -1))[
+            :, self._dp_rank
+        ].tolist()
+        return [next(self) for _ in range(count)]
 
     @property
     def epoch(self) -> float:
@@ -104,6 +115,12 @@ class Batches:
                     f"this run's {own[name]}; resume with the {setting} of the checkpoint or start a new run"
                 )
         self.position = int(state["position"])
+
+
+def _weights(labels: np.ndarray) -> np.ndarray:
+    """[microbatch, rank] from the labels of each sequence, [microbatch, rank, sequence]."""
+    each = labels.sum(-1)
+    return each / each.mean()
 
 
 class Validation:
@@ -143,7 +160,11 @@ class Validation:
         self._texts, numbers = self._mixture.place(np.arange(count))
         totals = np.bincount(self._texts, minlength=len(texts))
         self._indices = numbers * np.asarray(list(map(len, texts)))[self._texts] // totals[self._texts]
-        self._own = np.arange(count).reshape(batches * per_batch, dp_size, microbatch_size)[:, dp_rank]
+        places = np.arange(count).reshape(batches * per_batch, dp_size, microbatch_size)
+        self._own = places[:, dp_rank]
+        labels = self._mixture.labels(self._texts, self._indices)
+        self.weights: list[float] = _weights(labels[places])[:, dp_rank].tolist()
+        """As those of `Batches`, for each microbatch."""
 
     def __iter__(self) -> Iterator[Batch]:
         return (self._mixture.batch(self._texts[own], self._indices[own]) for own in self._own)

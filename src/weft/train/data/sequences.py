@@ -32,6 +32,10 @@ class Sequences(Protocol):
         """int64 [len(indices), length + 1]; -100 where nothing is."""
         ...
 
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        """How many labels each has."""
+        ...
+
 
 class Windows:
     """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
@@ -50,6 +54,9 @@ class Windows:
             raise ConfigError(f"data.paths: a token file holds {least}; tokens are not negative, correct it")
         return found
 
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        return np.full(len(indices), self.length)
+
 
 class WholeDocuments:
     """Documents that are packed whole; those longer than a sequence are cut, and their rest is packed with others."""
@@ -66,6 +73,9 @@ class WholeDocuments:
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = self.tokens[begin:end]
         return found
+
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        return np.diff(self.borders[indices])[:, 0] - 1
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
@@ -132,6 +142,13 @@ class Mixture:
                 f"model.vocab_size = {self.vocabulary}: must be above the largest token, and the files have {largest}; "
                 f"set model.vocab_size = {largest + 1} or more"
             )
+        return found
+
+    def labels(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.labels`, of sequences of several texts."""
+        found = np.empty(len(indices), dtype=np.int64)
+        for text in np.unique(texts):
+            found[texts == text] = self.texts[text].labels(indices[texts == text])
         return found
 
     def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:

@@ -1,6 +1,7 @@
 """A model and data of one's own."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class OwnTask:
     unit = "samples"
     at_once = 1
     adds_losses = False
+    validation_weights = repeat(1.0)
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class Stream:
 
     def __init__(self, source: Iterable[Any], microbatches_per_step: int) -> None:
         self.source, self.microbatches_per_step = source, microbatches_per_step
+        self.weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
         """How many microbatches the pass before this one had."""

@@ -14,6 +14,9 @@ Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
 class Batches(Protocol):
     """This rank's microbatches, and the position in them, which a checkpoint holds."""
 
+    weights: list[float]
+    """How much each microbatch of the last step counts; 1.0: as all others."""
+
     def next_step(self) -> list[Any]:
         """The microbatches of one optimizer step, as many on every rank."""
         ...
@@ -47,6 +50,11 @@ class Task(Protocol):
     @property
     def validation(self) -> Iterable[Any]:
         """This rank's microbatches of the validation set, as many on every rank; empty: none."""
+        ...
+
+    @property
+    def validation_weights(self) -> Iterable[float]:
+        """How much each of them counts; 1.0: as all others."""
         ...
 
     def loss(self, microbatch: Any) -> Losses:
