@@ -93,6 +93,17 @@ def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
     assert "no run 'tiny' in" in line
 
 
+def test_resume_of_a_run_s_configuration_means_that_run(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "runs" / "tiny"
+    for directory in (run, run.with_name("tiny-2")):
+        (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
+        shutil.copy(write_config(tmp_path), directory / "config.toml")
+    chosen = []
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(run.directory) or 0)
+    assert main(["train", "--resume", str(run / "config.toml"), "--ranks", "1"]) == 0
+    assert chosen == [run]
+
+
 def test_resume_of_what_is_not_there_is_no_word_about_configurations(tmp_path, capsys):
     line = refused(capsys, "train", "--resume", tmp_path / "none")
     assert f"--resume {tmp_path / 'none'}: is no directory; name that of a run" in line
