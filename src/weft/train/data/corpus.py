@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +66,7 @@ def load_corpus(
     name = json.dumps(list(paths), ensure_ascii=False) if paths else "the Python standard library's source"
     own = bool(data.validation_paths)
     if data.kind == "tokens":
-        corpus = _of_token_files(data, paths, name)
+        corpus = _of_token_files(data, paths, name, say)
     else:
         tokenizer = load_tokenizer(data.tokenizer)
         train, validation, counts = _tokenised(
@@ -77,18 +77,17 @@ def load_corpus(
         bytes_per_token = counts["validation_bytes"] / max(1, len(validation.tokens))
         described = _description(name, train, validation)
         corpus = Corpus(train, validation, tokenizer.vocab_size, bytes_per_token, described)
-    for setting, part, tokens in (
-        ("data.paths", "training", corpus.train),
-        ("data.validation_paths" if own else "data.paths", "validation", corpus.validation),
-    ):
+    trained = f"data.paths = {name}"
+    held = f"data.validation_paths = {json.dumps(list(data.validation_paths), ensure_ascii=False)}" if own else trained
+    for setting, part, tokens in ((trained, "training", corpus.train), (held, "validation", corpus.validation)):
         have = max(0, len(tokens) - 1) // data.sequence_length
         if have < dp_size:
             raise ConfigError(
-                f"{setting} = {name}: {len(tokens)} {part} tokens are {have} sequences of "
+                f"{setting}: {len(tokens)} {part} tokens are {have} sequences of "
                 f"{data.sequence_length}, fewer than one for each of {dp_size} ranks; "
                 "name more text or lower data.sequence_length"
             )
-    return corpus
+    return replace(corpus, training=replace(corpus.training, name=trained), held=replace(corpus.held, name=held))
 
 
 def _tokenised(
@@ -146,16 +145,23 @@ def _description(name: str, train: Part, validation: Part) -> str:
     return f"{name}: {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens"
 
 
-def _of_token_files(data: DataConfig, paths: Sequence[str], name: str) -> Corpus:
+def _of_token_files(data: DataConfig, paths: Sequence[str], name: str, say: Say) -> Corpus:
     """Tokens that were made elsewhere; the end of each file is for validation."""
     cut = 1 - (0.0 if data.validation_paths else data.validation_fraction)
-    maps = [_mapped(path, data) for path, _, _ in find_files(data, paths)]
-    held = (
-        [_mapped(path, data) for path, _, _ in find_files(data, data.validation_paths)] if data.validation_paths else []
-    )
+    files = find_files(data, paths)
+    held_files = find_files(data, data.validation_paths) if data.validation_paths else []
+    maps, held = ([_mapped(path, data) for path, _, _ in each] for each in (files, held_files))
     train = [tokens[: int(len(tokens) * cut)] for tokens in maps]
     held += [tokens[int(len(tokens) * cut) :] for tokens in maps if cut < 1]
-    first, second = (Part(_joined(arrays, name), np.zeros(1, dtype="<i8")) for arrays in (train, held))
+    arrays = [_joined(each, name) for each in (train, held)]
+    known = json.dumps([cache.FORMAT, data.kind, data.token_dtype, files, held_files, cut])
+    marks = cache.fingerprints(
+        cache.cache_folder(data.cache_dir),
+        hashlib.sha256(known.encode()).hexdigest()[:32],
+        arrays,
+        lambda done: say(f"reading {name} for its fingerprint: {done:.0%}"),
+    )
+    first, second = (Part(tokens, np.zeros(1, dtype="<i8"), mark) for tokens, mark in zip(arrays, marks))
     return Corpus(first, second, None, None, _description(name, first, second))
 
 

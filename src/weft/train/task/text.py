@@ -46,9 +46,9 @@ class TextTask:
             "vocabulary": _vocabulary(config),
         }
         training = [corpus.training for corpus in self.corpora]
-        self.batches = Batches(training, seed=data.seed, weights=data.weights, **options)
         apart = bool(data.validation_paths)
         held = [corpus.held for corpus in self.corpora[: 1 if apart else None]]
+        self.batches = Batches(training, seed=data.seed, weights=data.weights, held=held, **options)
         options |= {"weights": () if apart else data.weights, "batches": config.train.validation_batches}
         self.validation = Validation(held, **options)
         self.at_once = 2 * config.sharding.pp if config.sharding.pp > 1 else 1
