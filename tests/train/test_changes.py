@@ -1,6 +1,7 @@
 """A run that goes on with other settings: refused, told or quiet, as the table in docs/training.md says."""
 
 import dataclasses
+import json
 import re
 import shlex
 import shutil
@@ -192,6 +193,15 @@ def test_the_configuration_of_a_run_behind_resume_means_that_run(tmp_path, numbe
     assert open_run(numbered, str(exp / CONFIG), "") == Run(exp, 7)
     assert run_directory(exp / CONFIG) == exp
     assert run_directory(write_config(tmp_path)) == write_config(tmp_path), "a configuration that is no run's"
+
+
+def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
+    paths = [f"data.paths={json.dumps([str(tmp_path)])}"]
+    path = write_config(tmp_path, train__steps=4, train__validate_every=0)
+    run = tmp_path / "runs" / "tiny"
+    pool.run(1, train_on, path, run, paths, stop_at=2)
+    pool.run(1, train_on, path, run, paths, stop_at=3, resume_from=2)
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
 
 
 def test_a_run_keeps_its_name_under_another_configuration(pool, tmp_path):

@@ -35,7 +35,8 @@ class TextTask:
     def __init__(self, config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> None:
         meshes = meshes_of(config, device)
         data = config.data
-        self.corpora = first_rank_first(lambda: load_corpora(data, dp_size=meshes.dp_size, say=say))
+        runs = config.run.directory
+        self.corpora = first_rank_first(lambda: load_corpora(data, dp_size=meshes.dp_size, say=say, runs=runs))
         options: dict[str, Any] = {
             "sequence_length": data.sequence_length,
             "microbatch_size": config.train.microbatch_size,
