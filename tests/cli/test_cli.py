@@ -93,6 +93,35 @@ def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
     assert "no run 'tiny' in" in line
 
 
+def test_resume_of_a_run_s_configuration_means_that_run(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "runs" / "tiny"
+    for directory in (run, run.with_name("tiny-2")):
+        (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
+        shutil.copy(write_config(tmp_path), directory / "config.toml")
+    chosen = []
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(run.directory) or 0)
+    assert main(["train", "--resume", str(run / "config.toml"), "--ranks", "1"]) == 0
+    assert chosen == [run]
+
+
+@pytest.mark.parametrize("words", [["--from", "none"], ["--set", "run.weights=none"]])
+@pytest.mark.parametrize("resume", [["--resume"], ["--set", "run.resume=true"]])
+def test_weights_for_a_run_that_goes_on_are_refused(tmp_path, capsys, words, resume):
+    line = refused(capsys, "train", write_config(tmp_path), *resume, *words)
+    assert f"{' '.join(words)}: has no effect on a run that goes on" in line
+
+
+def test_weights_of_a_new_run_are_no_part_of_the_command_that_goes_on(tmp_path, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(command) or 0)
+    words = ["--from", "first", "--set", "train.steps=3", "--ranks", "1"]
+    for more in ([], ["--resume-or-start"]):
+        assert main(["train", str(write_config(tmp_path)), *words, *more]) == 0
+    runs = tmp_path / "runs"
+    go_on = f"weft train {tmp_path / 'tiny.toml'} --set train.steps=3 --ranks 1 --resume"
+    assert chosen == [f"{go_on} {runs / 'tiny'}", f"{go_on} {runs / 'tiny-2'}"]
+
+
 def test_resume_of_what_is_not_there_is_no_word_about_configurations(tmp_path, capsys):
     line = refused(capsys, "train", "--resume", tmp_path / "none")
     assert f"--resume {tmp_path / 'none'}: is no directory; name that of a run" in line

@@ -1,8 +1,10 @@
 """A run that goes on with other settings: refused, told or quiet, as the table in docs/training.md says."""
 
 import dataclasses
+import json
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -10,11 +12,11 @@ import torch
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, train_on
 from weft.cli.parser import make_parser
-from weft.train.config import SECTIONS, load_config, to_toml
+from weft.train.config import SECTIONS, RunConfig, load_config, to_toml
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
 from weft.train.run.changes import changed, treatment
-from weft.train.run.runs import CONFIG, Run, open_run
+from weft.train.run.runs import CONFIG, Run, open_run, recorded_name, run_directory
 
 CHANGED = {
     "model.num_attention_heads=4 & model.num_key_value_heads=4": "refused",  # the same shapes, another function
@@ -158,6 +160,55 @@ def test_or_start_goes_on_where_it_can_and_starts_where_it_cannot(tmp_path):
     assert open_run(config, True, "weft train x.toml", or_start=True) == Run(first.directory, 7)
     with pytest.raises(ConfigError, match="no run 'tiny' in"):
         open_run(dataclasses.replace(config, directory=str(tmp_path / "other")), True, "weft train x.toml")
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """`exp` and `exp-2`, each the first run of its name; returns `exp`'s configuration."""
+    config = dataclasses.replace(load_config(write_config(tmp_path)), run=RunConfig(str(tmp_path / "runs"), "exp"))
+    for name in ("exp", "exp-2"):
+        (tmp_path / "runs" / name / "checkpoints" / "step-00000007").mkdir(parents=True)
+        named = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+        (tmp_path / "runs" / name / CONFIG).write_text(to_toml(named))
+    return config.run
+
+
+@pytest.mark.parametrize("or_start", [False, True])
+def test_a_run_goes_on_by_its_own_name_and_not_by_that_of_its_folder(tmp_path, numbered, or_start):
+    runs = tmp_path / "runs"
+    assert open_run(numbered, True, "", or_start=or_start).directory == runs / "exp"
+    second = dataclasses.replace(numbered, name="exp-2")
+    assert open_run(second, True, "", or_start=or_start).directory == runs / "exp-2"
+    assert open_run(numbered, False, "").directory == runs / "exp-3", "exp-2 is another run's"
+    shutil.rmtree(runs / "exp")
+    if or_start:
+        assert open_run(numbered, True, "", or_start=True) == Run(runs / "exp", None, f"a new run in {runs / 'exp'}")
+        return
+    with pytest.raises(ConfigError, match="no run 'exp' in"):
+        open_run(numbered, True, "")
+
+
+def test_the_configuration_of_a_run_behind_resume_means_that_run(tmp_path, numbered):
+    exp = tmp_path / "runs" / "exp"
+    assert open_run(numbered, str(exp / CONFIG), "") == Run(exp, 7)
+    assert run_directory(exp / CONFIG) == exp
+    assert run_directory(write_config(tmp_path)) == write_config(tmp_path), "a configuration that is no run's"
+
+
+def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
+    paths = [f"data.paths={json.dumps([str(tmp_path)])}"]
+    path = write_config(tmp_path, train__steps=4, train__validate_every=0)
+    run = tmp_path / "runs" / "tiny"
+    pool.run(1, train_on, path, run, paths, stop_at=2)
+    pool.run(1, train_on, path, run, paths, stop_at=3, resume_from=2)
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+
+
+def test_a_run_keeps_its_name_under_another_configuration(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=4, train__validate_every=0)
+    pool.run(1, train_on, path, tmp_path / "run", stop_at=2)
+    pool.run(1, train_on, path, tmp_path / "run", ["run.name=other"], stop_at=3, resume_from=2)
+    assert recorded_name(tmp_path / "run") == "tiny"
 
 
 def test_printed_commands_survive_a_shell(tmp_path):

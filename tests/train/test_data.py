@@ -203,6 +203,19 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
     assert np.array_equal(first.validation, second.validation)
 
 
+def test_what_runs_write_is_no_text(text, tmp_path):
+    before = load_corpus(config(text, tmp_path))
+    for folder in ("runs/exp", "cache"):
+        (text / folder).mkdir(parents=True)
+        (text / folder / "metrics.jsonl").write_text("numbers\n" * 50)
+    inside = dataclasses.replace(config(text, tmp_path), cache_dir=str(text / "cache"))
+    after = load_corpus(inside, runs=str(text / "runs"))
+    assert np.array_equal(before.train, after.train) and np.array_equal(before.validation, after.validation)
+    assert len(load_corpus(config(text / "runs" / "exp", tmp_path), runs=str(text / "runs")).train), "named on purpose"
+    with pytest.raises(ConfigError, match=r"data\.paths: .* is run\.directory or data\.cache_dir itself"):
+        load_corpus(config(text, tmp_path), runs=str(text))
+
+
 def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkeypatch):
     first = load_corpus(config(text, tmp_path))
     built = []

@@ -97,3 +97,33 @@ def test_what_is_no_run_is_one_line(tmp_path, capsys, command):
     assert main([command, str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "name the directory of a run" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('data.paths=["other.txt"]', r'validates on data\.validation_paths = \["held\.txt"\]; set that'),
+        ("data.seed=3", "leave it out"),
+        ("sharding.pp=2", "leave it out"),
+        ("optimizer.lr=0.5", "leave it out"),
+        ("train.steps=3", "leave it out"),
+    ],
+)
+def test_a_setting_on_which_the_loss_does_not_depend_is_refused(tmp_path, override, said):
+    settings = {"data__validation_paths": ["held.txt"], "data__validation_fraction": 0.05}
+    write_config(tmp_path, **settings).rename(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=rf"has no effect on the validation loss, .*{said}") as error:
+        evaluate(tmp_path, overrides=[override])
+    assert str(error.value).startswith(f"--set {override}: ")
+
+
+def test_another_text_is_validated_on_whatever_the_run_was(pool, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("".join(chr(33 + n * n % 90) for n in range(9000)))
+    own = {"data__validation_paths": [str(tmp_path / "text.txt")], "data__validation_fraction": 0.05}
+    for name, settings in (("apart", own), ("part", {})):
+        pool.run(1, train_to_the_end, write_config(tmp_path, train__steps=2, run__name=name, **settings))
+    for run, setting in (("apart", "data.validation_paths"), ("part", "data.paths")):
+        options = ([], ["--set", f'{setting}=["{other}"]'])
+        first, second = (pool.run(1, evaluated, tmp_path / "runs" / run, each)[0] for each in options)
+        assert abs(first["loss"] - second["loss"]) > 1e-3

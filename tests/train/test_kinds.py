@@ -1,5 +1,6 @@
 """Kinds of data: each gives the documents that went in, once, and goes on where it was."""
 
+import dataclasses
 import itertools
 import json
 
@@ -99,7 +100,7 @@ def test_token_files_are_mapped_and_their_end_validates(tmp_path, name):
     corpus = load_corpus(config(tmp_path / name, tmp_path, **settings))
     assert isinstance(corpus.train, np.memmap)
     assert np.array_equal(np.concatenate([corpus.train, corpus.validation]), tokens) and len(corpus.train) == 900
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").glob("*.tokens"))
 
 
 def test_tokenising_says_how_far_it_is_and_happens_once(tmp_path, monkeypatch):
@@ -190,6 +191,83 @@ def test_each_path_of_a_mixture_has_tokens_of_its_own(tmp_path):
     settings = {"field": "text", "separator": "", "paths": tuple(paths), "weights": (3.0, 1.0)}
     first, second = load_corpora(config(tmp_path, tmp_path, **settings))
     assert set(bytes(first.train)) == set(b"a\n") and set(bytes(second.train)) == set(b"b\n")
+
+
+def write_text(folder, name, text):
+    (folder / name).write_text(text * 500)
+    return str(folder / name)
+
+
+def write_tokens(folder, name, text):
+    np.save(folder / f"{name}.npy", np.frombuffer(text.encode() * 500, dtype=np.uint8).astype(np.uint16))
+    return str(folder / f"{name}.npy")
+
+
+KEPT = {"text": (write_text, {}), "tokens": (write_tokens, {"kind": "tokens"})}
+
+
+@pytest.fixture(params=KEPT)
+def kept(request, tmp_path):
+    """Writes texts of a kind, and makes the batches of a mixture of `a` and `b` that validates on `held`."""
+    write, settings = KEPT[request.param]
+
+    def batches_of(folder, *names, **texts):
+        texts = {"a": "abc\n", "b": "xyz\n", "held": "123\n", **texts}
+        paths = {name: write(folder, name, text) for name, text in texts.items()}
+        data = DataConfig(
+            paths=tuple(paths[name] for name in names or "ab"),
+            weights=(1.0, 1.0),
+            validation_paths=(paths["held"],),
+            cache_dir=str(tmp_path / "cache"),
+            sequence_length=16,
+            **settings,
+        )
+        corpora = load_corpora(data)
+        sizes = {"sequence_length": 16, "microbatch_size": 2, "global_batch_size": 2}
+        return Batches([each.training for each in corpora], held=[corpora[0].held], weights=data.weights, **sizes)
+
+    return batches_of
+
+
+def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
+    state = json.loads(json.dumps(kept(tmp_path).state_dict()))
+    kept(tmp_path).load_state_dict(state)
+    (tmp_path / "moved").mkdir()
+    kept(tmp_path / "moved").load_state_dict(state)
+    earlier = {**state, "sequences": 2 * state["sequences"][0][0]}
+    kept(tmp_path).load_state_dict(earlier)
+    with pytest.raises(ConfigError, match=r"data\.paths: is another text .* was 7 long and is "):
+        kept(tmp_path).load_state_dict({**earlier, "sequences": 7})
+
+
+@pytest.mark.parametrize(
+    ("names", "texts", "said"),
+    [
+        ("ab", {"b": "xyy\n"}, r'data\.paths = \[".*/b.*"\]: is another text .* is as long, with other tokens'),
+        ("ab", {"a": "abcdef\n"}, r'data\.paths = \[".*/a.*"\]: is another text .* was \d+ long and is \d+'),
+        ("ba", {}, r'data\.paths = \[".*/b.*"\]: is another text'),
+        ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: is another text'),
+    ],
+)
+def test_data_that_changed_in_place_or_order_is_refused_by_name(kept, tmp_path, names, texts, said):
+    state = kept(tmp_path).state_dict()
+    with pytest.raises(ConfigError, match=said) as error:
+        kept(tmp_path, *names, **texts).load_state_dict(state)
+    assert "\n" not in str(error.value)
+
+
+def test_token_files_are_read_for_their_fingerprint_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "_EVERY_S", -1.0)
+    path = write_tokens(tmp_path, "a", "abc\n")
+    settings = config(path, tmp_path, kind="tokens", field="text", separator="", validation_fraction=0.1)
+    said = []
+    first = load_corpus(settings, say=said.append)
+    assert said[-1].endswith("for its fingerprint: 100%")
+    heard = len(said)
+    again = load_corpus(settings, say=said.append)
+    assert len(said) == heard and again.training.fingerprint == first.training.fingerprint != ""
+    nowhere = dataclasses.replace(settings, cache_dir=f"{path}/cache")
+    assert load_corpus(nowhere).training.fingerprint == first.training.fingerprint, "it only takes longer"
 
 
 WRONG = {

@@ -13,7 +13,7 @@ from weft.train.config import OptimizerConfig, ScheduleConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.loop import Trainer, train
 from weft.train.optimizers import make_optimizer
-from weft.train.run.runs import Run, open_run, remove_if_unused
+from weft.train.run.runs import CONFIG, Run, open_run, remove_if_unused
 from weft.train.run.stop import StopRequest
 from weft.train.schedule import Schedule
 
@@ -261,6 +261,7 @@ def test_norms_of_every_parameter_are_written_as_often_as_asked(pool, tmp_path):
 
 def save_in(run):
     (run.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
+    (run.directory / CONFIG).write_text('[run]\nname = "tiny"\n')
 
 
 def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goes_on(tmp_path):

@@ -10,14 +10,15 @@ def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
-    from weft.train.run.runs import CONFIG, open_run, refuse_folder_of_runs, remove_if_unused, resuming
+    from weft.train.run.runs import CONFIG, open_run, refuse_folder_of_runs, remove_if_unused, resuming, run_directory
     from weft.train.run.world import place_from
 
     config_path = options.config
     if config_path is None and isinstance(options.resume, str):
-        if Path(options.resume).is_dir():
-            refuse_folder_of_runs(Path(options.resume))
-            config_path = str(Path(options.resume) / CONFIG)
+        directory = run_directory(options.resume)
+        if directory.is_dir():
+            refuse_folder_of_runs(directory)
+            config_path = str(directory / CONFIG)
         else:  # `--resume CONFIG.toml`: the only path there is names the configuration
             if Path(options.resume).suffix != ".toml":
                 raise ConfigError(f"--resume {options.resume}: is no directory; name that of a run, or a CONFIG.toml")
@@ -38,6 +39,14 @@ def start(options: argparse.Namespace) -> int:
         )
     if options.weights is not None:
         options.overrides.append(f"run.weights={options.weights}")
+    weights = [override for override in options.overrides if _is_weights(override)]
+    goes_on = bool(weights) and (options.resume or load_config(config_path, options.overrides).run.resume)
+    if goes_on and not options.resume_or_start:
+        given = f"--set {weights[-1]}" if options.weights is None else f"--from {options.weights}"
+        raise ConfigError(
+            f"{given}: has no effect on a run that goes on, which has its own weights; leave it out, or start a new "
+            "run without --resume"
+        )
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:
         from weft.train.run.worker import work
@@ -61,10 +70,15 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """What a person types to start the same again, without --resume."""
+    """What a person types to go on with the same, without --resume; the weights are for new runs."""
     words = ["weft", "train", *([options.config] if options.config else [])]
     for override in options.overrides:
-        words += ["--set", override]
+        if not _is_weights(override):
+            words += ["--set", override]
     if with_ranks and options.ranks:
         words += ["--ranks", str(options.ranks)]
     return shlex.join(words)
+
+
+def _is_weights(override: str) -> bool:
+    return override.partition("=")[0].strip() == "run.weights"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from weft.checkpoint import CheckpointManager, ModelState
 from weft.models import HybridConfig
 from weft.models.renumber import renumbered
-from weft.train.config import load_config
+from weft.train.config import TrainConfig, load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
@@ -22,6 +22,15 @@ from weft.train.run.runs import CHECKPOINTS, CONFIG
 from weft.train.sections import ShardingConfig
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
+from weft.train.toml_values import show
+
+_WITH_EFFECT = (
+    "train.global_batch_size",
+    "train.microbatch_size",
+    "train.precision",
+    "train.validation_batches",
+)
+"""Beside [model] and [data], the settings on which the loss of a validation set depends."""
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
@@ -60,10 +69,12 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     """The validation loss of a text run's newest intact checkpoint, or that of `step`, in this process alone.
 
     average: of the moving average of its weights. overrides: settings that differ from the run's, such as "data.paths".
+    Raises ConfigError for one on which the loss does not depend.
     """
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
     config = load_config(run / CONFIG, overrides)
+    _refuse_without_effect(overrides, config)
     loop = dataclasses.replace(
         config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
     )
@@ -84,3 +95,19 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
     taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
     with averages.in_place() if averages is not None else nullcontext():
         return {"step": taken, **validate(task, device, lambda: None)}
+
+
+def _refuse_without_effect(overrides: list[str], config: TrainConfig) -> None:
+    """Raise ConfigError for a setting on which the loss of the validation set does not depend."""
+    names = [override.partition("=")[0].strip() for override in overrides]
+    apart = bool(config.data.validation_paths) and "data.validation_paths" not in names
+    for name, override in zip(names, overrides):
+        why = ""
+        if not name.startswith(("model.", "data.")) and name not in _WITH_EFFECT:
+            why = f"it depends on [model], [data] and {', '.join(_WITH_EFFECT)}; leave it out"
+        elif name in ("data.paths", "data.weights") and apart:
+            why = f"the run validates on data.validation_paths = {show(list(config.data.validation_paths))}; set that"
+        elif name in ("data.seed", "data.factory"):
+            why = "it is about what is trained on; leave it out"
+        if why:
+            raise ConfigError(f"--set {override}: has no effect on the validation loss, {why}")

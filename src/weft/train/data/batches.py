@@ -25,7 +25,8 @@ class Batches:
 
     tokens: 1-D token array, or several texts, mixed by `weights`. A new shuffled order for each epoch of a text,
     determined by `seed` alone: every sequence comes once per epoch, and step k sees the same `global_batch_size`
-    sequences for any `dp_size`. vocabulary: what no token may reach; None: not looked at.
+    sequences for any `dp_size`. vocabulary: what no token may reach; None: not looked at. held: what is validated on,
+    which must be the same in a run that goes on.
     """
 
     def __init__(
@@ -41,9 +42,13 @@ class Batches:
         packing: Packing = "stream",
         weights: Sequence[float] = (),
         vocabulary: int | None = None,
+        held: Sequence[Part] = (),
     ) -> None:
-        parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
+        parts = [Part(tokens, np.zeros(1, dtype="<i8"))] if isinstance(tokens, np.ndarray) else tokens
         texts = [sequences(part, sequence_length, packing, dp_size) for part in parts]
+        counts = [*map(len, texts), *(len(part.tokens) for part in held)]
+        self._names = [part.name for part in (*parts, *held)]
+        self._known = [[count, part.fingerprint] for count, part in zip(counts, (*parts, *held))]
         self._mixture = Mixture(texts, weights, vocabulary)
         self.microbatches_per_step = microbatches_per_step(global_batch_size, microbatch_size, dp_size)
         self._microbatch_size, self._dp_rank, self._dp_size = microbatch_size, dp_rank, dp_size
@@ -89,11 +94,13 @@ class Batches:
     def _count(self) -> int:
         return sum(map(len, self._mixture.texts))
 
-    def state_dict(self) -> dict[str, int]:
-        """Order and position, the same on every rank, and what they refer to."""
+    def state_dict(self) -> dict[str, Any]:
+        """Order and position, the same on every rank, and what they refer to: "sequences" has the length and the
+        fingerprint of each text, in earlier checkpoints the sum of the lengths alone.
+        """
         return {
             "position": self.position,
-            "sequences": self._count,
+            "sequences": self._known,
             "sequence_length": self._mixture.length,
             "seed": self._seed,
         }
@@ -104,15 +111,28 @@ class Batches:
         Raises ConfigError when the text, the sequence length or the seed is another one.
         """
         own = self.state_dict()
-        for name, setting in (
-            ("sequence_length", "data.sequence_length"),
-            ("seed", "data.seed"),
-            ("sequences", "data.paths"),
-        ):
+        for name in ("sequence_length", "seed"):
             if int(state[name]) != own[name]:
                 raise ConfigError(
-                    f"{setting}: the checkpoint's data has {name} = {int(state[name])}, "
-                    f"this run's {own[name]}; resume with the {setting} of the checkpoint or start a new run"
+                    f"data.{name}: the checkpoint's data has {name} = {int(state[name])}, this run's {own[name]}; "
+                    f"resume with the data.{name} of the checkpoint or start a new run"
+                )
+        before = state["sequences"]
+        if isinstance(before, int):
+            before, now, names = [[before, ""]], [[self._count, ""]], ["data.paths"]
+        else:
+            now, names = self._known, self._names
+        if len(before) != len(now):
+            raise ConfigError(
+                f"data.paths: the checkpoint's data are {len(before)} texts with those for validation, this run's "
+                f"{len(now)}; resume with the data.paths of the checkpoint or start a new run"
+            )
+        for name, then, here in zip(names, before, now):
+            if list(then) != here:
+                how = f"was {then[0]} long and is {here[0]}" if then[0] != here[0] else "is as long, with other tokens"
+                raise ConfigError(
+                    f"{name}: is another text than that of the checkpoint (it {how}); bring that one back, at "
+                    "whatever place, or start a new run without --resume"
                 )
         self.position = int(state["position"])
 

@@ -2,14 +2,18 @@
 
 KEY.tokens      training tokens, then validation tokens, in the smallest unsigned integers that hold them
 KEY.documents   where documents begin among these, int64, each part counted from its own start
-KEY.json        how many of each; written last: without it the others count for nothing
+KEY.json        how many of each, and their fingerprints; written last: without it the others count for nothing
+
+Of tokens that were made elsewhere there are the fingerprints alone.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,10 +25,12 @@ from weft.train.data.documents import Document
 from weft.train.files import replacing
 from weft.train.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Of the files; a change makes new ones."""
 _EVERY_S = 5.0
 """Between two lines about progress."""
+_AT_ONCE = 1 << 24
+"""Tokens of a file that are read for its fingerprint together."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,10 @@ class Part:
     """1-D, unsigned."""
     starts: np.ndarray
     """Where documents begin, int64, ascending."""
+    fingerprint: str = ""
+    """Of tokens and starts: the same wherever they lie; empty: nobody compares them."""
+    name: str = "data.paths"
+    """The setting that names the text, with its value, for a person."""
 
 
 def cache_folder(name: str) -> Path:
@@ -52,10 +62,11 @@ def open_cache(folder: Path, key: str) -> tuple[Part, Part, dict[str, Any]] | No
         tokens = _mapped(folder / f"{key}.tokens", meta["dtype"], meta["train_tokens"] + meta["validation_tokens"])
         count = meta["train_documents"] + meta["validation_documents"]
         starts = _mapped(folder / f"{key}.documents", "<i8", count)
+        marks = meta["train_fingerprint"], meta["validation_fingerprint"]
     except (OSError, ValueError, KeyError):
         return None
     cut, documents = meta["train_tokens"], meta["train_documents"]
-    return Part(tokens[:cut], starts[:documents]), Part(tokens[cut:], starts[documents:]), meta
+    return Part(tokens[:cut], starts[:documents], marks[0]), Part(tokens[cut:], starts[documents:], marks[1]), meta
 
 
 def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
@@ -80,6 +91,7 @@ def build(
     counts: dict[str, Any] = {"dtype": dtype.str}
     counts |= {f"{part}_{what}": 0 for part in ("train", "validation") for what in ("tokens", "bytes")}
     starts: dict[str, list[int]] = {"train": [], "validation": []}
+    digests = {"train": hashlib.sha256(), "validation": hashlib.sha256()}
     heard = time.monotonic()
     with replacing(folder / f"{key}.tokens") as train, TemporaryFile(dir=folder) as validation:
         for document in documents:
@@ -90,6 +102,7 @@ def build(
             if document.ends:
                 tokens += between
             out.write(tokens)
+            digests[part].update(tokens)
             counts[f"{part}_tokens"] += len(tokens) // dtype.itemsize
             counts[f"{part}_bytes"] += len(document.text)
             if time.monotonic() - heard > _EVERY_S:
@@ -99,6 +112,38 @@ def build(
         shutil.copyfileobj(validation, train)
     with replacing(folder / f"{key}.documents") as out:
         out.write(np.asarray([*starts["train"], *starts["validation"]], dtype="<i8").tobytes())
-    counts |= {f"{part}_documents": len(each) for part, each in starts.items()}
+    for part, each in starts.items():
+        digests[part].update(np.asarray(each, dtype="<i8").tobytes())
+        counts |= {f"{part}_documents": len(each), f"{part}_fingerprint": _shown(digests[part])}
     with replacing(folder / f"{key}.json") as out:
         out.write(json.dumps(counts).encode())
+
+
+def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
+    """Of token arrays that were made elsewhere; they are read once and remembered, where the folder can be written to.
+
+    `progress` hears every few seconds what part of them is read.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return [str(each) for each in json.loads((folder / f"{key}.json").read_text())["fingerprints"]]
+    found = []
+    total, done, heard = sum(map(len, arrays)) or 1, 0, time.monotonic()
+    for array in arrays:
+        digest = hashlib.sha256()
+        for start in range(0, len(array), _AT_ONCE):
+            piece = np.ascontiguousarray(array[start : start + _AT_ONCE])
+            digest.update(piece.data)
+            done += len(piece)
+            if time.monotonic() - heard > _EVERY_S:
+                heard = time.monotonic()
+                progress(done / total)
+        found.append(_shown(digest))
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / f"{key}.json") as out:
+            out.write(json.dumps({"fingerprints": found}).encode())
+    return found
+
+
+def _shown(digest: Any) -> str:
+    return digest.hexdigest()[:32]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,20 +44,28 @@ class Corpus:
         return self.held.tokens
 
 
-def load_corpora(data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None) -> list[Corpus]:
+def load_corpora(
+    data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, runs: str | None = None
+) -> list[Corpus]:
     """One corpus for each of `data.paths` where `data.weights` mixes them, else one for all of them."""
     if not data.weights:
-        return [load_corpus(data, dp_size=dp_size, say=say)]
-    return [load_corpus(data, dp_size=dp_size, say=say, paths=(path,)) for path in data.paths]
+        return [load_corpus(data, dp_size=dp_size, say=say, runs=runs)]
+    return [load_corpus(data, dp_size=dp_size, say=say, runs=runs, paths=(path,)) for path in data.paths]
 
 
 def load_corpus(
-    data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, paths: Sequence[str] | None = None
+    data: DataConfig,
+    *,
+    dp_size: int = 1,
+    say: Say = lambda line: None,
+    runs: str | None = None,
+    paths: Sequence[str] | None = None,
 ) -> Corpus:
     """Tokenise the text that `data` names, or map the cache files that an earlier call left.
 
     Processes may call this at the same time with the same cache. Validation text is that of `data.validation_paths`, or
-    a part of the documents (of large files, whole lines), the same for every seed. `paths`: in place of `data.paths`.
+    a part of the documents (of large files, whole lines), the same for every seed. `runs`: the folder of all runs,
+    whose files are no text, nor are those of the cache. `paths`: in place of `data.paths`.
 
     Raises ConfigError for paths that do not exist or hold something else, an empty text, and one that has less than a
     sequence for each of `dp_size` ranks.
@@ -65,36 +73,37 @@ def load_corpus(
     paths = data.paths if paths is None else paths
     name = json.dumps(list(paths), ensure_ascii=False) if paths else "the Python standard library's source"
     own = bool(data.validation_paths)
+    written: list[str | Path] = [cache.cache_folder(data.cache_dir), *([runs] if runs else [])]
+    found = find_files(data, paths, written)
+    held_files = find_files(data, data.validation_paths, written) if own else []
     if data.kind == "tokens":
-        corpus = _of_token_files(data, paths, name)
+        corpus = _of_token_files(data, found, held_files, name, say)
     else:
         tokenizer = load_tokenizer(data.tokenizer)
         train, validation, counts = _tokenised(
-            data, paths, name, tokenizer, 0.0 if own else data.validation_fraction, say
+            data, found, name, tokenizer, 0.0 if own else data.validation_fraction, say
         )
         if own:
-            _, validation, counts = _tokenised(data, data.validation_paths, name, tokenizer, 1.0, say)
+            _, validation, counts = _tokenised(data, held_files, name, tokenizer, 1.0, say)
         bytes_per_token = counts["validation_bytes"] / max(1, len(validation.tokens))
         described = _description(name, train, validation)
         corpus = Corpus(train, validation, tokenizer.vocab_size, bytes_per_token, described)
-    for setting, part, tokens in (
-        ("data.paths", "training", corpus.train),
-        ("data.validation_paths" if own else "data.paths", "validation", corpus.validation),
-    ):
+    trained = f"data.paths = {name}"
+    held = f"data.validation_paths = {json.dumps(list(data.validation_paths), ensure_ascii=False)}" if own else trained
+    for setting, part, tokens in ((trained, "training", corpus.train), (held, "validation", corpus.validation)):
         have = max(0, len(tokens) - 1) // data.sequence_length
         if have < dp_size:
             raise ConfigError(
-                f"{setting} = {name}: {len(tokens)} {part} tokens are {have} sequences of "
+                f"{setting}: {len(tokens)} {part} tokens are {have} sequences of "
                 f"{data.sequence_length}, fewer than one for each of {dp_size} ranks; "
                 "name more text or lower data.sequence_length"
             )
-    return corpus
+    return replace(corpus, training=replace(corpus.training, name=trained), held=replace(corpus.held, name=held))
 
 
 def _tokenised(
-    data: DataConfig, paths: Sequence[str], name: str, tokenizer: Tokenizer, fraction: float, say: Say
+    data: DataConfig, files: list[File], name: str, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> tuple[Part, Part, dict[str, int]]:
-    files = find_files(data, paths)
     if not sum(size for _, size, _ in files):
         raise ConfigError(f"data.paths = {name}: no text found there; name files or folders that hold some")
     key = _key(data, files, tokenizer, fraction)
@@ -146,16 +155,21 @@ def _description(name: str, train: Part, validation: Part) -> str:
     return f"{name}: {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens"
 
 
-def _of_token_files(data: DataConfig, paths: Sequence[str], name: str) -> Corpus:
+def _of_token_files(data: DataConfig, files: list[File], held_files: list[File], name: str, say: Say) -> Corpus:
     """Tokens that were made elsewhere; the end of each file is for validation."""
     cut = 1 - (0.0 if data.validation_paths else data.validation_fraction)
-    maps = [_mapped(path, data) for path, _, _ in find_files(data, paths)]
-    held = (
-        [_mapped(path, data) for path, _, _ in find_files(data, data.validation_paths)] if data.validation_paths else []
-    )
+    maps, held = ([_mapped(path, data) for path, _, _ in each] for each in (files, held_files))
     train = [tokens[: int(len(tokens) * cut)] for tokens in maps]
     held += [tokens[int(len(tokens) * cut) :] for tokens in maps if cut < 1]
-    first, second = (Part(_joined(arrays, name), np.zeros(1, dtype="<i8")) for arrays in (train, held))
+    arrays = [_joined(each, name) for each in (train, held)]
+    known = json.dumps([cache.FORMAT, data.kind, data.token_dtype, files, held_files, cut])
+    marks = cache.fingerprints(
+        cache.cache_folder(data.cache_dir),
+        hashlib.sha256(known.encode()).hexdigest()[:32],
+        arrays,
+        lambda done: say(f"reading {name} for its fingerprint: {done:.0%}"),
+    )
+    first, second = (Part(tokens, np.zeros(1, dtype="<i8"), mark) for tokens, mark in zip(arrays, marks))
     return Corpus(first, second, None, None, _description(name, first, second))
 
 

@@ -43,11 +43,15 @@ class Document(NamedTuple):
     """The part of all text that has been read with it."""
 
 
-def find_files(data: DataConfig, paths: Sequence[str]) -> list[File]:
-    """Every file below `paths` in a fixed order. Raises ConfigError for what is not there or not of the kind."""
+def find_files(data: DataConfig, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
+    """Every file below `paths` in a fixed order. Raises ConfigError for what is not there or not of the kind.
+
+    written: folders that runs write to; they are left out where they lie below `paths`, and refused as one of these.
+    """
+    closed = {os.path.realpath(folder) for folder in written}
     found: dict[str, None] = {}
     if not paths:
-        found.update(dict.fromkeys(_walk(sysconfig.get_path("stdlib"), ("*.py",), _NO_SOURCE, binary=False)))
+        found.update(dict.fromkeys(_walk(sysconfig.get_path("stdlib"), ("*.py",), _NO_SOURCE, set(), binary=False)))
     binary = data.kind not in ("text", "jsonl")
     patterns = PATTERNS.get(data.kind, ("*",)) if data.include == ("*",) else data.include
     for path in paths:
@@ -57,8 +61,13 @@ def find_files(data: DataConfig, paths: Sequence[str]) -> list[File]:
             if not binary and _is_binary(path):
                 raise ConfigError(f"data.paths: {path!r} is not text (it has NUL bytes); name a text file")
             found[os.path.realpath(path)] = None
+        elif os.path.realpath(path) in closed:
+            raise ConfigError(
+                f"data.paths: {path!r} is run.directory or data.cache_dir itself, where runs write; put these into "
+                "another folder"
+            )
         elif os.path.isdir(path):
-            found.update(dict.fromkeys(_walk(path, patterns, set(), binary=binary)))
+            found.update(dict.fromkeys(_walk(path, patterns, set(), closed, binary=binary)))
         else:
             raise ConfigError(f"data.paths: {path!r} is no file or folder; correct it or leave it out")
     stats = [(path, os.stat(path)) for path in found]
@@ -190,10 +199,19 @@ def _dataset_files(path: str) -> list[str]:
     return [os.path.realpath(folder / name) for name in names]
 
 
-def _walk(root: str, include: tuple[str, ...], without: set[str], *, binary: bool) -> Iterator[str]:
-    """Files below `root`, sorted; hidden ones, byte-code folders and, unless `binary`, binary files are left out."""
+def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[str], *, binary: bool) -> Iterator[str]:
+    """Files below `root`, sorted; hidden ones, byte-code folders and, unless `binary`, binary files are left out.
+
+    without: names of folders, closed: their real paths, which are left out, too.
+    """
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith((".", "__pycache__")) and f not in without)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith((".", "__pycache__"))
+            and name not in without
+            and os.path.realpath(os.path.join(folder, name)) not in closed
+        )
         for name in sorted(names):
             path = os.path.join(folder, name)
             if name.startswith(".") or not any(fnmatch(name, pattern) for pattern in include):

@@ -1,5 +1,6 @@
 """What a run says of itself: lines for whoever started it, and in its folder what the report is made of."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from weft.train.report.facts import command, commit, keep_facts, read_facts, ver
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
-from weft.train.run.runs import CONFIG
+from weft.train.run.runs import CONFIG, recorded_name
 from weft.train.state import Position
 from weft.train.task.task import Task
 
@@ -40,7 +41,9 @@ class Account:
         ranks = dist.get_world_size()
         if self._writes:
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(self._folder / CONFIG, to_toml(self._config))
+            # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
+            run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
+            replace_text(self._folder / CONFIG, to_toml(dataclasses.replace(self._config, run=run)))
             resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
             facts = {
                 "parameters": self._parameters,

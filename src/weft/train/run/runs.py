@@ -11,6 +11,7 @@ runs/stdlib-2/        the second one
 import re
 import shlex
 import shutil
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +44,15 @@ def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: b
     """The directory of this run, created if it is new.
 
     resume: False for a new run; True for the newest run of that name that has a committed checkpoint; or the
-    directory of a run. or_start: a new run where there is nothing to resume. command: what a person typed, without
-    `--resume`, for the notes. Raises ConfigError where there is nothing to resume.
+    directory of a run, or its config.toml. or_start: a new run where there is nothing to resume. command: what a
+    person typed, without `--resume`, for the notes. Raises ConfigError where there is nothing to resume.
     """
     if resume is False:
         return _new_run(config, command)
-    if isinstance(resume, str) and not or_start:
-        refuse_folder_of_runs(Path(resume))
-    candidates = [Path(resume)] if isinstance(resume, str) else _runs_of_name(config)[::-1]
+    named = run_directory(resume) if isinstance(resume, str) else None
+    if named and not or_start:
+        refuse_folder_of_runs(named)
+    candidates = [named] if named else _runs_of_name(config)[::-1]
     for directory in candidates:
         if steps := committed_steps(directory / CHECKPOINTS):
             return Run(directory, steps[-1])
@@ -61,6 +63,20 @@ def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: b
         f"{where} committed checkpoint to resume; name another run directory after --resume, or leave it out "
         "to start a new run"
     )
+
+
+def run_directory(named: str | Path) -> Path:
+    """The directory of the run that a path names: the path itself, or where the config.toml of a run lies."""
+    path = Path(named)
+    return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
+
+
+def recorded_name(directory: Path) -> str | None:
+    """The `run.name` that a run was started with; None where its config.toml is gone or cannot be read."""
+    try:
+        return str(tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))["run"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def refuse_folder_of_runs(folder: Path) -> None:
@@ -108,15 +124,17 @@ def _new_run(config: RunConfig, command: str) -> Run:
 
 
 def _runs_of_name(config: RunConfig) -> list[Path]:
-    """Existing runs of that name, oldest first."""
+    """Existing runs of that name, oldest first: `exp-2` is the second run of `exp`, or the first one of `exp-2`, as its
+    config.toml says."""
     folder = Path(config.directory)
     if not folder.is_dir():
         return []
-    own = [path for path in folder.iterdir() if path.is_dir() and _number(path, config.name)]
+    found = [path for path in folder.iterdir() if path.is_dir() and _number(path, config.name)]
+    own = [path for path in found if (recorded_name(path) or path.name) == config.name]
     return sorted(own, key=lambda path: _number(path, config.name))
 
 
 def _number(path: Path, name: str) -> int:
-    """Which run of that name `path` is, from 1; 0 when it is none."""
+    """Which run of that name `path` would be, from 1; 0 when it is none."""
     match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
     return int(match[1] or 1) if match else 0

@@ -35,7 +35,8 @@ class TextTask:
     def __init__(self, config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> None:
         meshes = meshes_of(config, device)
         data = config.data
-        self.corpora = first_rank_first(lambda: load_corpora(data, dp_size=meshes.dp_size, say=say))
+        runs = config.run.directory
+        self.corpora = first_rank_first(lambda: load_corpora(data, dp_size=meshes.dp_size, say=say, runs=runs))
         options: dict[str, Any] = {
             "sequence_length": data.sequence_length,
             "microbatch_size": config.train.microbatch_size,
@@ -46,9 +47,9 @@ class TextTask:
             "vocabulary": _vocabulary(config),
         }
         training = [corpus.training for corpus in self.corpora]
-        self.batches = Batches(training, seed=data.seed, weights=data.weights, **options)
         apart = bool(data.validation_paths)
         held = [corpus.held for corpus in self.corpora[: 1 if apart else None]]
+        self.batches = Batches(training, seed=data.seed, weights=data.weights, held=held, **options)
         options |= {"weights": () if apart else data.weights, "batches": config.train.validation_batches}
         self.validation = Validation(held, **options)
         self.validation_weights = self.validation.weights
