@@ -57,6 +57,11 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         """Of the text that the model knows. Raises ConfigError where there is none."""
         if self.run is not None:
+            if self._run_config.data.kind == "tokens":
+                raise ConfigError(
+                    f'{self.run}: data.kind = "tokens", and nobody knows the tokenizer that made them; write the model '
+                    "with weft convert, put the tokenizer.json beside it, and name that directory"
+                )
             return load_tokenizer(self._run_config.data.tokenizer)
         if not (path := self.path / "tokenizer.json").is_file():
             raise ConfigError(f"{self.path}: has no {path.name}; put that of the model there, or name the run")
@@ -83,20 +88,28 @@ class Source:
     ) -> Iterator[str]:
         """`prompt`, and what a model with these weights adds to it, part by part; at most `tokens` tokens.
 
-        It ends where the model ends a text. The same seed gives the same text.
+        It ends where the model ends a text. The same seed gives the same text. Only what the tokenizer has is drawn:
+        models often have room for more. Raises ConfigError for a prompt that the model has no tokens for.
         """
         encoded = self.tokenizer.encode(prompt.encode())
         if not len(encoded):
             raise ConfigError("the prompt is empty: give a text to continue")
+        rows = self.model_config.vocab_size
+        if (largest := int(encoded.max())) >= rows:
+            raise ConfigError(
+                f"{self.path}: its tokenizer makes token {largest} of the prompt, and the model has {rows}; put the "
+                "tokenizer.json of that model there"
+            )
         model = HybridModel(self.model_config)
         self.load(model)
         yield prompt
         known = torch.tensor(encoded.astype("int64"))[None]
         generator = torch.Generator().manual_seed(seed)
-        options: Any = {"temperature": temperature, "top_p": top_p, "generator": generator}
+        among = torch.tensor(sorted(each for each in {*self.tokenizer.ids.tolist(), *self._ends} if each < rows))
+        options: Any = {"among": among, "temperature": temperature, "top_p": top_p}
         chosen: list[int] = []
         shown = ""
-        for _, token in zip(range(tokens), generate(model.eval(), known, **options)):
+        for _, token in zip(range(tokens), generate(model.eval(), known, generator=generator, **options)):
             if int(token) in self._ends:
                 break
             chosen.append(int(token))
