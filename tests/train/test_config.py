@@ -208,6 +208,23 @@ def test_every_shape_goes_up_to_the_peak_and_down_from_there_in_small_steps(shap
         assert factors[54] == pytest.approx((1 + 0.1) / 2)
 
 
+def test_a_warmup_that_reaches_into_the_decay_is_refused_and_the_longest_that_does_not_is_no_cliff():
+    wsd = ["train.steps=10", "schedule.shape=wsd"]
+    says = r"schedule\.warmup_steps = 8: must end before the decay begins.* set it to at most 5"
+    with pytest.raises(ConfigError, match=says):
+        parse_config("", [*wsd, "schedule.decay_fraction=0.5", "schedule.warmup_steps=8"])
+    with pytest.raises(ConfigError, match="set it to at most 0"):
+        parse_config("", [*wsd, "schedule.decay_fraction=1.0"])
+    for steps, fraction, most in ((10, 0.5, 5), (10, 0.25, 7), (10, 1.0, 0), (30, 0.1, 27)):
+        words = [*wsd, f"train.steps={steps}", f"schedule.decay_fraction={fraction}", f"schedule.warmup_steps={most}"]
+        schedule = parse_config("", words).schedule
+        factors = [schedule.factor(step, steps) for step in range(steps)]
+        falls = [a - b for a, b in itertools.pairwise([1.0, *factors[max(0, most - 1) :]])]
+        assert max(falls) <= 0.9 / (fraction * steps) + 1e-9
+        with pytest.raises(ConfigError, match=f"set it to at most {most},"):
+            parse_config("", [*words, f"schedule.warmup_steps={most + 1}"])
+
+
 def test_the_printed_configuration_is_the_default_one_and_explains_each_setting(capsys):
     assert main(["config"]) == 0
     text = capsys.readouterr().out

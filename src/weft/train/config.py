@@ -72,14 +72,7 @@ class TrainConfig:
     """Where the run lives."""
 
     def __post_init__(self) -> None:
-        warmup = self.schedule.warmup_steps
-        require(
-            "schedule.warmup_steps",
-            warmup,
-            warmup is None or warmup <= self.train.steps,
-            f"must be at most train.steps = {self.train.steps}, or the learning rate never reaches its peak; lower it, "
-            "or leave it out for a tenth of the steps",
-        )
+        self.schedule.check(self.train.steps)
         if isinstance(self.model, HybridConfig):
             self._check_pattern(self.model)
         else:
