@@ -13,6 +13,7 @@ from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
 from weft.train.config import load_config, to_toml
 from weft.train.errors import ConfigError
+from weft.train.evaluate import evaluate
 from weft.train.loop import Trainer
 from weft.train.run.runs import Run
 from weft.train.source import Source
@@ -103,6 +104,34 @@ def test_a_prompt_that_the_model_has_no_tokens_for_is_refused(published, tmp_pat
     (published / "tokenizer.json").rename(tmp_path / "small" / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"makes token \d+ of the prompt, and the model has 9; put the"):
         next(Source(tmp_path / "small").continued("some text"))
+
+
+def lines_of_a_trainer(path):
+    lines = []
+    Trainer(load_config(path), Run(path.parent / "new"), say=lines.append)
+    return lines
+
+
+def lines_of_eval(run):
+    lines = []
+    return evaluate(run, overrides=[], say=lines.append)["step"], lines
+
+
+def test_whoever_reads_a_run_takes_its_newest_intact_checkpoint_and_says_so(pool, tmp_path, capsys):
+    run = run_of(tmp_path, 1, 2, 3)
+    damaged = run / "checkpoints" / "step-00000003"
+    (damaged / "__0_0.distcp").write_bytes(b"")
+    for words in (["sample", str(run), "--tokens", "2"], ["convert", str(run), str(tmp_path / "converted")]):
+        assert main(words) == 0
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"weft {words[0]}: {damaged} is damaged: ") and errors.count("\n") == 1
+        assert errors.endswith("; it is passed over\n")
+    step, (line,) = pool.run(1, lines_of_eval, run)[0]
+    assert step == 2 and line.startswith(f"{damaged} is damaged: ") and line.endswith("; it is passed over")
+    lines = pool.run(1, lines_of_a_trainer, write_config(tmp_path, run__weights=str(run)))[0]
+    assert [each for each in lines if "passed over" in each] == [line]
+    assert main(["sample", str(damaged)]) == 1
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,22 @@ UNFINISHED = "\ufffd"
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    Raises ConfigError for a path that is no run, checkpoint or directory of a model.
+    A run's are those of its newest intact checkpoint when they are loaded; `say` is told which damaged ones are passed
+    over. Raises ConfigError for a path that is no run, checkpoint or directory of a model.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, say: Callable[[str], None] | None = None) -> None:
         self.path = path = Path(path)
+        self._say = say
         self.step: int | None = None
+        """Of the checkpoint that is named; None for the newest one."""
         self.run: Path | None = None
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
         if (path / MANIFEST).is_file():
             self.run, self.step = path.resolve().parents[1], int(path.resolve().name.rpartition("-")[2])
-        elif steps := committed_steps(path / CHECKPOINTS):
-            self.run, self.step = path, steps[-1]
+        elif committed_steps(path / CHECKPOINTS):
+            self.run = path
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(f"{path}: is no run with a checkpoint, no checkpoint of a run, and no model's directory")
 
@@ -80,7 +83,7 @@ class Source:
                 f"model.pattern = {model.cfg.pattern!r}: {self.path} has the weights of {self.model_config.pattern!r}; "
                 "take that, in any grouping"
             )
-        with CheckpointManager(self.run / CHECKPOINTS) as checkpoints:
+        with CheckpointManager(self.run / CHECKPOINTS, progress=self._say) as checkpoints:
             checkpoints.load(renumbered({"model": ModelState(model)}, model.cfg), self.step)
 
     def continued(
