@@ -131,6 +131,12 @@ def test_a_file_of_the_wrong_shape_is_one_line(text, says):
         assert part in str(caught.value)
 
 
+def test_a_file_that_begins_with_a_byte_order_mark_is_read_as_one_that_does_not(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
+    assert load_config(path).train.steps == 3
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         load_config(tmp_path / "absent.toml")

@@ -229,7 +229,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     An override's value is written as in TOML; text needs no quotes ("run.name=first"). Raises ConfigError.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except OSError as error:
         raise ConfigError(
             f"configuration {str(path)!r}: cannot be read ({error.strerror}); give the path of a TOML file"
