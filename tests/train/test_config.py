@@ -1,7 +1,9 @@
 import dataclasses
 import inspect
 import itertools
+import re
 import textwrap
+import tomllib
 
 import pytest
 
@@ -113,6 +115,33 @@ def test_a_wrong_setting_is_one_line_with_the_value_the_rule_and_the_fix(overrid
     assert "\n" not in message
     for part in says:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "meant"),
+    [
+        ("optimizer.betas", "0.9,0.95", "[0.9, 0.95]"),
+        ("optimizer.betas", "[0.9,0.95", "[0.9, 0.95]"),
+        ("data.paths", '["a/text.txt"', '["a/text.txt"]'),
+        ("data.paths", '"a.txt", "b.txt"', '["a.txt", "b.txt"]'),
+        ("data.paths", "[a.txt, b.txt]", '["a.txt", "b.txt"]'),
+        ("data.paths", "a,b.txt", '["a,b.txt"]'),
+        ("train.validate_every", "[5]", None),
+        ("optimizer.betas", "0.9", None),
+        ("optimizer.betas", "0.9,x", None),
+        ("data.weights", "much", None),
+        ("data.paths", "3", None),
+    ],
+)
+def test_a_list_that_is_suggested_is_one_that_is_taken(setting, value, meant):
+    with pytest.raises(ConfigError, match=re.escape(f"{setting} = ")) as caught:
+        parse("", f"{setting}={value}")
+    suggested = str(caught.value).partition(f"; write {setting} = ")[2]
+    assert suggested == (meant or "")
+    if meant:
+        section, _, name = setting.partition(".")
+        found = getattr(getattr(parse("", f"{setting}={suggested}"), section), name)
+        assert list(found) == tomllib.loads(f"value = {meant}")["value"]
 
 
 @pytest.mark.parametrize(
