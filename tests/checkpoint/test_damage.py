@@ -11,7 +11,8 @@ from torch import nn
 
 import weft
 from tests.pool import distributed
-from weft.checkpoint import CheckpointError, CheckpointManager, ModelState, manifest
+from weft.checkpoint import CheckpointError, CheckpointManager, ModelState, inspect, manifest
+from weft.checkpoint.manifest import Manifest
 
 FILES = [".metadata", "__0_0.distcp", "weft.json"]
 
@@ -107,6 +108,52 @@ def test_a_run_that_met_damage_rotates_nothing_away_that_was_there(tmp_path):
     assert kept[2].startswith("step-00000003.damaged-")
     assert kept[3:] == ["step-00000004"]
     assert load(CheckpointManager(tmp_path)) == 4
+
+
+def replaced_while_read(monkeypatch, directory, *steps):
+    """Another run saves the next of `steps`, and keeps that one only, whenever a checkpoint is about to be read."""
+    coming = iter(steps)
+    read = Manifest.read
+
+    def read_late(checkpoint):
+        if (step := next(coming, None)) is not None:
+            save(directory, step, keep=1)
+        return read(checkpoint)
+
+    monkeypatch.setattr(Manifest, "read", read_late)
+
+
+def test_where_another_run_replaces_the_newest_checkpoint_while_it_is_read_the_newer_one_is_taken(
+    tmp_path, monkeypatch
+):
+    save(tmp_path, 1)
+    replaced_while_read(monkeypatch, tmp_path, 2, 3)
+    said = []
+    manager = CheckpointManager(tmp_path, progress=said.append)
+    assert load(manager) == 3
+    assert manager.passed_over == {} and said == []
+
+
+def test_a_checkpoint_that_was_named_and_is_replaced_while_it_is_read_is_not_said_to_be_damaged(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    replaced_while_read(monkeypatch, tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"step-00000001 is not there, or not any more") as error:
+        CheckpointManager(tmp_path).load({"model": {"weight": torch.zeros(8, 8)}, "data": {"position": 0}}, step=1)
+    assert "damaged" not in str(error.value)
+
+
+def test_checkpoints_that_are_replaced_faster_than_they_are_read_end_the_reading(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    replaced_while_read(monkeypatch, tmp_path, *range(2, 100))
+    with pytest.raises(CheckpointError, match="not any more"):
+        load(CheckpointManager(tmp_path))
+
+
+def test_a_run_that_trains_is_inspected_without_what_it_replaces_meanwhile(tmp_path, monkeypatch, capsys):
+    save(tmp_path, 1)
+    replaced_while_read(monkeypatch, tmp_path, 2, 3)
+    inspect.show(tmp_path, verify_content=True)
+    assert "step-00000003: step 3, written by 1 rank" in capsys.readouterr().out
 
 
 def test_every_block_that_is_read_is_checked_and_no_other(tmp_path, monkeypatch):

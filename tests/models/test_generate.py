@@ -64,6 +64,13 @@ def test_drawn_tokens_have_the_shares_of_the_scores():
     assert torch.allclose(drawn.bincount() / 20000, torch.tensor([0.625, 0.375]), atol=0.02)
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 5.0}, {"top_p": 0.5}])
+def test_only_tokens_of_those_that_may_follow_are_chosen(options):
+    among = torch.tensor([3, 4, 30])
+    assert set(first(small(), 30, among=among, **options)) <= set(among.tolist())
+    assert first(small(), 10, among=torch.arange(37), **options) == first(small(), 10, **options)
+
+
 @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_values_without_meaning_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):

@@ -1,7 +1,9 @@
 import dataclasses
 import inspect
 import itertools
+import re
 import textwrap
+import tomllib
 
 import pytest
 
@@ -116,6 +118,33 @@ def test_a_wrong_setting_is_one_line_with_the_value_the_rule_and_the_fix(overrid
 
 
 @pytest.mark.parametrize(
+    ("setting", "value", "meant"),
+    [
+        ("optimizer.betas", "0.9,0.95", "[0.9, 0.95]"),
+        ("optimizer.betas", "[0.9,0.95", "[0.9, 0.95]"),
+        ("data.paths", '["a/text.txt"', '["a/text.txt"]'),
+        ("data.paths", '"a.txt", "b.txt"', '["a.txt", "b.txt"]'),
+        ("data.paths", "[a.txt, b.txt]", '["a.txt", "b.txt"]'),
+        ("data.paths", "a,b.txt", '["a,b.txt"]'),
+        ("train.validate_every", "[5]", None),
+        ("optimizer.betas", "0.9", None),
+        ("optimizer.betas", "0.9,x", None),
+        ("data.weights", "much", None),
+        ("data.paths", "3", None),
+    ],
+)
+def test_a_list_that_is_suggested_is_one_that_is_taken(setting, value, meant):
+    with pytest.raises(ConfigError, match=re.escape(f"{setting} = ")) as caught:
+        parse("", f"{setting}={value}")
+    suggested = str(caught.value).partition(f"; write {setting} = ")[2]
+    assert suggested == (meant or "")
+    if meant:
+        section, _, name = setting.partition(".")
+        found = getattr(getattr(parse("", f"{setting}={suggested}"), section), name)
+        assert list(found) == tomllib.loads(f"value = {meant}")["value"]
+
+
+@pytest.mark.parametrize(
     "text, says",
     [
         ("[train\n", ["TOML", "line"]),
@@ -129,6 +158,12 @@ def test_a_file_of_the_wrong_shape_is_one_line(text, says):
     assert "\n" not in str(caught.value)
     for part in says:
         assert part in str(caught.value)
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read_as_one_that_does_not(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
+    assert load_config(path).train.steps == 3
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -206,6 +241,23 @@ def test_every_shape_goes_up_to_the_peak_and_down_from_there_in_small_steps(shap
         assert set(factors[9:79]) == {1.0} and factors[89] == pytest.approx(0.1 + 0.9 / 2)
     if shape == "linear":
         assert factors[54] == pytest.approx((1 + 0.1) / 2)
+
+
+def test_a_warmup_that_reaches_into_the_decay_is_refused_and_the_longest_that_does_not_is_no_cliff():
+    wsd = ["train.steps=10", "schedule.shape=wsd"]
+    says = r"schedule\.warmup_steps = 8: must end before the decay begins.* set it to at most 5"
+    with pytest.raises(ConfigError, match=says):
+        parse_config("", [*wsd, "schedule.decay_fraction=0.5", "schedule.warmup_steps=8"])
+    with pytest.raises(ConfigError, match="set it to at most 0"):
+        parse_config("", [*wsd, "schedule.decay_fraction=1.0"])
+    for steps, fraction, most in ((10, 0.5, 5), (10, 0.25, 7), (10, 1.0, 0), (30, 0.1, 27)):
+        words = [*wsd, f"train.steps={steps}", f"schedule.decay_fraction={fraction}", f"schedule.warmup_steps={most}"]
+        schedule = parse_config("", words).schedule
+        factors = [schedule.factor(step, steps) for step in range(steps)]
+        falls = [a - b for a, b in itertools.pairwise([1.0, *factors[max(0, most - 1) :]])]
+        assert max(falls) <= 0.9 / (fraction * steps) + 1e-9
+        with pytest.raises(ConfigError, match=f"set it to at most {most},"):
+            parse_config("", [*words, f"schedule.warmup_steps={most + 1}"])
 
 
 def test_the_printed_configuration_is_the_default_one_and_explains_each_setting(capsys):

@@ -8,13 +8,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.train.command import weft, write_config
+from weft.checkpoint import CheckpointManager, ModelState
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
-from weft.train.config import load_config
+from weft.train.config import load_config, to_toml
 from weft.train.errors import ConfigError
+from weft.train.evaluate import evaluate
 from weft.train.loop import Trainer
 from weft.train.run.runs import Run
 from weft.train.source import Source
+from weft.train.tokenizer import BytesTokenizer
 
 
 @pytest.fixture
@@ -54,6 +57,81 @@ def test_a_directory_without_a_tokenizer_is_refused(published, capsys):
     assert main(["sample", str(published)]) == 2
     line = f"weft sample: {published}: has no tokenizer.json; put that of the model there, or name the run\n"
     assert capsys.readouterr() == ("", line)
+
+
+def run_of(folder, *steps, **changes):
+    """The directory of a run that was never trained, with these checkpoints of its weights."""
+    run = folder / "run"
+    run.mkdir()
+    config = load_config(write_config(folder, **changes))
+    (run / "config.toml").write_text(to_toml(config))
+    torch.manual_seed(0)
+    with CheckpointManager(run / "checkpoints", keep=9) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"model": ModelState(HybridModel(config.hybrid))}, asynchronous=False)
+    return run
+
+
+def test_a_run_of_tokens_from_elsewhere_is_not_sampled_as_bytes_but_converted_and_given_a_tokenizer(
+    published, tmp_path, capsys
+):
+    tokens = {"data__kind": "tokens", "data__paths": ["tokens.bin"], "model__vocab_size": 3000}
+    run = run_of(tmp_path, 1, **tokens)
+    assert main(["sample", str(run)]) == 2
+    output, errors = capsys.readouterr()
+    assert not output and errors.count("\n") == 1
+    assert 'data.kind = "tokens", and nobody knows the tokenizer' in errors and "weft convert" in errors
+    converted = tmp_path / "converted"
+    assert main(["convert", str(run), str(converted)]) == 0
+    (published / "tokenizer.json").rename(converted / "tokenizer.json")
+    assert main(["sample", str(converted), "--prompt", "def", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("def")
+
+
+def test_rows_of_the_model_beyond_the_tokenizer_are_never_drawn(tmp_path, monkeypatch):
+    drawn = []
+    decode = BytesTokenizer.decode
+    monkeypatch.setattr(
+        BytesTokenizer, "decode", lambda self, tokens: drawn.append(list(tokens)) or decode(self, tokens)
+    )
+    run = run_of(tmp_path, 1, model__vocab_size=4000)
+    list(Source(run).continued("a", tokens=40, temperature=2.0, top_p=1.0))
+    assert len(drawn[-1]) == 40 and max(drawn[-1]) < 256
+
+
+def test_a_prompt_that_the_model_has_no_tokens_for_is_refused(published, tmp_path):
+    hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16, vocab_size=9)), tmp_path / "small")
+    (published / "tokenizer.json").rename(tmp_path / "small" / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"makes token \d+ of the prompt, and the model has 9; put the"):
+        next(Source(tmp_path / "small").continued("some text"))
+
+
+def lines_of_a_trainer(path):
+    lines = []
+    Trainer(load_config(path), Run(path.parent / "new"), say=lines.append)
+    return lines
+
+
+def lines_of_eval(run):
+    lines = []
+    return evaluate(run, overrides=[], say=lines.append)["step"], lines
+
+
+def test_whoever_reads_a_run_takes_its_newest_intact_checkpoint_and_says_so(pool, tmp_path, capsys):
+    run = run_of(tmp_path, 1, 2, 3)
+    damaged = run / "checkpoints" / "step-00000003"
+    (damaged / "__0_0.distcp").write_bytes(b"")
+    for words in (["sample", str(run), "--tokens", "2"], ["convert", str(run), str(tmp_path / "converted")]):
+        assert main(words) == 0
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"weft {words[0]}: {damaged} is damaged: ") and errors.count("\n") == 1
+        assert errors.endswith("; it is passed over\n")
+    step, (line,) = pool.run(1, lines_of_eval, run)[0]
+    assert step == 2 and line.startswith(f"{damaged} is damaged: ") and line.endswith("; it is passed over")
+    lines = pool.run(1, lines_of_a_trainer, write_config(tmp_path, run__weights=str(run)))[0]
+    assert [each for each in lines if "passed over" in each] == [line]
+    assert main(["sample", str(damaged)]) == 1
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):

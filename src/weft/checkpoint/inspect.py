@@ -3,6 +3,7 @@
 import math
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.directory import committed_steps, debris, path_of
 from weft.checkpoint.manager import readable_size
-from weft.checkpoint.manifest import MANIFEST, verify
+from weft.checkpoint.manifest import MANIFEST, CheckpointGone, verify
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000
@@ -35,15 +36,20 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
         raise ValueError(f"{path}: holds no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run")
     overview = Table("checkpoint", "step", "ranks", "size", "state", title=str(folder), title_justify="left")
     for step in steps:
-        manifest = verify(path_of(folder, step), content=verify_content)
+        try:
+            manifest = verify(path_of(folder, step), content=verify_content)
+        except CheckpointGone:  # a run that trains has newer ones by now
+            continue
         state = "committed, checksums equal" if verify_content else "committed"
         size = readable_size(manifest.bytes)
         overview.add_row(path_of(folder, step).name, f"{step:,}", str(manifest.ranks), size, state)
     for left in rest:
         overview.add_row(left.name, "", "", "", "not complete: ignored, removed by the next save")
     console.print(overview)
-    if steps:
-        _show_checkpoint(path_of(folder, steps[-1]), False, console)
+    while steps := committed_steps(folder):
+        with suppress(CheckpointGone):
+            _show_checkpoint(path_of(folder, steps[-1]), False, console)
+            break
 
 
 def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from weft.checkpoint import directory as folder
 from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
-from weft.checkpoint.manifest import METADATA, CheckpointError, File, Manifest, one_line
+from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
@@ -29,6 +29,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need that much longer to write its part
 _LOCK_TIMEOUT_S = 30.0
+_ATTEMPTS = 10
+"""To read the newest checkpoint of a run that trains, before it is replaced by newer ones."""
 
 
 class CheckpointManager:
@@ -38,7 +40,8 @@ class CheckpointManager:
     confirmed its part. The newest `keep` checkpoints stay. Every method is called by all ranks of
     `process_group` (default: all ranks; none needed in a single process), with the same arguments.
 
-    `progress`, if given, is called on the first rank with a line about each save, from a background thread.
+    `progress`, if given, is called on the first rank with a line about each save, from a background thread, and about
+    each checkpoint that `load` passed over.
     """
 
     def __init__(
@@ -150,7 +153,8 @@ class CheckpointManager:
         The number of ranks and the sharding may differ from those that saved. Entries of the checkpoint under
         other names than those of `state` are left alone. What is read is compared with its checksums on the way,
         and nothing that the checkpoint names is run. Without `step`, damaged checkpoints are passed over for older
-        ones; `passed_over` then tells which, and none that was there is rotated away.
+        ones; `passed_over` then tells which, and none that was there is rotated away. One that another run replaced
+        by newer ones meanwhile is not damaged: those are listed again.
 
         Raises CheckpointError without a checkpoint or when none of them is intact; `state` may then be filled in
         part. Raises CheckpointMismatch, before anything is changed, with all missing and unexpected keys and
@@ -165,16 +169,28 @@ class CheckpointManager:
             self._load(state, step)
             return step
         self.passed_over = {}
-        for newest in reversed(steps):
+        gone = 0
+        while left := [each for each in steps if each not in self.passed_over]:
             try:
-                self._load(state, newest)
+                self._load(state, left[-1])
+            except CheckpointGone:
+                gone += 1
+                if gone == _ATTEMPTS:
+                    raise
+                steps = self.steps()
             except CheckpointError as error:
-                self.passed_over[newest] = error
+                self.passed_over[left[-1]] = error
                 self._spared = set(steps)
             else:
-                return newest
-        reasons = "; ".join(map(str, self.passed_over.values()))
-        raise CheckpointError(reasons if len(steps) == 1 else f"no checkpoint is intact: {reasons}")
+                self._say_passed_over()
+                return left[-1]
+        reasons = "; ".join(map(str, self.passed_over.values())) or f"{self.directory} holds no checkpoint any more"
+        raise CheckpointError(reasons if len(self.passed_over) < 2 else f"no checkpoint is intact: {reasons}")
+
+    def _say_passed_over(self) -> None:
+        stays = ", and no checkpoint that is there now is deleted" if self._lock is not None else ""
+        for error in self.passed_over.values():
+            self._say(f"{error}; it is passed over{stays}")
 
     def _load(self, state: Mapping[str, Any], step: int) -> None:
         path = folder.path_of(self.directory, step)

@@ -34,6 +34,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or one on disk is not what its manifest says."""
 
 
+class CheckpointGone(CheckpointError):
+    """There is no such checkpoint, or no longer: a run that trains removes older ones, whoever reads them."""
+
+
 @dataclass(frozen=True)
 class File:
     """One file of a checkpoint: its length in bytes and the SHA-256 of each of its blocks."""
@@ -99,7 +103,7 @@ class Manifest:
                 raise ValueError("its own checksum differs")
             return manifest
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{checkpoint} is damaged: {MANIFEST} cannot be used: {one_line(error)}") from error
+            raise _unusable(checkpoint, f"{MANIFEST} cannot be used: {one_line(error)}") from error
 
     def text(self) -> str:
         """The file's content, which no change of one byte leaves valid."""
@@ -122,7 +126,10 @@ class CheckedFile(io.RawIOBase):
     def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
         require_whole(checkpoint, name, file)
         self.checkpoint, self.name, self.file = checkpoint, name, file  # type: ignore[assignment]
-        self._stream = (checkpoint / name).open("rb")
+        try:
+            self._stream = (checkpoint / name).open("rb")
+        except OSError as error:
+            raise _unusable(checkpoint, f"{name} cannot be read: {one_line(error)}") from error
         self._blocks: dict[int, bytes] = {}
         self._position = 0
         self.cut_to(offset, file.bytes - offset if length is None else length)
@@ -200,9 +207,9 @@ def require_whole(checkpoint: Path, name: str, file: File) -> None:
         require_plain(path)
         length = path.stat().st_size
     except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint} is damaged: {name} is missing") from None
+        raise _unusable(checkpoint, f"{name} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read: {one_line(error)}") from error
+        raise _unusable(checkpoint, f"{name} cannot be read: {one_line(error)}") from error
     if length != file.bytes:
         raise CheckpointError(f"{checkpoint} is damaged: {name} has {length} bytes instead of {file.bytes}")
 
@@ -212,6 +219,16 @@ def require_plain(path: Path) -> None:
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise OSError(f"it is a {'symbolic link' if stat.S_ISLNK(mode) else 'folder or a device'}, not a file")
+
+
+def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
+    """What to raise where a file of `checkpoint` cannot be used: the damage, unless all of it is gone."""
+    if checkpoint.is_dir():
+        return CheckpointError(f"{checkpoint} is damaged: {damage}")
+    return CheckpointGone(
+        f"{checkpoint} is not there, or not any more: newer checkpoints take the place of older ones while a run "
+        "trains; name a newer one, or the run"
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 
@@ -30,7 +31,13 @@ def evaluate(options: argparse.Namespace) -> int:
     """Print the validation losses of a run's checkpoint."""
     from weft.train import evaluate as losses
 
-    values = losses.evaluate(Path(options.path), step=options.step, average=options.ema, overrides=options.overrides)
+    values = losses.evaluate(
+        Path(options.path),
+        step=options.step,
+        average=options.ema,
+        overrides=options.overrides,
+        say=partial(_warn, options),
+    )
     print("  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()))
     return 0
 
@@ -68,7 +75,7 @@ def sample(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
     begun = False
     try:
-        for part in Source(options.source).continued(
+        for part in Source(options.source, partial(_warn, options)).continued(
             options.prompt,
             tokens=options.tokens,
             temperature=options.temperature,
@@ -93,7 +100,7 @@ def convert(options: argparse.Namespace) -> int:
     if not any((Path(options.source) / name).exists() for name in (CHECKPOINTS, MANIFEST)):
         hf.convert(options.source, options.target, options.family)
         return 0
-    source = Source(options.source)
+    source = Source(options.source, partial(_warn, options))
     model = HybridModel(source.model_config)
     source.load(model)
     hf.save(model, options.target, options.family)
@@ -154,3 +161,7 @@ def bench(options: argparse.Namespace) -> int:
         ],
         env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ},
     )
+
+
+def _warn(options: argparse.Namespace, line: str) -> None:
+    print(f"weft {options.command}: {line}", file=sys.stderr, flush=True)

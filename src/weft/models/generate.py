@@ -16,12 +16,14 @@ def generate(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """The tokens that follow `tokens` [B, S] int64, one [B] after another, without end.
 
     `temperature`: what scores are divided by; 0 takes the best token. `top_p`: the best tokens that together have this
-    probability are drawn from. Raises ValueError for a temperature below 0, and for a `top_p` outside of (0, 1].
+    probability are drawn from. `among`: the tokens that may follow, 1-D; all where it is None. Raises ValueError for a
+    temperature below 0, and for a `top_p` outside of (0, 1].
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: must be at least 0, which takes the best token")
@@ -30,6 +32,8 @@ def generate(
     cache: Cache = {}
     while True:
         scores = model(tokens, cache=cache)[:, -1].float()
+        if among is not None:
+            scores = torch.full_like(scores, -torch.inf).index_copy(-1, among, scores[:, among])
         chosen = scores.argmax(-1) if temperature == 0 else _drawn(scores / temperature, top_p, generator)
         yield chosen
         tokens = chosen[:, None]

@@ -72,14 +72,7 @@ class TrainConfig:
     """Where the run lives."""
 
     def __post_init__(self) -> None:
-        warmup = self.schedule.warmup_steps
-        require(
-            "schedule.warmup_steps",
-            warmup,
-            warmup is None or warmup <= self.train.steps,
-            f"must be at most train.steps = {self.train.steps}, or the learning rate never reaches its peak; lower it, "
-            "or leave it out for a tenth of the steps",
-        )
+        self.schedule.check(self.train.steps)
         if isinstance(self.model, HybridConfig):
             self._check_pattern(self.model)
         else:
@@ -236,7 +229,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     An override's value is written as in TOML; text needs no quotes ("run.name=first"). Raises ConfigError.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except OSError as error:
         raise ConfigError(
             f"configuration {str(path)!r}: cannot be read ({error.strerror}); give the path of a TOML file"

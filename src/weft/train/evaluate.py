@@ -65,10 +65,18 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
     return {**task.validation_values(total_loss / counts), **numbers.means(marks)}
 
 
-def evaluate(run: Path, *, step: int | None = None, average: bool = False, overrides: list[str]) -> dict[str, float]:
+def evaluate(
+    run: Path,
+    *,
+    step: int | None = None,
+    average: bool = False,
+    overrides: list[str],
+    say: Callable[[str], None] | None = None,
+) -> dict[str, float]:
     """The validation loss of a text run's newest intact checkpoint, or that of `step`, in this process alone.
 
     average: of the moving average of its weights. overrides: settings that differ from the run's, such as "data.paths".
+    say: is told which damaged checkpoints are passed over.
     Raises ConfigError for one on which the loss does not depend.
     """
     if not (run / CONFIG).is_file():
@@ -92,7 +100,7 @@ def evaluate(run: Path, *, step: int | None = None, average: bool = False, overr
         state["ema"] = averages
     if isinstance(config.model, HybridConfig):
         state = dict(renumbered(state, config.model))
-    taken = CheckpointManager(run / CHECKPOINTS).load(state, step)
+    taken = CheckpointManager(run / CHECKPOINTS, progress=say).load(state, step)
     with averages.in_place() if averages is not None else nullcontext():
         return {"step": taken, **validate(task, device, lambda: None)}
 

@@ -90,12 +90,13 @@ class Trainer:
         # Whatever is random from here on differs between ranks; the initial weights must not.
         _seed_all(config.train.seed, self.rank)
 
+        self._tell = self.say  # until there is a progress to keep out of the way of
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.checkpoint.keep, progress=self._note)
         self.saved_step = 0
         try:
             self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here may have saved another one
             if run.step is None and config.run.weights:
-                Source(config.run.weights).load(self.model)
+                Source(config.run.weights, self.say).load(self.model)
             if config.train.ema_decay:
                 self.average = WeightAverage(self.model, config.train.ema_decay)  # starts at the weights that there are
             self._check_state()
@@ -111,9 +112,10 @@ class Trainer:
             enabled=self.rank == 0,
             title=run.directory.name,
         )
+        self._tell = self.progress.note
 
     def _note(self, line: str) -> None:
-        self.progress.note(line)
+        self._tell(line)
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds."""
@@ -156,8 +158,6 @@ class Trainer:
         if self.config.checkpoint.keep_best:
             self.checkpoints.protected = {self.position.best_step}
         told = changed(self.run_place.directory, self.config, self.saved_step)
-        for error in self.checkpoints.passed_over.values():
-            self.say(f"{error}; it is passed over, and no checkpoint that is there now is deleted")
         self.say(f"going on with {self.run_place.directory} from step {self.saved_step}")
         for line in told:
             self.say(line)

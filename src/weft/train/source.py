@@ -1,7 +1,7 @@
 """Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,22 @@ UNFINISHED = "\ufffd"
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    Raises ConfigError for a path that is no run, checkpoint or directory of a model.
+    A run's are those of its newest intact checkpoint when they are loaded; `say` is told which damaged ones are passed
+    over. Raises ConfigError for a path that is no run, checkpoint or directory of a model.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, say: Callable[[str], None] | None = None) -> None:
         self.path = path = Path(path)
+        self._say = say
         self.step: int | None = None
+        """Of the checkpoint that is named; None for the newest one."""
         self.run: Path | None = None
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
         if (path / MANIFEST).is_file():
             self.run, self.step = path.resolve().parents[1], int(path.resolve().name.rpartition("-")[2])
-        elif steps := committed_steps(path / CHECKPOINTS):
-            self.run, self.step = path, steps[-1]
+        elif committed_steps(path / CHECKPOINTS):
+            self.run = path
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(f"{path}: is no run with a checkpoint, no checkpoint of a run, and no model's directory")
 
@@ -57,6 +60,11 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         """Of the text that the model knows. Raises ConfigError where there is none."""
         if self.run is not None:
+            if self._run_config.data.kind == "tokens":
+                raise ConfigError(
+                    f'{self.run}: data.kind = "tokens", and nobody knows the tokenizer that made them; write the model '
+                    "with weft convert, put the tokenizer.json beside it, and name that directory"
+                )
             return load_tokenizer(self._run_config.data.tokenizer)
         if not (path := self.path / "tokenizer.json").is_file():
             raise ConfigError(f"{self.path}: has no {path.name}; put that of the model there, or name the run")
@@ -75,7 +83,7 @@ class Source:
                 f"model.pattern = {model.cfg.pattern!r}: {self.path} has the weights of {self.model_config.pattern!r}; "
                 "take that, in any grouping"
             )
-        with CheckpointManager(self.run / CHECKPOINTS) as checkpoints:
+        with CheckpointManager(self.run / CHECKPOINTS, progress=self._say) as checkpoints:
             checkpoints.load(renumbered({"model": ModelState(model)}, model.cfg), self.step)
 
     def continued(
@@ -83,20 +91,28 @@ class Source:
     ) -> Iterator[str]:
         """`prompt`, and what a model with these weights adds to it, part by part; at most `tokens` tokens.
 
-        It ends where the model ends a text. The same seed gives the same text.
+        It ends where the model ends a text. The same seed gives the same text. Only what the tokenizer has is drawn:
+        models often have room for more. Raises ConfigError for a prompt that the model has no tokens for.
         """
         encoded = self.tokenizer.encode(prompt.encode())
         if not len(encoded):
             raise ConfigError("the prompt is empty: give a text to continue")
+        rows = self.model_config.vocab_size
+        if (largest := int(encoded.max())) >= rows:
+            raise ConfigError(
+                f"{self.path}: its tokenizer makes token {largest} of the prompt, and the model has {rows}; put the "
+                "tokenizer.json of that model there"
+            )
         model = HybridModel(self.model_config)
         self.load(model)
         yield prompt
         known = torch.tensor(encoded.astype("int64"))[None]
         generator = torch.Generator().manual_seed(seed)
-        options: Any = {"temperature": temperature, "top_p": top_p, "generator": generator}
+        among = torch.tensor(sorted(each for each in {*self.tokenizer.ids.tolist(), *self._ends} if each < rows))
+        options: Any = {"among": among, "temperature": temperature, "top_p": top_p}
         chosen: list[int] = []
         shown = ""
-        for _, token in zip(range(tokens), generate(model.eval(), known, **options)):
+        for _, token in zip(range(tokens), generate(model.eval(), known, generator=generator, **options)):
             if int(token) in self._ends:
                 break
             chosen.append(int(token))

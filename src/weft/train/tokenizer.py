@@ -14,6 +14,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """One more than the largest token."""
+    ids: np.ndarray
+    """The tokens that there are, in order: numbers below `vocab_size`, of which some may be missing."""
     identity: str
     """Changes whenever the same text would give other tokens."""
 
@@ -22,7 +24,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Tokens back to text."""
+        """Tokens back to text. Raises ValueError for one that is not of `ids`."""
         ...
 
 
@@ -30,6 +32,7 @@ class BytesTokenizer:
     """Each byte is a token: 256 tokens, one byte per token."""
 
     vocab_size = 256
+    ids = np.arange(256)
     identity = "bytes"
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -38,7 +41,7 @@ class BytesTokenizer:
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text; bytes that are no UTF-8 appear as replacement characters."""
-        return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return _known(tokens, self.ids).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
@@ -69,7 +72,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Identifiers may have gaps, so that the number of tokens can be less than the largest one.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.ids = np.unique(list(self._tokenizer.get_vocab(with_added_tokens=True).values())).astype(np.int64)
+        self.vocab_size = 1 + int(self.ids.max(initial=-1))
         self.identity = "tokenizer.json " + hashlib.sha256(contents).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -79,7 +83,16 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of `tokens`, special tokens included."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return self._tokenizer.decode(_known(tokens, self.ids).tolist(), skip_special_tokens=False)
+
+
+def _known(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """`tokens`. Raises ValueError for one that no text stands for."""
+    tokens = np.asarray(tokens)
+    strange = tokens[~np.isin(tokens, ids)]
+    if strange.size:
+        raise ValueError(f"token {strange[0]}: the tokenizer has none of that number; decode with the model's own")
+    return tokens
 
 
 def load_tokenizer(name: str) -> Tokenizer:

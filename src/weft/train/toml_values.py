@@ -6,6 +6,8 @@ import math
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 from weft.train.errors import ConfigError
@@ -16,13 +18,26 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     accepted, result = _convert(value, hint)
     if not accepted:
         fix = ""
-        if isinstance(value, list) is False and typing.get_origin(hint) in (tuple, list):
-            fix = f"; write {name} = {show([value])}"
+        if not isinstance(value, list) and typing.get_origin(hint) in (tuple, list):
+            meant = next((each for each in _lists(value) if _convert(each, hint)[0]), None)
+            fix = "" if meant is None else f"; write {name} = {show(meant)}"
         elif typing.get_origin(hint) is Literal and isinstance(value, str):
             near = difflib.get_close_matches(value, typing.get_args(hint), n=1)
             fix = f"; did you mean {show(near[0])}?" if near else ""
         raise ConfigError(f"{name} = {show(value)}: must be {_describe(hint)}{fix}")
     return result
+
+
+def _lists(value: Any) -> Iterator[list[Any]]:
+    """What may have been meant by a value that is no list: likely ones first."""
+    if isinstance(value, str):
+        inside = value.strip().removeprefix("[").removesuffix("]")
+        with suppress(tomllib.TOMLDecodeError):
+            yield tomllib.loads(f"value = [{inside}]")["value"]
+        if inside != value.strip():  # without the quotes, which a shell takes
+            yield [each.strip(" \"'") for each in inside.split(",")]
+            return
+    yield [value]
 
 
 def _convert(value: Any, hint: Any) -> tuple[bool, Any]:

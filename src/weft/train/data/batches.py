@@ -80,9 +80,8 @@ class Batches:
         """This rank's microbatches of one optimizer step."""
         count, whole = self.microbatches_per_step, self._dp_size * self._microbatch_size
         positions = np.arange(self.position, self.position + count * whole)
-        self.weights = _weights(self._mixture.labels(*self._at(positions)).reshape(count, self._dp_size, -1))[
-            :, self._dp_rank
-        ].tolist()
+        labels = self._mixture.labels(*self._at(positions)).reshape(count, self._dp_size, -1)
+        self.weights = _weights(labels)[:, self._dp_rank].tolist()
         return [next(self) for _ in range(count)]
 
     @property
@@ -95,12 +94,11 @@ class Batches:
         return sum(map(len, self._mixture.texts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Order and position, the same on every rank, and what they refer to: "sequences" has the length and the
-        fingerprint of each text, in earlier checkpoints the sum of the lengths alone.
-        """
+        """Order and position, the same on every rank, and what they refer to; of each text the length and the
+        fingerprint."""
         return {
             "position": self.position,
-            "sequences": self._known,
+            "texts": self._known,
             "sequence_length": self._mixture.length,
             "seed": self._seed,
         }
@@ -117,17 +115,13 @@ class Batches:
                     f"data.{name}: the checkpoint's data has {name} = {int(state[name])}, this run's {own[name]}; "
                     f"resume with the data.{name} of the checkpoint or start a new run"
                 )
-        before = state["sequences"]
-        if isinstance(before, int):
-            before, now, names = [[before, ""]], [[self._count, ""]], ["data.paths"]
-        else:
-            now, names = self._known, self._names
-        if len(before) != len(now):
+        before = state["texts"]
+        if len(before) != len(self._known):
             raise ConfigError(
                 f"data.paths: the checkpoint's data are {len(before)} texts with those for validation, this run's "
-                f"{len(now)}; resume with the data.paths of the checkpoint or start a new run"
+                f"{len(self._known)}; resume with the data.paths of the checkpoint or start a new run"
             )
-        for name, then, here in zip(names, before, now):
+        for name, then, here in zip(self._names, before, self._known):
             if list(then) != here:
                 how = f"was {then[0]} long and is {here[0]}" if then[0] != here[0] else "is as long, with other tokens"
                 raise ConfigError(

@@ -91,9 +91,32 @@ class ScheduleConfig:
             without = f"has no effect with schedule.shape = {show(self.shape)}; leave it out, or choose from {shapes}"
             require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
 
+    def warmup(self, steps: int) -> int:
+        """How many of `steps` optimizer steps the learning rate rises."""
+        return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+    def check(self, steps: int) -> None:
+        """Raise ConfigError for a way up that does not end on `steps` optimizer steps, or reaches into the way down."""
+        warmup, decay = self.warmup(steps), self.decay_fraction * steps
+        require(
+            "schedule.warmup_steps",
+            warmup,
+            warmup <= steps,
+            f"must be at most train.steps = {steps}, or the learning rate never reaches its peak; lower it, "
+            "or leave it out for a tenth of the steps",
+        )
+        most = math.floor(steps - decay + 1e-6)  # what a fraction as 0.1 leaves may miss a whole number by a little
+        require(
+            "schedule.warmup_steps",
+            warmup,
+            self.shape != "wsd" or warmup <= most,
+            f'must end before the decay begins: "wsd" falls over the last {decay:g} of train.steps = {steps} '
+            f"(schedule.decay_fraction = {self.decay_fraction:g}); set it to at most {most}, or lower the fraction",
+        )
+
     def factor(self, step: int, steps: int) -> float:
         """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
-        warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        warmup = self.warmup(steps)
         done = step + 1
         if step < warmup:
             return done / warmup
