@@ -119,6 +119,16 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.slow
+def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place["MASTER_PORT"] = str(free.getsockname()[1])
+    assert weft("train", write_config(tmp_path), "--set", 'data.paths=["none"]', **place).returncode == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @pytest.mark.long
 def test_a_rank_that_fails_ends_the_run_with_its_traceback_and_exit_code_1(tmp_path):
     config = write_config(tmp_path, optimizer__lr=1e30, schedule__warmup_steps=0, train__gradient_clip=0.0)

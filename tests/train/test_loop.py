@@ -11,6 +11,7 @@ from weft.models import HybridModel
 from weft.moe import load_statistics
 from weft.train.config import OptimizerConfig, ScheduleConfig, load_config
 from weft.train.data import Batches, Validation, load_corpus
+from weft.train.errors import ConfigError
 from weft.train.loop import Trainer, train
 from weft.train.optimizers import make_optimizer
 from weft.train.run.runs import CONFIG, Run, open_run, remove_if_unused
@@ -291,6 +292,17 @@ def test_a_run_that_never_began_leaves_no_directory_but_one_that_did_stays(tmp_p
     for run in (empty, used):
         remove_if_unused(run)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-2"]
+
+
+def refused_at_its_beginning(path, setting):
+    with pytest.raises(ConfigError):
+        train(load_config(path, [setting]))
+
+
+@pytest.mark.parametrize("setting", ['data.paths=["none"]', "run.weights=none", 'run.loggers=["none:None"]'])
+def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
+    pool.run(2, refused_at_its_beginning, write_config(tmp_path), setting)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_path):

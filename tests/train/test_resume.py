@@ -73,7 +73,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=0.5)
+            process.wait(timeout=1)  # closer to each other, two signals are one request
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)
     assert process.returncode == 1

@@ -157,6 +157,16 @@ class Cube(nn.Module):
         return self.head(x)
 
 
+def refused_at_its_beginning(folder):
+    with pytest.raises(ConfigError, match="has nothing to train"):
+        Trainer(model=nn.ReLU, loss=lambda model, batch: batch, data=batches, config=settings(folder, 3))
+
+
+def test_a_run_of_one_s_own_that_is_refused_leaves_no_directory(pool, tmp_path):
+    pool.run(1, refused_at_its_beginning, tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def with_habits(folder):
     seen = []
     callbacks = {

@@ -22,6 +22,7 @@ from typing import IO
 
 from weft.checkpoint.manifest import CheckpointError, Manifest
 
+LOCK = ".lock"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
@@ -93,7 +94,7 @@ def lock(directory: Path, *, timeout: float) -> IO[str]:
     A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds. Raises
     CheckpointError when another process still writes there.
     """
-    stream = (directory / ".lock").open("a+")
+    stream = (directory / LOCK).open("a+")
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -6,7 +6,8 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -32,7 +33,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run
+from weft.train.run.runs import Run, open_run, remove_if_unused
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
@@ -347,7 +348,9 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    trainer = Trainer(config, open_run_together(config, resume, "weft train"))
+    run = open_run_together(config, resume, "weft train")
+    with beginning(run):
+        trainer = Trainer(config, run)
     trainer.run()
     return trainer
 
@@ -364,6 +367,17 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, 
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+@contextmanager
+def beginning(run: Run) -> Iterator[None]:
+    """Around what makes the trainer of `run`: where that fails, a new run leaves no directory behind."""
+    try:
+        yield
+    except BaseException:
+        if dist.get_rank() == 0:
+            remove_if_unused(run)
+        raise
 
 
 def _seed_all(seed: int, rank: int) -> None:

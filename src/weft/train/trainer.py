@@ -89,8 +89,9 @@ class Trainer(loop.Trainer):
                 raise ConfigError("[optimizer]: has no effect with an optimizer of one's own; leave the section out")
             or_start = resume == OR_START
             run = loop.open_run_together(settings, or_start or resume, command, or_start=or_start)
-            task = OwnTask(model, loss, data, validation, shard, settings, device)
-            super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
+            with loop.beginning(run):
+                task = OwnTask(model, loss, data, validation, shard, settings, device)
+                super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
         except BaseException:
             stop.release()
             raise

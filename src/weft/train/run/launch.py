@@ -27,7 +27,7 @@ from weft.checkpoint.directory import committed_steps
 from weft.train.files import replace_text
 from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL
 from weft.train.run.runs import LOGS, Run
-from weft.train.run.stop import on_stop_signals
+from weft.train.run.stop import Requests, on_stop_signals
 from weft.train.run.world import STORE
 
 RUN = "WEFT_RUN"
@@ -89,7 +89,7 @@ class _Supervisor:
         self.arguments, self.count, self.run, self.resume_command = arguments, ranks, run, resume_command
         self.logs = run.directory / LOGS
         self.ranks: list[_Rank] = []
-        self.interrupts = 0
+        self.requests = Requests()
         self.died: list[_Rank] = []
         """Ranks that ended with an error of their own, in the order in which that was seen."""
 
@@ -102,10 +102,10 @@ class _Supervisor:
             stack.callback(self._kill_rest)
             for rank in range(self.count):
                 self.ranks.append(self._start(rank, str(self.folder / "store")))
-            if self.interrupts:
+            if self.requests.count:
                 self._ask_to_stop(self.ranks[-1])  # the signal may have come before there was any rank to ask
             self._wait()
-            if self.interrupts > 1:
+            if self.requests.count > 1:
                 self._say("ended at once", self._how_to_go_on())
                 return FAILURE
             if self.died:
@@ -146,9 +146,10 @@ class _Supervisor:
         return _Rank(rank, process, writing)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
+        if not self.requests.note_signal():
+            return
         for rank in self.ranks:
-            if self.interrupts > 1:
+            if self.requests.count > 1:
                 self._kill(rank)
             else:
                 self._ask_to_stop(rank)

@@ -15,7 +15,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.directory import committed_steps
+from weft.checkpoint.directory import LOCK, committed_steps
 from weft.train.config import RunConfig
 from weft.train.errors import ConfigError
 
@@ -96,8 +96,11 @@ def resuming(command: str, directory: Path) -> str:
 
 def remove_if_unused(run: Run) -> None:
     """Delete the directory of a new run that did not get as far as saving or logging anything."""
-    left = {path.name for path in run.directory.iterdir()} if run.directory.is_dir() else {"gone"}
-    if run.step is None and left <= {CONFIG, LOGS}:
+    if run.step is not None or not run.directory.is_dir():
+        return
+    left = {path.name for path in run.directory.iterdir()}
+    saved = {path.name for path in run.checkpoints.iterdir()} if run.checkpoints.is_dir() else set()
+    if left <= {CONFIG, LOGS, CHECKPOINTS} and saved <= {LOCK}:
         shutil.rmtree(run.directory)
 
 

@@ -1,12 +1,34 @@
 """A request to stop, which training honours between two steps."""
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+TOGETHER_S = 0.5
+"""Signals that come closer to each other are one request."""
+
+
+class Requests:
+    """How often somebody asked to stop: a scheduler that signals a process and its group, too, asks once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last = -math.inf
+
+    def note_signal(self) -> bool:
+        """Returns whether it is another request than the one before."""
+        now = time.monotonic()
+        if now - self._last < TOGETHER_S:
+            return False
+        self._last = now
+        self.count += 1
+        return True
 
 
 def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -28,11 +50,12 @@ class StopRequest:
     """Set by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
     One byte in the pipe asks to stop. Its end means that the starter is gone: nobody would see what this
-    process does or stop it, so it ends at once. A second signal ends the process at once too.
+    process does or stop it, so it ends at once. A second request by signal ends the process at once too.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._requests = Requests()
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         """Called with one line when the request comes."""
         self._before: dict[int, Any] = {}
@@ -55,6 +78,8 @@ class StopRequest:
         self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._requests.note_signal():
+            return
         if self.requested:
             os._exit(1)
         self._event.set()
@@ -68,5 +93,6 @@ class StopRequest:
 
     def _request(self) -> None:
         if not self.requested:
+            self._requests.note_signal()
             self._event.set()
             self.notify(_STOPPING)

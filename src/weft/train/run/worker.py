@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
 from weft.train.config import load_config
-from weft.train.loop import Trainer, open_run_together
+from weft.train.loop import Trainer, beginning, open_run_together
 from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL, Interrupted, Refused, in_one_line
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.run.runs import Run, resuming
@@ -36,7 +37,9 @@ def work(
         run = _given_run() if rank.supervised else None
         if run is None:
             run = open_run_together(config, resume or config.run.resume, command, or_start=or_start)
-        trainer = Trainer(config, run, device=device, stop=stop, bark=rank.end_hanging)
+        # The process that started this rank has logs of the others in the run's directory, and removes it by itself.
+        with nullcontext() if rank.supervised else beginning(run):
+            trainer = Trainer(config, run, device=device, stop=stop, bark=rank.end_hanging)
         rank.trains = True
         if run.note:
             trainer.say(run.note)
