@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import sys
 import types
@@ -194,6 +195,29 @@ def test_a_logger_without_its_package_is_refused():
         check(["wandb"])
     with pytest.raises(ConfigError, match="cannot be imported"):
         check(["nowhere:Logger"])
+
+
+class Deaf:
+    """A logger that takes half of what it is told."""
+
+    def __init__(self, folder, resumed_step, settings):
+        pass
+
+    def scalars(self, step, values):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("os:path", 'run.loggers: "os:path": a module cannot be called; give the class of a logger'),
+        ("string:Formatter", "the class Formatter is called with (folder, resumed_step, settings)"),
+        (f"{__name__}:Deaf", "has no histogram; a logger has the methods scalars, histogram, close"),
+    ],
+)
+def test_what_is_no_logger_is_refused_before_the_run_begins(place, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check([place])
 
 
 def looked_at(path, folder):
