@@ -208,9 +208,12 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
     with CheckpointManager(tmp_path) as first:
         first.save(1, {"numbers": {"value": torch.ones(2)}})
-        second = CheckpointManager(tmp_path)
+        said = []
+        second = CheckpointManager(tmp_path, progress=said.append)
         with pytest.raises(CheckpointError, match="in use by another run"):
             second.save(2, {"numbers": {"value": torch.ones(2)}})
+        assert len(said) == 1 and said[0].startswith("another run (process ")
+        assert said[0].endswith(f") writes to {tmp_path}: waiting up to 0.2 s for its end")
     second.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
     assert second.steps() == [1, 2]
 

@@ -125,12 +125,27 @@ def test_a_picture_has_a_box_for_each_action_at_its_time(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("unit", ["1e-30", "1e30"])
+def test_times_of_any_unit_are_drawn(capsys, unit):
+    words = ["schedule", "1f1b", "--pp", "2", "--microbatches", "4", "--costs"]
+    assert main([*words, f"{unit},{unit},{unit}"]) == 0
+    found = capsys.readouterr().out
+    assert main([*words, "1,1,1"]) == 0
+    rows = [
+        [line for line in text.splitlines() if line.startswith(("rank 0", "rank 1"))]
+        for text in (found, capsys.readouterr().out)
+    ]
+    assert rows[0] == rows[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["dualpipe"], "'dualpipe' is no schedule and no file; there are: gpipe"),
         (["1f1b", "--pp", "2"], "needs a number of ranks and of microbatches (--pp, --microbatches)"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1,2"], "--costs 1,2: must be three numbers"),
+        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "0,0,0"], "--costs 0,0,0: all of it takes the time 0"),
+        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1e308,1,1"], "all of it takes the time inf"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--pair", "-1"], "pair = -1.0; times are finite"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "a.pdf"], "--save a.pdf: must end in .png"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "/none/a.txt"], "/none/a.txt: cannot be written"),

@@ -53,6 +53,15 @@ def test_a_report_is_written_again_the_same(pool, tmp_path, capsys):
         assert words in before
 
 
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "report.html").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"its report cannot be written (Is a directory: {tmp_path / 'report.html'})" in said
+
+
 class FiveMicrobatches:
     """A task whose validation set are the numbers 0 to 4."""
 

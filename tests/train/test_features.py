@@ -1,5 +1,6 @@
 """What the library can do, asked for in a configuration: each gives the numbers of the plain loop in one process."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -16,9 +17,9 @@ from weft.train.config import load_config
 from weft.train.data import Batches, load_corpus
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
-from weft.train.optimizers import optimizer_bytes
+from weft.train.optimizers import made_by, make_optimizer, optimizer_bytes
 from weft.train.run.runs import Run
-from weft.train.sections import LoopConfig
+from weft.train.sections import LoopConfig, OptimizerConfig
 from weft.train.task.blocks import outermost, prepare, repeated_blocks
 
 STEPS = 4
@@ -123,6 +124,41 @@ class Sign(torch.optim.Optimizer):
 
 
 OWN = [f"optimizer.name={__name__}:Sign", "optimizer.options={scale = 0.5}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"options": {"amsgrad": "yes"}}, 'optimizer.options.amsgrad = "yes": must be true or false'),
+        ({"options": {"foreach": 1}}, "optimizer.options.foreach = 1: must be true or false"),
+        ({"name": "SGD", "options": {"momentum": "0.9"}}, "optimizer.options.momentum = "),
+        ({"name": "Rprop", "options": {"etas": [0.5]}}, "optimizer.options.etas = [0.5]: must be a [list] of 2"),
+        ({"options": {"fused": True, "foreach": True}}, "cannot be `True` together"),
+        ({"flat": True, "options": {"fused": True, "foreach": True}}, "cannot be `True` together"),
+        ({"name": "torch.optim:LBFGS"}, 'optimizer.name = "torch.optim:LBFGS": LBFGS computes the loss anew'),
+    ],
+)
+def test_an_optimizer_that_cannot_step_is_refused_in_one_line_before_the_first_step(settings, says):
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        make_optimizer(nn.Linear(2, 2), OptimizerConfig(**settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_of_one_s_own_that_needs_a_closure_is_refused():
+    with pytest.raises(ConfigError, match="optimizer: LBFGS computes the loss anew"):
+        made_by(lambda model: torch.optim.LBFGS(model.parameters()), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("option", ["fused", "foreach", "differentiable"])
+@pytest.mark.parametrize("value", [True, False])
+def test_how_a_step_is_computed_is_chosen_by_whoever_names_it(name, option, value):
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, OptimizerConfig(name=name, options={option: value}))
+    assert all(group[option] is value for group in optimizer.param_groups)
+    model(torch.ones(2)).sum().backward()
+    if option != "differentiable":
+        optimizer.step()
 
 
 def plain_loop(path, make):

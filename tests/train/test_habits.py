@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import sys
 import types
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.train.command import committed, metrics, write_config
 from tests.train.test_loop import StopAt
+from weft.checkpoint import CheckpointError, CheckpointManager
 from weft.train.activations import Activations
 from weft.train.config import load_config
 from weft.train.errors import ConfigError
@@ -194,6 +196,49 @@ def test_a_logger_without_its_package_is_refused():
         check(["wandb"])
     with pytest.raises(ConfigError, match="cannot be imported"):
         check(["nowhere:Logger"])
+
+
+def beside_another(path, folder):
+    """What a trainer says whose directory another run writes to."""
+    lines = []
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        CheckpointManager(folder / "checkpoints") as other,
+        pytest.raises(CheckpointError, match="in use by another run"),
+    ):
+        patch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
+        other.claim()
+        Trainer(load_config(path), Run(folder), say=lines.append)
+    return lines
+
+
+def test_a_run_whose_directory_another_one_writes_to_says_what_it_waits_for(pool, tmp_path):
+    lines = pool.run(1, beside_another, write_config(tmp_path), tmp_path / "run")[0]
+    (line,) = (each for each in lines if "another run" in each)
+    assert "waiting up to 0.2 s" in line
+
+
+class Deaf:
+    """A logger that takes half of what it is told."""
+
+    def __init__(self, folder, resumed_step, settings):
+        pass
+
+    def scalars(self, step, values):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("os:path", 'run.loggers: "os:path": a module cannot be called; give the class of a logger'),
+        ("string:Formatter", "the class Formatter is called with (folder, resumed_step, settings)"),
+        (f"{__name__}:Deaf", "has no histogram; a logger has the methods scalars, histogram, close"),
+    ],
+)
+def test_what_is_no_logger_is_refused_before_the_run_begins(place, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check([place])
 
 
 def looked_at(path, folder):

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from weft.cli import main
 from weft.train.record.metrics import FILE, Metrics, read_metrics
 
 
@@ -54,6 +55,25 @@ def test_a_line_that_a_killed_process_left_half_written_is_passed_over_and_remov
     assert steps_of(tmp_path) == [1, 2, 3]
     write(tmp_path, range(4, 6), resumed_step=3)
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 3, "kind": "train", "loss": "abc"}',
+        '{"step": 3, "kind": "train", "loss": [{"a": 1}]}',
+        '{"step": true, "kind": "train", "loss": 1.0}',
+        '{"step": 3, "kind": 4, "loss": 1.0}',
+        '{"step": 3, "kind": "experts", "load": [1]}',
+        '{"step": 3, "kind": "norms", "weight": {"a": "b"}}',
+    ],
+)
+def test_a_line_with_something_else_where_numbers_belong_is_passed_over(tmp_path, line):
+    write(tmp_path, range(1, 3))
+    with (tmp_path / FILE).open("a") as lines:
+        lines.write(line + "\n")
+    assert steps_of(tmp_path) == [1, 2] and len(read_metrics(tmp_path)) == 2
+    assert main(["report", str(tmp_path)]) == 0
 
 
 def test_numbers_that_are_not_finite_stay_readable_for_every_json_reader(tmp_path):

@@ -148,12 +148,25 @@ def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
         ("--top-p", "nan", "must be more than 0 and at most 1"),
         ("--temperature", "-1", "must be at least 0, which takes the best token"),
         ("--tokens", "-3", "must be at least 0"),
+        ("--seed", str(2**70), "must be at least -2**63 and below 2**64"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_before_anything_is_read_or_printed(capsys, option, value, rule):
     assert main(["sample", "nowhere", option, value]) == 2
     printed = capsys.readouterr()
     assert not printed.out and option in printed.err and value in printed.err and rule in printed.err
+
+
+def test_a_prompt_that_is_no_text_is_refused_before_anything_is_read_or_printed(capsys):
+    assert main(["sample", "nowhere", "--prompt", "a\udcff"]) == 2
+    printed = capsys.readouterr()
+    line = "weft sample: --prompt 'a\\udcff': is not UTF-8 text; give such a text\n"
+    assert printed == ("", line)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_every_seed_that_is_taken_draws(published, capsys, seed):
+    assert main(["sample", str(published), "--prompt", "a", "--tokens", "1", "--seed", str(seed)]) == 0
 
 
 def trained(path, directory):

@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
@@ -88,22 +88,26 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def lock(directory: Path, *, timeout: float) -> IO[str]:
+def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> IO[str]:
     """Become the only writer of `directory` until `unlock` gets the returned file or this process ends.
 
-    A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds. Raises
-    CheckpointError when another process still writes there.
+    A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds, and tells `say` so.
+    Raises CheckpointError when another process still writes there.
     """
     stream = (directory / LOCK).open("a+")
     deadline = time.monotonic() + timeout
+    waiting = False
     while True:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
+            stream.seek(0)
+            owner = stream.read().strip()
+            if not waiting:
+                say(f"another run (process {owner}) writes to {directory}: waiting up to {timeout:g} s for its end")
+                waiting = True
             if time.monotonic() > deadline:
-                stream.seek(0)
-                owner = stream.read().strip()
                 stream.close()
                 raise CheckpointError(
                     f"{directory} is in use by another run (process {owner}); stop it or choose another directory"

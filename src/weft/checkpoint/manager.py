@@ -41,7 +41,7 @@ class CheckpointManager:
     `process_group` (default: all ranks; none needed in a single process), with the same arguments.
 
     `progress`, if given, is called on the first rank with a line about each save, from a background thread, and about
-    each checkpoint that `load` passed over.
+    each checkpoint that `load` passed over and another run that has to be waited for.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class CheckpointManager:
         def prepare() -> None:
             if self._lock is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S)
+                self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S, say=self._say)
             folder.discard(folder.debris(self.directory))
             if step is not None and step in self.passed_over and step in folder.committed_steps(self.directory):
                 folder.set_aside(folder.path_of(self.directory, step))

@@ -50,7 +50,13 @@ def report(options: argparse.Namespace) -> int:
     run = Path(options.path)
     if not (run / FILE).is_file():
         raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
-    print(write_report(run))
+    try:
+        print(write_report(run))
+    except OSError as error:
+        raise ValueError(
+            f"{run}: its report cannot be written ({error.strerror}: {error.filename2 or error.filename}); make room "
+            "for it there"
+        ) from error
     return 0
 
 
@@ -70,9 +76,12 @@ def sample(options: argparse.Namespace) -> int:
         ("tokens", options.tokens >= 0, "must be at least 0"),
         ("temperature", 0 <= options.temperature < math.inf, "must be at least 0, which takes the best token"),
         ("top-p", 0 < options.top_p <= 1, "must be more than 0 and at most 1"),
+        ("seed", -(1 << 63) <= options.seed < 1 << 64, "must be at least -2**63 and below 2**64"),
+        ("prompt", _is_text(options.prompt), "is not UTF-8 text; give such a text"),
     ):
         if not good:
-            raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
+            value = getattr(options, name.replace("-", "_"))
+            raise ValueError(f"--{name} {value if name != 'prompt' else ascii(value)}: {rule}")
     begun = False
     try:
         for part in Source(options.source, partial(_warn, options)).continued(
@@ -88,6 +97,11 @@ def sample(options: argparse.Namespace) -> int:
         if begun:
             print()
     return 0
+
+
+def _is_text(given: str) -> bool:
+    """Whether the bytes of an argument were UTF-8: others become surrogates, which no text has."""
+    return not any("\ud800" <= character <= "\udfff" for character in given)
 
 
 def convert(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """`weft schedule`: the schedule of a pipeline, drawn, and saved as a picture or a table."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ def draw(options: argparse.Namespace) -> int:
     _check_size(options, picture=target is not None and target.suffix == ".png")
     made = table(options.name, ranks=options.pp, chunks=options.chunks, microbatches=options.microbatches)
     found = check(made, _costs(options))
+    if not 0 < found.time < math.inf:
+        raise ValueError(f"--costs {options.costs}: all of it takes the time {found.time:g}; give times such as 1,1,1")
     if target is not None and target.suffix == ".png":
         _save_picture(found, target)
     elif target is not None:

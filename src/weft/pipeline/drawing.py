@@ -10,7 +10,7 @@ An action is as wide as it takes long. Where numbers would need too many lines, 
 """
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, floor, log10
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
@@ -127,8 +127,8 @@ class _Chart:
 
     def _ruler(self, cut: slice) -> str:
         """The time above the columns of one band, where there is room for it."""
-        steps = (digit * 10.0**power for power in range(-12, 13) for digit in (1, 2, 5))
-        step = next(step for step in steps if step * self.scale >= 6)
+        power = floor(log10(6 / self.scale))
+        step = next(step for step in (digit * 10.0**power for digit in (1, 2, 5, 10)) if step * self.scale >= 6)
         ruler = ""
         for number in range(ceil(cut.start / self.scale / step), int(self.simulation.time / step) + 1):
             label, column = f"{number * step:g}", round(number * step * self.scale) - cut.start

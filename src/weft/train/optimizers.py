@@ -10,6 +10,7 @@ Only matrices decay, not norms and biases.
 
 import inspect
 import math
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,13 +25,15 @@ from weft.train.errors import ConfigError
 from weft.train.imported import imported
 from weft.train.sections import OptimizerConfig
 from weft.train.task.callables import told
-from weft.train.toml_values import plain, show
+from weft.train.toml_values import plain, show, typed
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+_OTHERWISE = {"fused", "foreach", "differentiable"}
+"""Options that choose how a step is computed."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Raises ConfigError for a class that is not there and options that it does not take."""
+    """Raises ConfigError for a class that is not there or cannot be used, and for options that it does not take."""
     if config.name == "Muon":
         return _muon_and_adamw(model, config)
     cls = optimizer_class(config)
@@ -39,6 +42,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     if config.flat:
         if decay is not None:
             options |= {"weight_decay": decay, "no_decay": lambda name, parameter: parameter.ndim < 2}
+        _made(cls, [nn.Parameter(torch.zeros(1))], {k: v for k, v in options.items() if k != "no_decay"})  # or refused
         return weft.optim.flat(cls, model, **options)
     in_stages = getattr(model, "cut", None) is not None
     return _made(cls, _decay_groups(_trainable(model), decay, in_stages=in_stages), options)
@@ -51,6 +55,7 @@ def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module
         raise ConfigError(
             f"optimizer: {told(make)} gives {told(found)}, no torch.optim.Optimizer; return the optimizer"
         )
+    _refuse_closures("optimizer", type(found))
     return found
 
 
@@ -77,7 +82,18 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     found = imported("optimizer.name", config.name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f'optimizer.name = "{config.name}": is no torch.optim.Optimizer; name a class that is one')
+    _refuse_closures(f'optimizer.name = "{config.name}"', found)
     return found
+
+
+def _refuse_closures(what: str, cls: type[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for an optimizer that computes losses itself, such as LBFGS."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{what}: {cls.__name__} computes the loss anew within a step (it needs a closure), and a step here has "
+            "its gradients before; take one whose step needs none"
+        )
 
 
 def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Parameter], Any] | None:
@@ -171,7 +187,7 @@ def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[
             raise ConfigError(
                 f"optimizer.{name} = {show(plain(value))}: has no effect, {config.name} takes none; leave it out"
             )
-    if cls.__module__.startswith("torch.optim") and config.name in _FUSED:
+    if cls.__module__.startswith("torch.optim") and config.name in _FUSED and not _OTHERWISE & set(config.options):
         found["fused"] = True
     return found | _known_options(cls, config)
 
@@ -184,13 +200,31 @@ def _known_options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) ->
             f"optimizer.options = {show(config.options)}: {config.name} has no option {unknown[0]!r}; it takes "
             f"{', '.join(name for name in takes if name not in ('params', 'lr', 'betas', 'eps', 'weight_decay'))}"
         )
-    return config.options
+    hints = _plain_hints(cls)
+    return {
+        name: typed(f"optimizer.options.{name}", value, hints[name]) if name in hints else value
+        for name, value in config.options.items()
+    }
+
+
+def _plain_hints(cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What the class wants its options to be, as far as TOML can say it."""
+    try:
+        hints = typing.get_type_hints(cls.__init__)
+    except (NameError, TypeError):  # annotations need not be names that are there
+        return {}
+    return {name: hint for name, hint in hints.items() if _is_plain(hint)}
+
+
+def _is_plain(hint: Any) -> bool:
+    parts = [each for each in typing.get_args(hint) if each is not Ellipsis]
+    return all(map(_is_plain, parts)) if parts else hint in (bool, int, float, str, type(None))
 
 
 def _made(cls: Any, parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
     try:
         return cls(parameters, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"[optimizer]: {cls.__name__} refuses its options: {' '.join(str(error).split())}") from error
 
 

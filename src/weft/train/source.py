@@ -103,11 +103,11 @@ class Source:
                 f"{self.path}: its tokenizer makes token {largest} of the prompt, and the model has {rows}; put the "
                 "tokenizer.json of that model there"
             )
+        generator = torch.Generator().manual_seed(seed)
         model = HybridModel(self.model_config)
         self.load(model)
         yield prompt
         known = torch.tensor(encoded.astype("int64"))[None]
-        generator = torch.Generator().manual_seed(seed)
         among = torch.tensor(sorted(each for each in {*self.tokenizer.ids.tolist(), *self._ends} if each < rows))
         options: Any = {"among": among, "temperature": temperature, "top_p": top_p}
         chosen: list[int] = []

@@ -242,6 +242,18 @@ def make_small():
     return HybridModel(HybridConfig(pattern="[*-]", hidden_size=16))
 
 
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_target_that_cannot_be_made_is_one_line(there, tmp_path, capsys, below):
+    (tmp_path / "file").write_text("as it was")
+    target = tmp_path / "file" / below
+    assert main(["convert", str(there), str(target)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{target} cannot be made (" in said and "name a new directory" in said
+    with pytest.raises(ConversionError, match="cannot be made"):
+        hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16)), target)
+    assert (tmp_path / "file").read_text() == "as it was"
+
+
 def test_a_directory_with_a_model_is_not_written_over(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     hf.save(make_small(), tmp_path)

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from weft.models.config import HybridConfig
-from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, write_json
+from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
 from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import family_for, family_of, raw_of, read_ours
 from weft.models.hf.family import KEPT, Raw
@@ -29,7 +29,7 @@ def convert(source: str | Path, target: str | Path, model_type: str | None = Non
     write, by default the one that it came from, or the first that can hold it. Raises `ConversionError`.
     """
     source, target = Path(source), Path(target)
-    if target.exists() and any(target.iterdir()):
+    if target.is_dir() and any(target.iterdir()):
         raise ConversionError(f"{target} is not empty: convert into a new directory")
     files = TensorFiles(source)
     if (source / OURS).exists():
@@ -50,7 +50,7 @@ def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
     cfg = family.config(raw, files)
     places = family.places(cfg)
     check_complete(places, files)
-    target.mkdir(parents=True, exist_ok=True)
+    make_directory(target)
     with TensorWriter(target) as writer:
         for name, place in places.items():
             room = writer.room(name, place.shape(files), files.dtype(place.names[0]))
@@ -65,7 +65,7 @@ def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str |
     family, raw = family_for(cfg, model_type or saved.get("family"))
     places = family.places(cfg)
     check_complete({name: Same(name) for name in places}, files)
-    target.mkdir(parents=True, exist_ok=True)
+    make_directory(target)
     with TensorWriter(target) as writer:
         write(places, ((name, files[name][:]) for name in places), writer)
     kept: Raw = saved.get("kept", {}) if family.model_type == saved.get("family") else {}

@@ -72,6 +72,14 @@ class TensorFiles:
         return self[name][...].dtype
 
 
+def make_directory(path: Path) -> None:
+    """Unless it is there. Raises `ConversionError` where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be made ({error.strerror}): name a new directory") from error
+
+
 def names_in(directory: Path) -> frozenset[str]:
     """The names of the tensors in a directory; none where it has a configuration only."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))

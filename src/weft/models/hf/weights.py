@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter, write_json
+from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
 from weft.models.hf.family import plain, relevant
@@ -52,7 +52,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     """Write `model`, sharded or not, as a Hugging Face directory of the family `model_type`, or of one that fits.
 
     All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it,
-    and if the directory holds a model already: what one left would be read as the other's.
+    and if the directory cannot be made or holds a model already: what one left would be read as the other's.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -63,9 +63,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     family, raw = family_for(model.cfg, model_type)
     places = family.places(model.cfg)
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    _refuse_another(directory)
-    if writes:
-        directory.mkdir(parents=True, exist_ok=True)
+    _prepare(directory)
     with TensorWriter(directory) if writes else _Nowhere() as writer:
         write(places, _whole(model), writer)
     if writes:
@@ -86,16 +84,26 @@ def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
         raise ConversionError(f"{files.directory} does not fit its configuration: {'; '.join(complaints)}")
 
 
-def _refuse_another(directory: Path) -> None:
-    """On all ranks alike, by what the first one sees: it begins to write when others may not have looked yet."""
-    found: list[list[str]] = [[]]
+def _prepare(directory: Path) -> None:
+    """Make it, or raise: on all ranks alike, by what the first one sees, which begins to write when others may not
+    have looked yet."""
+    refusal: list[ConversionError | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        files = (directory / INDEX, directory / THEIRS, directory / OURS, *sorted(directory.glob("*.safetensors")))
-        found[0] = [path.name for path in files if path.exists()]
+        try:
+            make_directory(directory)
+            _refuse_another(directory)
+        except ConversionError as error:
+            refusal[0] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    if found[0]:
-        raise ConversionError(f"{directory} holds a model already ({listed(found[0], 3)}): save into a new directory")
+        dist.broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        raise refusal[0]
+
+
+def _refuse_another(directory: Path) -> None:
+    files = (directory / INDEX, directory / THEIRS, directory / OURS, *sorted(directory.glob("*.safetensors")))
+    if found := [path.name for path in files if path.exists()]:
+        raise ConversionError(f"{directory} holds a model already ({listed(found, 3)}): save into a new directory")
 
 
 class _Nowhere(TensorWriter):

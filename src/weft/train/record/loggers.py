@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from weft.train.errors import ConfigError
 from weft.train.imported import imported
+from weft.train.task.callables import check_callable
 
 NO_TENSORBOARD = "no TensorBoard output: install weft[train] for it"
 
@@ -89,6 +90,7 @@ class WeightsAndBiases:
         self._wandb.finish()
 
 
+_METHODS = ("scalars", "histogram", "close")
 _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
@@ -96,7 +98,15 @@ def check(names: Sequence[str]) -> None:
     """Raise ConfigError for one that cannot be used; without the package of TensorBoard a run goes on."""
     for name in names:
         if ":" in name:
-            imported("run.loggers", name)
+            found = imported("run.loggers", name)
+            check_callable(
+                f'run.loggers: "{name}"', found, ["folder", "resumed_step", "settings"], "the class of a logger"
+            )
+            missing = [method for method in _METHODS if isinstance(found, type) and not hasattr(found, method)]
+            if missing:
+                raise ConfigError(
+                    f'run.loggers: "{name}" has no {missing[0]}; a logger has the methods {", ".join(_METHODS)}'
+                )
         elif name == "wandb" and importlib.util.find_spec("wandb") is None:
             raise ConfigError('run.loggers: "wandb" needs the package `wandb`; install it, or leave it out')
 

@@ -100,7 +100,8 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """The records of a run in order; lines that a killed process or machine left broken are passed over."""
+    """The records of a run in order; lines that a killed process or machine left broken are passed over, and what no
+    run writes."""
     try:
         lines = (Path(run_directory) / FILE).read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
@@ -114,4 +115,21 @@ def _record(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record else None
+    return record if isinstance(record, dict) and _is_whole(record) else None
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether it is one of those that `Metrics` writes, with numbers where numbers are."""
+    if type(record.get("step")) is not int or not isinstance(kind := record.get("kind"), str):
+        return False
+    rest = [value for name, value in record.items() if name not in ("step", "kind")]
+    if kind in ("experts", "norms"):
+        return all(isinstance(value, dict) and _are_numbers(list(value.values())) for value in rest)
+    return _are_numbers(rest)
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(
+        _are_numbers(value) if isinstance(value, list) else value is None or type(value) in (int, float)
+        for value in values
+    )
