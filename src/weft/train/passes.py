@@ -84,7 +84,7 @@ class Passes:
         return losses
 
     def _forward_backward(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        loop, weights = self._config.train, self._task.batches.weights
+        loop, weights = self._config.train, self._task.batches.microbatch_weights
         scales = [weight / len(microbatches) for weight in weights]
         if loop.overlap or self._table is not None:
             timeline = Timeline() if step == loop.steps and self._stages.have_first_rank else None

@@ -60,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """The `number`-th collective of a `key` over `group`; `name`: what a person calls it."""
+    """The `number`-th collective of a `key` over `group`, of these `ranks`; `name`: what a person calls it."""
 
     key: str
     number: int

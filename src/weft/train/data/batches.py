@@ -55,7 +55,7 @@ class Batches:
         self._seed = seed
         self.position = 0
         """Sequences that all ranks together have taken."""
-        self.weights: list[float] = []
+        self.microbatch_weights: list[float] = []
         """For each microbatch of the last step its part of the labels, over an even part of all ranks' microbatches:
         with them a mean of means over labels is the mean over the labels of the global batch."""
 
@@ -81,7 +81,7 @@ class Batches:
         count, whole = self.microbatches_per_step, self._dp_size * self._microbatch_size
         positions = np.arange(self.position, self.position + count * whole)
         labels = self._mixture.labels(*self._at(positions)).reshape(count, self._dp_size, -1)
-        self.weights = _weights(labels)[:, self._dp_rank].tolist()
+        self.microbatch_weights = _weights(labels)[:, self._dp_rank].tolist()
         return [next(self) for _ in range(count)]
 
     @property
@@ -177,7 +177,7 @@ class Validation:
         places = np.arange(count).reshape(batches * per_batch, dp_size, microbatch_size)
         self._own = places[:, dp_rank]
         labels = self._mixture.labels(self._texts, self._indices)
-        self.weights: list[float] = _weights(labels[places])[:, dp_rank].tolist()
+        self.microbatch_weights: list[float] = _weights(labels[places])[:, dp_rank].tolist()
         """As those of `Batches`, for each microbatch."""
 
     def __iter__(self) -> Iterator[Batch]:

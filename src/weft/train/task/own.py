@@ -106,7 +106,7 @@ class Stream:
 
     def __init__(self, source: Iterable[Any], microbatches_per_step: int) -> None:
         self.source, self.microbatches_per_step = source, microbatches_per_step
-        self.weights = [1.0] * microbatches_per_step
+        self.microbatch_weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
         """How many microbatches the pass before this one had."""

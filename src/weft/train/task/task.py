@@ -14,7 +14,7 @@ Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
 class Batches(Protocol):
     """This rank's microbatches, and the position in them, which a checkpoint holds."""
 
-    weights: list[float]
+    microbatch_weights: list[float]
     """How much each microbatch of the last step counts; 1.0: as all others."""
 
     def next_step(self) -> list[Any]:

@@ -52,7 +52,7 @@ class TextTask:
         self.batches = Batches(training, seed=data.seed, weights=data.weights, held=held, **options)
         options |= {"weights": () if apart else data.weights, "batches": config.train.validation_batches}
         self.validation = Validation(held, **options)
-        self.validation_weights = self.validation.weights
+        self.validation_weights = self.validation.microbatch_weights
         self.at_once = 2 * config.sharding.pp if config.sharding.pp > 1 else 1
         self.units_per_step = config.train.global_batch_size * data.sequence_length
         self.description = "; ".join(corpus.description for corpus in self.corpora)
