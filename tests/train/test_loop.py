@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.train.command import metrics, write_config
+from weft.checkpoint import committed_steps
 from weft.models import HybridModel
 from weft.moe import load_statistics
 from weft.train.config import OptimizerConfig, ScheduleConfig, load_config
@@ -310,3 +311,13 @@ def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_pat
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=4, resume_from=2)[0][-1]
     assert f"going on with {tmp_path / 'run'} from step 3" in said, "another run saved it since"
+
+
+def test_a_run_whose_report_cannot_be_written_is_complete_and_says_so(pool, tmp_path):
+    run = tmp_path / "run"
+    (run / "report.html").mkdir(parents=True)
+    path = write_config(tmp_path, train__steps=2, train__validate_every=0)
+    said = pool.run(1, train_on, path, run, stop_at=99)[0][-1]
+    assert any(f"{run}: its report cannot be written (Is a directory" in line for line in said)
+    assert any(f"weft report {run}" in line for line in said)
+    assert committed_steps(run / "checkpoints") == [2]

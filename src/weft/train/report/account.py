@@ -1,6 +1,7 @@
 """What a run says of itself: lines for whoever started it, and in its folder what the report is made of."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from weft.models.stages import Stages
 from weft.pipeline import Table
 from weft.train.activations import Activations
 from weft.train.config import TrainConfig, to_toml
+from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.optimizers import optimizer_bytes
 from weft.train.record.profile import Operations
@@ -95,7 +97,11 @@ class Account:
             units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))
         facts = {"description": "\n\n".join(units), "memory": memories if len(memories) > 1 else memory}
         keep_facts(self._folder, {**facts, "baseline": baseline, "seconds": position.seconds})
-        path = write_report(self._folder)
         if hidden := HiddenExchange.of(read_timeline(self._folder)):
             self._say(f"in the last step {hidden}")
-        self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
+        try:
+            path = write_report(self._folder)
+        except ConfigError as error:
+            self._say(f"{error}, then: weft report {shlex.quote(str(self._folder))}")
+        else:
+            self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))

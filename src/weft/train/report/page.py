@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.record.metrics import read_metrics
 from weft.train.record.progress import format_bytes, format_count, format_time
@@ -23,9 +24,18 @@ def write_report(run_directory: str | Path) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
 
     All that it says comes from the metrics, the configuration and the facts there. What is missing is left out; without
-    matplotlib, the pictures. The same files give the same bytes.
+    matplotlib, the pictures. The same files give the same bytes. Raises ConfigError where it cannot be written.
     """
-    folder = Path(run_directory)
+    try:
+        return _written(Path(run_directory))
+    except OSError as error:
+        raise ConfigError(
+            f"{run_directory}: its report cannot be written ({error.strerror}: {error.filename2 or error.filename}); "
+            "make room for it there"
+        ) from error
+
+
+def _written(folder: Path) -> Path:
     records, facts = read_metrics(folder), read_facts(folder)
     baselines = {BASELINE: float(facts["baseline"])} if facts.get("baseline") is not None else {}
     pictures = [f"<p>{NO_PICTURES}</p>"]
