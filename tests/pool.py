@@ -40,6 +40,8 @@ class RankFailed(AssertionError):
 def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable], Callable]:
     """Make a test whose body runs on every rank of a process group, once for each number in `ranks`.
 
+    `make test-fast` runs it on the fewest only.
+
     Fixtures and parameters reach the body by keyword and must survive pickling. Rank 0's return value is ignored.
     """
 
@@ -54,7 +56,9 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable],
         ]
         test.__signature__ = inspect.Signature(own)
         test.body = body
-        return pytest.mark.parametrize("ranks", ranks)(test)
+        few = min(ranks)
+        marks = {each: [pytest.mark.slow] if each > few else [] for each in ranks}
+        return pytest.mark.parametrize("ranks", [pytest.param(each, marks=marks[each]) for each in ranks])(test)
 
     return decorate
 

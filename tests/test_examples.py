@@ -52,6 +52,7 @@ def test_the_readme_shows_the_example_as_it_is():
     assert (EXAMPLES / "any_module.py").read_text() in python_blocks("README.md")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [

@@ -196,6 +196,7 @@ def threads_of_gloo() -> set[str]:
     return {path.parent.name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_world_that_has_ended_leaves_no_threads_behind_once_its_meshes_are_forgotten(tmp_path):
     def begin(name):

@@ -71,6 +71,7 @@ def test_the_newest_intact_checkpoint_is_loaded_and_the_damage_is_named(tmp_path
         manager.load({"model": {"weight": torch.zeros(8, 8)}, "data": {"position": 0}}, step=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bytes_are_never_loaded(tmp_path, name):
     save(tmp_path, 1, 2)
@@ -174,6 +175,7 @@ def test_every_block_that_is_read_is_checked_and_no_other(tmp_path, monkeypatch)
     assert len(content) // 512 * 0.4 < broken < len(content) // 512 * 0.7, "about half of it belongs to the other state"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_damage_that_one_rank_reads_lets_all_ranks_fall_back(tmp_path):
     torch.manual_seed(0)

@@ -103,6 +103,7 @@ def load_on(directory):
     return {key: value.numpy() for key, value in everything(model, optimizer).items()}, draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (2, 1), (4, 2), (1, 3)])
 def test_another_number_of_ranks_loads_the_same_values(pool, tmp_path, before, after):
     saved = pool.run(before, save_on, tmp_path)[0]

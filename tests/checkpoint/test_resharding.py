@@ -76,6 +76,7 @@ def read_alone(directory):
     return {key: value for key, value in contents(checkpoint).items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_two_ranks_saved_loads_on_any_ranks_under_any_strategy(pool, tmp_path, ranks, strategy):
@@ -92,6 +93,7 @@ def test_what_two_ranks_saved_loads_on_any_ranks_under_any_strategy(pool, tmp_pa
         assert torch.equal(again[key], value), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_saves_what_a_single_process_loads(pool, tmp_path, strategy):
     saved = pool.run(4, save_on, tmp_path, strategy)[0]
@@ -111,6 +113,7 @@ def go_on(directory, strategy):
     return before, {name: full(value) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_loaded_weights_are_the_ones_that_are_trained(pool, tmp_path, strategy):
     pool.run(2, save_on, tmp_path, "optim_grads_params")

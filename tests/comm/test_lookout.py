@@ -128,6 +128,7 @@ def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
             dist.distributed_c10d._get_default_store().set("told", "")
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
     group, watch = dist.new_group([0, 1]), lookout.keep_lookout()

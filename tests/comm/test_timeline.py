@@ -59,6 +59,7 @@ def test_what_runs_on_a_lane_without_a_process_group_is_recorded_too():
     assert run.lane == "gather" and run.start <= run.end <= waited.start
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_ends_are_noticed_when_transfers_end_not_when_somebody_waits():
     group, rank = dist.group.WORLD, dist.get_rank()

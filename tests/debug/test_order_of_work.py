@@ -51,6 +51,7 @@ def test_a_steady_step_has_no_wait_of_the_host(strategy, mixed):
         assert not train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), checker)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_offloaded_weights_and_gradients_are_awaited_by_the_host_where_the_page_says():
     with weft.debug.check_streams() as checker:
@@ -85,6 +86,7 @@ def test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward():
                     parameter.mul_(0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separate", [False, True])
 @distributed(2)
 def test_gathers_and_reductions_run_beside_the_computation_of_other_units(separate):
@@ -133,6 +135,7 @@ def test_outer_gathers_and_reductions_run_beside_the_computation():
         assert len(alone) <= 1, (alone, "all but the first gather and the last reduction")
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone():
     microbatches = 3
@@ -185,6 +188,7 @@ def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_besid
     assert (beside, alone) == ((microbatches - 1) * layers, layers), "all but the first forward have one beside them"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_device_is_not_asked_by_a_rank_without_rows():
     """All tokens go to the experts of the first rank; those of the other have gradients of zeros."""

@@ -97,6 +97,7 @@ def test_no_shard_keeps_whole_tensors():
             exactly(parameter.to_local(), original)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_clipping_equals_the_reference_for_every_norm():
     for shapes, plain, sharded in bags():
@@ -177,6 +178,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(2, 4)
 def test_optimizers_equal_the_reference_in_every_implementation(name):
@@ -357,6 +359,7 @@ def test_full_tensor_and_to_local_are_differentiable():
     assert_same(sharded.p0.grad, plain.p0.grad)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_derived_tensors_keep_the_cuts():
     for _, plain, sharded in bags():

@@ -70,6 +70,7 @@ def compare(plain: dict, net: nets.Net, mesh: DeviceMesh, batches: torch.Tensor,
 ADAMW: Any = {"lr": 1e-2, "weight_decay": 0.1}
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_what_no_plan_slices_starts_alike_on_all_ranks_of_the_axis_whatever_their_seeds():
     mesh = meshes()

@@ -85,6 +85,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @distributed(2)
 def test_every_write_equals_that_of_one_process(strategy):
@@ -119,6 +120,7 @@ INITS = {
 }
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_every_initialisation_equals_that_of_one_process():
     for name, initialise in INITS.items():

@@ -63,6 +63,7 @@ def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None
     return [*gradients, *(nets.full(parameter) for parameter in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [{"dp": 2, "tp": 2}, {"outer": 2, "dp": 1, "tp": 2}, {"dp": 4}, {"outer": 2, "dp": 2}], ids="-".join
 )

@@ -56,6 +56,7 @@ def unclipped(net: nn.Module, most: float) -> torch.Tensor:
     return torch.zeros(())
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_muon_steps_on_atomic_parameters_without_communication():
     batches = nets.data(4, 4)

@@ -84,6 +84,7 @@ def pair(**options) -> tuple[nn.Module, nn.Module]:
 # --- which parameters -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_frozen_parameters_stay_and_take_no_gradient_memory():
     models = []
@@ -134,6 +135,7 @@ def low_rank() -> nets.Net:
     return net.double()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_low_rank_corrections_of_a_frozen_base_train():
     plain, sharded = low_rank(), nets.shard(low_rank())
@@ -255,6 +257,7 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient_and_its_value():
     assert sharded.spare.grad is None
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_block_that_all_ranks_skip_in_some_steps_is_left_alone_there():
     def work(model, batch, part, step):
@@ -304,6 +307,7 @@ def test_parameter_attributes_and_ignored_parameters_survive():
 # --- which passes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @distributed(2)
 def test_several_forwards_before_one_backward(strategy):
@@ -314,6 +318,7 @@ def test_several_forwards_before_one_backward(strategy):
     compare(*pair(strategy=strategy), work)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_several_forwards_then_their_backwards_in_any_order():
     def work(model, batch, part, step):
@@ -337,6 +342,7 @@ class Twice(nn.Module):
         return self.head(self.block(self.other(self.block(self.embedding(tokens)))))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_block_may_run_twice_in_one_forward():
     for strategy in ("optim", "optim_grads_params"):
@@ -369,6 +375,7 @@ def test_gradients_accumulate_with_and_without_synchronisation(strategy):
         compare(*pair(strategy=strategy), work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @distributed(2)
 def test_validation_in_the_middle_of_training_changes_nothing(allocator):
@@ -390,6 +397,7 @@ def test_validation_in_the_middle_of_training_changes_nothing(allocator):
     compare(*pair(runtime=options), work, steps=6)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_evaluation_between_forward_and_backward_changes_nothing():
     def work(model, batch, part, step):
@@ -413,6 +421,7 @@ def test_validation_equals_the_plain_model():
     torch.testing.assert_close(sharded(tokens), plain(tokens))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_retained_graph_runs_backward_twice():
     def work(model, batch, part, step):
@@ -471,6 +480,7 @@ def test_gradients_of_inputs_are_right():
 # --- exceptions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_training_goes_on_after_an_exception_in_forward(strategy):
@@ -490,6 +500,7 @@ def test_training_goes_on_after_an_exception_in_forward(strategy):
     compare(plain, sharded, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_training_goes_on_after_an_exception_in_backward_and_a_reset(strategy):
@@ -513,6 +524,7 @@ def test_training_goes_on_after_an_exception_in_backward_and_a_reset(strategy):
 # --- torch's methods ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_unshard_registers_full_parameters_until_reshard():
     plain, sharded = pair()

@@ -69,6 +69,7 @@ def together(module: str, name: str, given: dict[str, Any]) -> None:
     assert collectives & {all_gather_bucket, reduce_scatter_bucket}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "ranks", "given"), CASES)
 def test_units_that_travel_together_change_nothing(pool, body, ranks, given):
     pool.run(ranks, together, body.__module__, body.__name__, given)

@@ -161,6 +161,7 @@ def test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed()
     assert events == ["gathers", "gathers", *pair, "gathers", *pair, *pair]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_ranks_that_run_other_units_of_a_bucket_send_the_same_messages():
     rank = dist.get_rank()
@@ -266,6 +267,7 @@ def test_two_roots_have_buckets_of_their_own():
     assert equal_bit_by_bit(found(ALL), found(EACH))
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_weights_of_a_two_axis_mesh_travel_together_over_the_inner_one():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
@@ -287,6 +289,7 @@ def test_memory_is_planned_for_what_travels_together():
     assert weft.memory_report(net)["transient"]["gathered weights"]["fallbacks"] == fallbacks
 
 
+@pytest.mark.slow
 @distributed(2, timeout=30)
 def test_a_replaced_module_that_lives_on_on_one_rank_only_leaves_no_hole_in_the_messages():
     """When the garbage is collected is a matter of each rank."""

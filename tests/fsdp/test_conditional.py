@@ -120,6 +120,7 @@ def test_units_that_run_on_some_ranks_only_have_true_gradients(strategy):
                 raise AssertionError(f"{name}, {microbatches} microbatches: {error}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 18])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2)

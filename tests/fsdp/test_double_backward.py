@@ -134,6 +134,7 @@ def test_a_model_that_differentiates_itself_in_forward_equals_one_process():
     check(*pair(Forces), forces)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gradients_of_inputs_leave_parameters_alone_and_may_be_taken_again():
     def twice(model, x):
@@ -155,6 +156,7 @@ def test_gradients_of_inputs_leave_parameters_alone_and_may_be_taken_again():
             torch.testing.assert_close(mine, rows * dist.get_world_size())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_cannot_be_differentiated_twice_says_so():
     plain, sharded = pair(runtime=weft.RuntimeOptions(allocator="caching"))  # penalties come after other backwards

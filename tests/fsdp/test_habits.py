@@ -289,6 +289,7 @@ def test_an_outer_strategy_beside_placements_is_refused():
         weft.fully_shard(nn.Linear(2, 2), strategy=weft.Placements(*[Shard(0)] * 3), outer_strategy="optim")
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_flat_optimizers_see_gradients_that_the_user_replaced():
     results = []

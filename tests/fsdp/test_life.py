@@ -217,6 +217,7 @@ def test_a_deleted_model_leaves_nothing_behind_without_the_cyclic_collector(stra
             assert not alive, f"after {use.__name__}, {allocator}: {alive}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @distributed(2)
 def test_a_block_that_is_kept_keeps_nothing_of_its_model_and_trains_on_by_itself(strategy):

@@ -167,6 +167,7 @@ def test_what_has_no_values_is_refused_by_name_on_all_ranks_and_may_be_filled_th
     compare(model, plain())
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_a_part_that_one_rank_alone_left_empty_is_an_error_everywhere():
     model = on_meta()

@@ -56,6 +56,7 @@ def check_five_steps(cases, recompute):
                 torch.testing.assert_close(again[what], run[what][: len(again[what])], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @distributed(2, 4)
 def test_one_axis_equals_one_process(recompute):

@@ -141,6 +141,7 @@ def test_ranks_ask_each_other_whether_weights_have_changed_only_between_microbat
         assert asked.call_count == 2 * 2
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_weights_that_stay_on_the_outer_axis_are_gathered_over_it_once_in_a_step():
     net = chain(outer_strategy="optim", **two_axes())
@@ -333,6 +334,7 @@ def test_what_is_said_before_the_root_is_sharded_holds_in_its_model():
     assert alone._weft_driver.started.options == weft.RuntimeOptions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_gathers_over_two_axes_have_communicators_of_their_own_if_that_is_asked_for(outer_strategy):

@@ -204,6 +204,7 @@ class Steep(nn.Module):
         return (self.weight * slopes).sum() + 0 * self.inner(torch.ones(3)).sum()
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_gradients_are_scaled_before_their_sums_leave_fp16():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
@@ -268,6 +269,7 @@ def test_a_loss_per_token_with_uneven_counts_equals_one_process(strategy):
             torch.testing.assert_close(nets.full(p.grad), expected.grad)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_gradient_scaler_in_fp16_equals_one_process():
     """The scale grows until the gradients of one rank leave fp16: both skip that step and go on."""

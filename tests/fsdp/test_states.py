@@ -750,6 +750,7 @@ ENTRIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_every_entry_begins_from_the_one_state_that_an_exception_leaves(failure, entry, net):
@@ -782,6 +783,7 @@ def test_a_backward_of_an_earlier_forward_begins_from_the_one_state_that_an_exce
     at_rest(net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize(
     "failure",

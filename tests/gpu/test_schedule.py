@@ -101,6 +101,7 @@ def mirrored(monkeypatch, world):
     world(0, 2)
 
 
+@pytest.mark.slow
 def test_no_step_runs_ahead_of_the_exchange_it_needs(mirrored):
     model, microbatches = build(), data()
     expected = None
@@ -140,6 +141,7 @@ def test_experts_without_rows_have_gradients_of_zeros_whatever_was_in_their_memo
         assert weight.grad[[1, 3]].isfinite().all() and weight.grad[[1, 3]].count_nonzero(), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
     reason="grouped_mm reads its offsets on the host before Hopper",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import weft
@@ -76,6 +76,7 @@ def assert_sound(layout: Layout, itemsize: int) -> None:
         assert all(cut % extent.granularity == 0 for cut in cuts if extent.numel)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(shapes, shard_counts, itemsizes)
 def test_every_element_has_one_place_and_every_shard_is_aligned(shapes, shards, itemsize):
@@ -84,6 +85,7 @@ def test_every_element_has_one_place_and_every_shard_is_aligned(shapes, shards, 
     assert [extent.shape for extent in layout.extents] == shapes
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(shapes, shard_counts, itemsizes)
 def test_padding_is_at_most_one_percent_or_one_alignment_unit_per_shard(shapes, shards, itemsize):
@@ -92,6 +94,7 @@ def test_padding_is_at_most_one_percent_or_one_alignment_unit_per_shard(shapes, 
     assert layout.numel - layout.data_numel <= max(0.01 * layout.data_numel, shards * unit)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(shapes, shard_counts, itemsizes, st.data())
 def test_cuts_respect_the_demanded_granularity(shapes, shards, itemsize, data):
@@ -110,6 +113,7 @@ blocks = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
 """How many blocks a tensor has, of how many rows, of how many elements."""
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(blocks, min_size=1, max_size=6), shard_counts, itemsizes)
 def test_blocks_of_odd_sizes_pad_shards_to_a_multiple_of_them_or_by_one_tensor_at_most(tensors, shards, itemsize):
@@ -129,6 +133,7 @@ def test_blocks_of_odd_sizes_pad_shards_to_a_multiple_of_them_or_by_one_tensor_a
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(blocks, min_size=1, max_size=4), st.integers(2, 9) | st.just(64))
+@example([(1, 2, 5), (1, 2, 7), (6, 1, 7)], 3)  # cut at two borders the last has no place, at the second alone it has
 def test_no_shard_that_is_much_smaller_could_hold_the_blocks(tensors, shards):
     demanded = [rows * row for _, rows, row in tensors]
     sizes = [count * block for (count, _, _), block in zip(tensors, demanded)]

@@ -88,12 +88,14 @@ def test_training_goes_on_bit_equal_through_other_spellings_with_its_optimizer(t
     assert all(optimizer.state[weight]["exp_avg"].abs().max() > 0 for weight in fresh.parameters())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_sharded_training_goes_on_bit_equal_too(tmp_path):
     change_of_spelling(tmp_path, ("[*-][*E]", "*-*E", "[*-][*E]"), init_meshes("cpu", ep=2))
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["[*-]*E/[*E]", "[*E][*-]", "[*-]*"])
 def test_other_symbols_are_an_error_that_lists_the_keys(tmp_path, pattern):
     with CheckpointManager(tmp_path) as checkpoints:

@@ -46,6 +46,7 @@ def test_options_reach_every_unit_and_runtime_the_root_only():
     assert ["runtime" in options for _, options in calls] == [False] * (len(calls) - 1) + [True]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_output_dtype_is_that_of_what_the_model_returns():
     """Between layers, and from the experts of other ranks, rows stay in what the model computes in."""
@@ -272,6 +273,7 @@ def test_two_runs_of_every_symbol_are_bit_equal(pattern):
     assert_close(*runs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("pattern", ["[M*E]", "[GE]/[*E]"])
 def test_two_overlapped_runs_on_two_ranks_are_bit_equal(pattern):
@@ -291,6 +293,7 @@ def unpaired(model, microbatches):
     )
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("pattern", ["M[*-]M[*E]", "[GE][*-]", "[+E]/[+E]/[+E]"])
 def test_a_stack_of_every_kind_has_the_gradients_of_one_process_under_the_schedule(pattern):
@@ -352,6 +355,7 @@ SINKS = {
 MULTIPLIERS = {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 3.0}
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("pattern, options", [("[*E]*E/[*E]", SINKS), ("[ME]*-", MULTIPLIERS)])
 def test_sinks_biases_and_multipliers_have_the_gradients_of_one_process(pattern, options):

@@ -178,6 +178,7 @@ def test_a_rank_that_calls_fewer_layers_is_named_with_the_place_where_it_waits()
     dist.barrier()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_ranks_that_wait_for_different_exchanges_are_told():
     layer, hidden = layer_of_its_own()

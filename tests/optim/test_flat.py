@@ -88,6 +88,7 @@ def test_a_parameter_without_gradient_keeps_its_value_and_its_state():
     assert nets.full(state["used.weight"]["exp_avg"]).any()
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_state_loads_under_another_strategy_and_training_goes_on_alike():
     def build(strategy):
@@ -172,6 +173,7 @@ class Branch(Halves):
         return self.unused(x) if both else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*weft.optim.ELEMENT_WISE, "LBFGS"])
 @distributed(2)
 def test_every_element_wise_optimizer_steps_as_over_parameters(name):

@@ -111,6 +111,7 @@ def test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_
             assert hidden == 2 * 2 * 4  # of three microbatches there are two pairs
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_exchanges_of_prediction_depths_are_hidden_like_those_of_other_layers():
     meshes = weft.init_meshes("cpu", ep=2)

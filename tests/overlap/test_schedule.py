@@ -131,6 +131,7 @@ def test_a_scaled_loss_scales_gradients_and_validation_may_come_between():
     same(gradients(model), whole)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_factor_for_each_microbatch_gives_the_mean_over_all_tokens():
     """The loss of one process on all microbatches of all ranks as one batch, whichever labels are ignored."""
@@ -222,6 +223,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
 DEPTHS = dataclasses.replace(CFG, pattern="[*E]-/[*E]*/[*E]*", recompute=("experts",))
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("strategy", ["none", "no_shard", "optim_grads_params"])
 def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strategy):
@@ -260,6 +262,7 @@ def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
     refused(ValueError, "depth 1 is inside an activation checkpoint: recompute inside the stages")
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_units_of_a_prediction_depth_are_held_while_it_runs_and_reduced_once():
     model = build(DEPTHS, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
@@ -340,6 +343,7 @@ def test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none(
     assert all(parameter.grad is None for parameter in whole.parameters())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_rank_that_fails_in_a_schedule_is_named_to_the_others():
     own = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")  # the communicator does not survive
@@ -485,6 +489,7 @@ def test_a_crossing_with_what_is_no_tensor_is_refused():
         forward_backward(model, [batch], overlap=False)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_checkpoint_inside_a_layer_is_recomputed_with_delayed_weights_and_around_its_experts_refused():
     meshes = weft.init_meshes("cpu", ep=2)
@@ -550,6 +555,7 @@ def count_what_lives(dispatcher, model, microbatches, **switches):
     return census
 
 
+@pytest.mark.slow
 def test_what_a_microbatch_holds_goes_with_its_backward_layer_by_layer():
     model = HybridModel(dataclasses.replace(CFG, pattern="[*E]" * 3))
     microbatches = [torch.randint(CFG.vocab_size, (2, 2, 6)).unbind() for _ in range(5)]

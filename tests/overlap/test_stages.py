@@ -58,6 +58,7 @@ def one_piece(cfg, count):
     return plain(whole, data(count, cfg)), gradients(whole, whole=True)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
     ranks = dist.get_world_size()
@@ -140,6 +141,7 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
             same(*both)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_tied_weights_and_a_prediction_depth_on_four_ranks():
     meshes = weft.init_meshes("cpu", pp=4)
@@ -153,6 +155,7 @@ def test_tied_weights_and_a_prediction_depth_on_four_ranks():
         assert (model.embedding is not None) == (dist.get_rank() in ((0,) if "placement" in how else (0, 3)))
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "combined", "dualpipev", "zbv"])
 def test_every_schedule_delays_releases_early_and_recomputes(schedule):
@@ -170,6 +173,7 @@ def test_every_schedule_delays_releases_early_and_recomputes(schedule):
             assert schedule in ("dualpipev", "zbv") or apart == (set(range(5)) if "delay_wgrad" in switches else set())
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
     """What a device would run beside: the order is right, however fast each stream is."""
@@ -186,6 +190,7 @@ def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
                 torch.testing.assert_close(found, {name: expected[1][name] for name in found})
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_an_evaluation_over_stages_gives_the_losses_and_leaves_gradients_alone():
     meshes = weft.init_meshes("cpu", pp=2)
@@ -278,6 +283,7 @@ def fails_in_the_second_stage():
         forward_backward(model, data(4), schedule="1f1b")
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_is_named_on_the_others(pool):
     started = time.monotonic()
     with pytest.raises(RankFailed) as caught:
@@ -319,6 +325,7 @@ def test_what_does_not_fit_is_refused():
         weft.pipeline.Cut((range(1),) * 3, placement="v")
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_tensor_parallelism_inside_of_stages_is_refused():
     with pytest.raises(ValueError, match="tp=2: hybrid models cannot be split over tp yet; use tp=1"):

@@ -77,6 +77,7 @@ def all_names(model):
     return sorted({name for names in everyone for name in names})
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_stages_without_parameters_clip_and_step_with_the_others():
     cfg = dataclasses.replace(CFG, pattern="[*-]|||[*-]")
@@ -149,6 +150,7 @@ def test_experts_on_two_ranks_in_two_stages():
 DEPTHS = dataclasses.replace(MIXED, pattern="[*E]*[*-]/[*E]/[*E]", recompute=("experts",))
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("schedule, how", [("1f1b", {}), ("zbv", {"chunks": 2, "placement": "v"})])
 def test_prediction_depths_stand_behind_the_last_stage(schedule, how):
@@ -172,6 +174,7 @@ def test_prediction_depths_with_experts_on_two_ranks(pp):
         in_stages(cfg, meshes, "optim_grads", schedule, 4, expected, chunks=2, placement=placement)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_losses_of_routers_reach_the_last_stage():
     meshes = weft.init_meshes("cpu", pp=2)
@@ -266,6 +269,7 @@ def goes_on_elsewhere(folder, cfg, begins, others):
         torch.testing.assert_close(trained(other, theirs, schedule), losses[1])
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path):
     pieces = weft.init_meshes("cpu", pp=2)

@@ -168,6 +168,7 @@ def test_a_dtype_that_is_asked_for_is_an_obstacle():
     assert type(output.grad_fn).__name__ == "GroupedMmBackward0"
 
 
+@pytest.mark.slow
 def test_a_compiled_module_keeps_its_own_backward():
     torch.manual_seed(0)
     layer = Net(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))

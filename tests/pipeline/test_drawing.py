@@ -69,6 +69,7 @@ def test_a_long_schedule_becomes_one_letter_an_action():
     assert "P--P--P--" in text
 
 
+@pytest.mark.slow
 def test_of_a_very_long_schedule_the_beginning_is_drawn_and_one_without_end_is_refused(tmp_path, capsys):
     whole = drawn(check(table("1f1b", ranks=2, microbatches=20)))
     lines = drawn(check(table("1f1b", ranks=2, microbatches=5000))).splitlines()
@@ -99,6 +100,7 @@ def test_a_table_is_saved_changed_and_drawn_again(tmp_path, capsys):
     assert "mine on 2 ranks, 2 chunks each, 4 microbatches" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_picture_has_a_box_for_each_action_at_its_time(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure

@@ -38,6 +38,7 @@ def test_a_table_is_torch_s_where_both_have_the_schedule(name):
         assert ours.ranks == torch_table(ours), size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tables_of_every_size_pass_the_checker(name):
     sizes = sizes_of(name)

@@ -80,6 +80,7 @@ def all_resumed(path, directory):
     return {setting: resumed(path, directory, setting.split(" & ")) for setting in CHANGED}
 
 
+@pytest.mark.slow
 def test_each_changed_setting_is_refused_told_or_quiet_as_the_table_says(pool, tmp_path):
     path = stopped(pool, tmp_path)
     before = metrics(tmp_path / "run")
@@ -195,6 +196,7 @@ def test_the_configuration_of_a_run_behind_resume_means_that_run(tmp_path, numbe
     assert run_directory(write_config(tmp_path)) == write_config(tmp_path), "a configuration that is no run's"
 
 
+@pytest.mark.slow
 def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
     paths = [f"data.paths={json.dumps([str(tmp_path)])}"]
     path = write_config(tmp_path, train__steps=4, train__validate_every=0)
@@ -204,6 +206,7 @@ def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_name_under_another_configuration(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=0)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=2)
@@ -219,6 +222,7 @@ def test_printed_commands_survive_a_shell(tmp_path):
     assert shlex.split(note.partition("with: ")[2])[-1] == str(first.directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_goes_on_bit_for_bit_with_its_layers_in_other_groups(pool, tmp_path, ranks):
     """Weights, optimizer state and averages under other numbers, through both spellings and back.

@@ -67,6 +67,7 @@ def test_labels_are_the_next_tokens():
     assert torch.equal(labels, tokens + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, microbatch", [(1, 24), (2, 3), (3, 4), (4, 2), (12, 1)])
 def test_a_global_batch_is_the_same_for_any_number_of_ranks(ranks, microbatch):
     reference = batches()
@@ -83,6 +84,7 @@ def test_every_sequence_comes_once_per_epoch():
     assert source.epoch == 3
 
 
+@pytest.mark.slow
 @given(st.integers(0, 40), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))
 @settings(max_examples=40, deadline=None)
 def test_a_restored_position_goes_on_exactly_on_any_number_of_ranks(steps, before, after):

@@ -36,6 +36,7 @@ class Stopped(StopRequest):
     requested = True
 
 
+@pytest.mark.slow
 def test_waiting_names_the_ranks_that_are_absent_and_ends_with_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, "FIRST_WORD_S", 0.2)
     said = []
@@ -55,6 +56,7 @@ def test_waiting_names_the_ranks_that_are_absent_and_ends_with_patience(tmp_path
         meeting.meet(f"file://{tmp_path / 'other'}", 1, 2, **stopped)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_it_waits_takes_the_others_along_and_leaves_none_of_them_alone(tmp_path):
     arguments = {"patience": 5, "say": print}
     meeting_point = f"file://{tmp_path / 'store'}"
@@ -97,6 +99,7 @@ def test_the_rank_that_hangs_is_named_on_every_rank():
         assert line.count("rank ") == 1, line
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_run_that_moves_is_left_alone():
     barks = []

@@ -29,6 +29,7 @@ def evaluated(run, options):
     return {word.rpartition(" ")[0]: float(word.rpartition(" ")[2]) for word in words}
 
 
+@pytest.mark.slow
 def test_eval_gives_the_validation_loss_that_the_run_had(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=2, checkpoint__every=2, train__ema_decay=0.5)
     pool.run(2, train_to_the_end, path)
@@ -41,6 +42,7 @@ def test_eval_gives_the_validation_loss_that_the_run_had(pool, tmp_path):
     assert pool.run(1, evaluated, run, ["--ema"])[0]["loss"] == pytest.approx(record["ema_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_report_is_written_again_the_same(pool, tmp_path, capsys):
     pool.run(1, train_to_the_end, write_config(tmp_path, train__steps=3))
     page = tmp_path / "runs" / "tiny" / "report.html"
@@ -126,6 +128,7 @@ def test_a_setting_on_which_the_loss_does_not_depend_is_refused(tmp_path, overri
     assert str(error.value).startswith(f"--set {override}: ")
 
 
+@pytest.mark.slow
 def test_another_text_is_validated_on_whatever_the_run_was(pool, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("".join(chr(33 + n * n % 90) for n in range(9000)))

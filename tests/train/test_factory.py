@@ -62,6 +62,7 @@ def trained(path, folder, steps, resume_from=None):
 TEXT = {"factory": f'"{__name__}:Tokens"', "options": "{width = 16}"}
 
 
+@pytest.mark.slow
 def test_a_model_by_its_place_learns_text_goes_on_bit_for_bit_and_is_evaluated(pool, tmp_path):
     path = configured(tmp_path, **TEXT)
     whole = pool.run(2, trained, path, tmp_path / "whole", 6)[0]
@@ -75,6 +76,7 @@ def test_a_model_by_its_place_learns_text_goes_on_bit_for_bit_and_is_evaluated(p
 OWN = {"factory": f'"{__name__}:Plain"', "loss": f'"{__name__}:plain_loss"'}
 
 
+@pytest.mark.slow
 def test_data_by_its_place_trains_too(pool, tmp_path):
     path = configured(tmp_path, data=False, **OWN)
     text = path.read_text().replace("validation_batches = 2\n", "")

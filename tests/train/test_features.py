@@ -79,6 +79,7 @@ def all_ways(path, folder):
     return [fit(path, folder / str(number), way.split(" & ")) for number, way in enumerate(["train.seed=0", *WAYS])]
 
 
+@pytest.mark.slow
 def test_every_way_of_sharding_is_training_in_one_process(pool, tmp_path):
     path = config_for(tmp_path)
     records, _, weights = reference(path, STEPS)
@@ -99,6 +100,7 @@ FLAT, MUON = ["optimizer.flat=true"], ["optimizer.name=Muon", "optimizer.lr=0.01
 SGD = ["optimizer.name=SGD", "optimizer.options={momentum = 0.9}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [(FLAT, FLAT), ([], FLAT), (FLAT, []), (SGD, SGD), (MUON, MUON)])
 def test_every_optimizer_goes_on_bit_for_bit(pool, tmp_path, before, after):
     whole, parts = pool.run(2, stopped_and_resumed, config_for(tmp_path), tmp_path, before, after)[0]
@@ -200,6 +202,7 @@ def muon_and_adamw(model):
     return muon, torch.optim.AdamW(groups(others), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
 
 
+@pytest.mark.slow
 def test_optimizers_of_a_configuration_are_the_plain_ones(pool, tmp_path):
     path = config_for(tmp_path)
     sgd, muon, own = pool.run(2, other_optimizers, path, tmp_path)[0]
@@ -224,6 +227,7 @@ RECOMPUTE = [
 ]
 
 
+@pytest.mark.slow
 def test_recomputing_a_part_changes_no_number(pool, tmp_path):
     path = config_for(tmp_path, model__pattern="[*-][*-]")
     plain, products, every = pool.run(1, of_one_layer, path, tmp_path, RECOMPUTE)[0]
@@ -265,6 +269,7 @@ def compiled(path, folder):
     return plain, found, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_each_by_itself(pool, tmp_path):
     path = config_for(tmp_path, model__pattern="[*-][*-]")
     plain, found, graphs = pool.run(2, compiled, path, tmp_path)[0]
@@ -293,6 +298,7 @@ def runs_of_compiled_layers(path, folder):
     return found
 
 
+@pytest.mark.slow
 def test_the_step_whose_operations_are_counted_runs_without_compiled_layers(pool, tmp_path):
     found = pool.run(1, runs_of_compiled_layers, config_for(tmp_path), tmp_path)[0]
     each = found["plain"][0]

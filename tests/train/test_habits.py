@@ -90,6 +90,7 @@ def spiked(path, folder, stop_at, resume_from=None, poison=None):
     return metrics(folder), same
 
 
+@pytest.mark.slow
 def test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows(pool, tmp_path):
     path = write_config(tmp_path, train__steps=26, train__skip_spikes=5.0, train__validate_every=0, checkpoint__every=0)
     lines, same = pool.run(2, spiked, path, tmp_path / "run", 26, poison=23)[0]
@@ -118,6 +119,7 @@ def losses_told(path, folder, losses, resume_from=None):
     return trainer.position.step, said, (folder / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards(pool, tmp_path):
     path = write_config(
         tmp_path,
@@ -212,6 +214,7 @@ def beside_another(path, folder):
     return lines
 
 
+@pytest.mark.slow
 def test_a_run_whose_directory_another_one_writes_to_says_what_it_waits_for(pool, tmp_path):
     lines = pool.run(1, beside_another, write_config(tmp_path), tmp_path / "run")[0]
     (line,) = (each for each in lines if "another run" in each)
@@ -247,6 +250,7 @@ def looked_at(path, folder):
     return trainer.passes.operations.total, metrics(folder)
 
 
+@pytest.mark.slow
 def test_a_window_of_steps_leaves_a_trace_of_each_rank_and_utilisation_is_logged(pool, tmp_path):
     changes = {"train__profile_step": 3, "train__profile_steps": 2, "train__peak_tflops": 0.001}
     path = write_config(tmp_path, train__steps=6, train__validate_every=0, checkpoint__every=0, **changes)

@@ -359,6 +359,7 @@ def settings_for(folder, kind):
     return [*changes, "data.packing=whole"] if kind == "jsonl" else changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WRITERS, "tokens"])
 def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
     path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1)
@@ -371,6 +372,7 @@ def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
     assert ("nats_per_byte" in metrics(tmp_path / "run", "validation")[0]) == (kind != "tokens")
 
 
+@pytest.mark.slow
 def test_every_label_of_a_step_counts_alike_however_sequences_meet_in_microbatches(pool, tmp_path):
     """Packed whole, sequences have different numbers of labels."""
     path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.2, train__global_batch_size=8)

@@ -94,6 +94,7 @@ def reference(path, steps):
     return records, sum(losses) / len(losses), model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_training_on_any_ranks_is_training_in_one_process(pool, tmp_path, ranks, strategy):
@@ -111,6 +112,7 @@ def test_training_on_any_ranks_is_training_in_one_process(pool, tmp_path, ranks,
         torch.testing.assert_close(model[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_at_the_same_step_when_one_is_asked_to(pool, tmp_path):
     path = write_config(tmp_path, checkpoint__every=0, train__validate_every=0)
     for lines, *_ in pool.run(4, train_on, path, tmp_path / "run", stop_at=3, overrides=["train.microbatch_size=1"]):
@@ -118,6 +120,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_is_asked_to(pool, tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(pool, tmp_path):
     path = write_config(tmp_path, train__microbatch_size=1, train__validate_every=0)
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
@@ -142,6 +145,7 @@ def test_on_the_same_ranks_a_run_goes_on_bit_for_bit(pool, tmp_path):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
 def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     fp32, bf16 = (
@@ -154,6 +158,7 @@ def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_recomputing_activations_changes_no_number(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     kept, recomputed = (
@@ -164,6 +169,7 @@ def test_recomputing_activations_changes_no_number(pool, tmp_path):
     assert kept[2].keys() == recomputed[2].keys()
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=0)
     pool.run(1, train_on, path, tmp_path / "run", ["train.steps=5"], stop_at=4)
@@ -246,6 +252,7 @@ def train_to_the_end(path):
     train(load_config(path))
 
 
+@pytest.mark.slow
 def test_norms_of_every_parameter_are_written_as_often_as_asked(pool, tmp_path):
     path = write_config(tmp_path, train__parameter_norms_every=4, train__steps=9, train__gradient_clip=0.01)
     pool.run(2, train_to_the_end, path)
@@ -306,6 +313,7 @@ def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
@@ -313,6 +321,7 @@ def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_pat
     assert f"going on with {tmp_path / 'run'} from step 3" in said, "another run saved it since"
 
 
+@pytest.mark.slow
 def test_a_run_whose_report_cannot_be_written_is_complete_and_says_so(pool, tmp_path):
     run = tmp_path / "run"
     (run / "report.html").mkdir(parents=True)

@@ -57,6 +57,7 @@ def test_a_line_that_a_killed_process_left_half_written_is_passed_over_and_remov
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

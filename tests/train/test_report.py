@@ -91,6 +91,7 @@ def pictures(page):
     return [base64.b64decode(value.split(",", 1)[1]) for value in found]
 
 
+@pytest.mark.slow
 def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     log(tmp_path)
     (tmp_path / "config.toml").write_text('[run]\nname = "a <b> & c"\n')
@@ -110,6 +111,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
 
 
+@pytest.mark.slow
 def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path):
     log(tmp_path)
     _, page = read(written(tmp_path, baseline=2.42))
@@ -119,6 +121,7 @@ def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path):
     assert "bigram table" in page.text and "70% above" in page.text
 
 
+@pytest.mark.slow
 def test_the_losses_of_long_tokens_are_shown_in_nats_per_byte(tmp_path):
     log(tmp_path)
     write_report(tmp_path)
@@ -128,6 +131,7 @@ def test_the_losses_of_long_tokens_are_shown_in_nats_per_byte(tmp_path):
     assert (tmp_path / "loss.svg").read_bytes() == want
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_bytes(tmp_path):
     log(tmp_path)
     first = written(tmp_path, memory=MEMORY, baseline=2.0).read_bytes()
@@ -136,6 +140,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path):
     assert written(tmp_path, memory=MEMORY, baseline=2.0).read_bytes() != first
 
 
+@pytest.mark.slow
 def test_light_and_dark_pictures_differ(tmp_path):
     log(tmp_path)
     write_report(tmp_path)
@@ -149,6 +154,7 @@ def test_a_run_without_numbers_still_has_a_report(tmp_path):
     assert html.rstrip().endswith("</html>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "records, names",
     [
@@ -226,6 +232,7 @@ def test_loads_of_experts_are_in_multiples_of_a_balanced_one_on_one_scale():
     assert figure.axes[2].get_ylabel() == "times balanced"
 
 
+@pytest.mark.slow
 def test_resumes_are_marked_in_every_chart_over_steps(tmp_path):
     curve = [(step, float(step)) for step in range(1, 9)]
     for draw in (
@@ -243,6 +250,7 @@ def test_resumes_are_marked_in_every_chart_over_steps(tmp_path):
     assert (tmp_path / "loss.svg").read_bytes() != plain
 
 
+@pytest.mark.slow
 def test_the_page_and_its_picture_have_one_median(tmp_path):
     speeds = [100, None, 300, 900, 200]
     records = [{"step": s, "kind": "train", "loss": 1.0, "tokens_per_second": v} for s, v in enumerate(speeds, 1)]
@@ -296,6 +304,7 @@ def test_a_long_pattern_takes_several_lines_and_loses_no_layer():
     assert labels.count("G") == 40 and boxes == 3 * 40 and {str(number) for number in range(40)} <= set(labels)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_hybrid_has_its_pattern_as_a_picture_and_others_have_none(tmp_path):
     log(tmp_path)
     plain = len(pictures(read(write_report(tmp_path))[1]))

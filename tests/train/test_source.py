@@ -175,6 +175,7 @@ def trained(path, directory):
     return {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_run_is_converted_to_a_directory_of_the_same_weights(pool, tmp_path, capsys):
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, model__pattern="[*-]")
     weights = pool.run(1, trained, path, tmp_path / "run")[0]

@@ -77,6 +77,7 @@ def reference(steps=7):
     return losses, validation, model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_one_s_own_model_is_the_plain_loop_in_one_process(pool, tmp_path, ranks):
     losses, validation, weights = reference()
@@ -133,6 +134,7 @@ def go_on_shuffled(folder, steps, resume):
     return fit(folder, steps, model, resume=resume, data=shuffled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [go_on, go_on_stateful, go_on_shuffled])
 def test_a_run_of_one_s_own_goes_on_bit_for_bit(pool, tmp_path, how):
     whole = pool.run(2, how, tmp_path / "whole", 9, False)[0]
@@ -186,6 +188,7 @@ def with_habits(folder):
     return seen, units, type(trainer.optimizer).__name__
 
 
+@pytest.mark.slow
 def test_a_function_builds_the_model_blocks_are_units_and_moments_call(pool, tmp_path):
     for seen, units, optimizer in pool.run(2, with_habits, tmp_path):
         assert seen == ["start", "step", "step", "step", "save", "end"]
@@ -287,6 +290,7 @@ def went_on(folder):
     return make(folder, steps=2, resume=folder / "default").run_place.directory == folder / "default"
 
 
+@pytest.mark.slow
 def test_a_run_to_go_on_with_may_be_a_path(pool, tmp_path):
     assert pool.run(1, went_on, tmp_path)[0]
 
@@ -396,6 +400,7 @@ def in_another_order(folder):
     return metrics(folder / "default"), metrics(folder / "default", "validation")
 
 
+@pytest.mark.slow
 def test_own_numbers_are_plain_ones_or_scalars_in_any_order(pool, tmp_path):
     for (line,) in pool.run(2, in_another_order, tmp_path)[0]:
         assert (line["one"], line["two"], line["rank"]) == (1, 2, 0.5)
@@ -411,6 +416,7 @@ def own_numbers_that_are_refused(folder):
     return found
 
 
+@pytest.mark.slow
 def test_own_numbers_that_cannot_be_logged_are_refused(pool, tmp_path):
     words = ["'loss', which is taken", "'step', which", "'ema_x', which", "'x' is a tensor [2]", "'x' is a str"]
     for line, word in zip(pool.run(1, own_numbers_that_are_refused, tmp_path)[0], words, strict=True):
@@ -424,6 +430,7 @@ def loss_with_a_router_beside_it(folder):
     return metrics(folder / "default")
 
 
+@pytest.mark.slow
 def test_nothing_is_taken_off_a_loss_of_one_s_own(pool, tmp_path):
     (line,) = pool.run(1, loss_with_a_router_beside_it, tmp_path)[0]
     assert line["loss"] > 0
@@ -437,6 +444,7 @@ def modes_after_validation(folder):
     return trainer.model.training, trainer.model[0].training, trainer.model[1].training
 
 
+@pytest.mark.slow
 def test_a_validation_leaves_every_module_as_it_was(pool, tmp_path):
     assert pool.run(1, modes_after_validation, tmp_path)[0] == (True, True, False)
 
@@ -453,6 +461,7 @@ def momentum_that_changes(folder):
     return again.optimizer.param_groups[0]["momentum"]
 
 
+@pytest.mark.slow
 def test_options_of_one_s_own_optimizer_are_those_of_the_checkpoint(pool, tmp_path):
     assert pool.run(1, momentum_that_changes, tmp_path)[0] == 0.5
 
@@ -478,6 +487,7 @@ def with_features(folder):
     return fit(folder, config=config)
 
 
+@pytest.mark.slow
 def test_features_of_a_configuration_hold_for_a_model_of_one_s_own(pool, tmp_path):
     losses, _, weights = reference()
     lines, _, trained = pool.run(2, with_features, tmp_path)[0]
@@ -492,6 +502,7 @@ def done_twice(folder):
     return held, again.run(), again.checkpoints._lock is None
 
 
+@pytest.mark.slow
 def test_a_run_with_nothing_to_do_lets_others_write(pool, tmp_path):
     assert pool.run(1, done_twice, tmp_path)[0] == (True, True, True)
 
@@ -507,6 +518,7 @@ def signals_around_a_run(folder):
     return before == [signal.getsignal(number) for number in numbers], before == within
 
 
+@pytest.mark.slow
 def test_signals_do_after_a_run_what_they_did_before(pool, tmp_path):
     assert pool.run(1, signals_around_a_run, tmp_path)[0] == (True, False)
 
@@ -533,6 +545,7 @@ def more_refusals(folder):
     return found
 
 
+@pytest.mark.slow
 def test_data_and_options_without_effect_are_refused(pool, tmp_path):
     words = ["first validation would use up", "neither an iterable", "validation_batches", "[optimizer]", "run.weights"]
     for line, word in zip(pool.run(1, more_refusals, tmp_path)[0], words, strict=True):

@@ -222,21 +222,21 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """The first offset from `cursor` on with every border inside the tensor a multiple of `step` from it."""
+    """The first offset from `cursor` on, a multiple of `start`, with every border inside the tensor a multiple of
+    `step` from it. What does not begin before the next border begins behind it as it would behind any other.
+    """
     border = (cursor // shard_numel + 1) * shard_numel
-    if cursor + size <= border:
-        return cursor
-    if step >= size:  # never cut: the next shard, if one shard can hold it
-        return border if size <= shard_numel else None
-    if step > border - cursor:  # not one piece fits before the border
-        return _first_fit(border, size, step, shard_numel, start) if step <= shard_numel else None
-    offset = cursor + (border - cursor) % step
-    if offset % start:
-        return None
-    inner = (offset + size - 1) // shard_numel - offset // shard_numel
-    if inner > 1 and shard_numel % step:
-        return None
-    return offset
+    for first, end in ((cursor, border), (border, border + shard_numel)):
+        if first + size <= end:
+            return first
+        if step > end - first:  # not one piece fits before the border
+            continue
+        nearest = first + (end - first) % step
+        # Offsets `step` apart repeat what they leave over `start`.
+        offset = next((at for at in range(nearest, min(end, nearest + step * start), step) if at % start == 0), None)
+        if offset is not None and (offset + size <= end + shard_numel or shard_numel % step == 0):
+            return offset
+    return None
 
 
 def _layout(tensors: list[Extent], placed: list[tuple[int, int]], shard_numel: int, shards: int) -> Layout:

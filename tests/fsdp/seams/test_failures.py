@@ -321,6 +321,7 @@ class Skipping(nn.Module):
         return rows
 
 
+@pytest.mark.slow
 @distributed(4, timeout=60)
 def test_ranks_with_different_pasts_hear_each_other(tmp_path):
     """Two of four were in a world of their own before; then they skip a unit, and must take part in its gathers."""
@@ -343,6 +344,7 @@ def test_ranks_with_different_pasts_hear_each_other(tmp_path):
     assert rank > 1 or keep_lookout().joins > 0
 
 
+@pytest.mark.slow
 @distributed(2, timeout=60)
 def test_an_old_model_after_the_process_group_was_made_anew(tmp_path):
     net, batch = nets.shard(nets.make()), nets.data(1, 4)[0]

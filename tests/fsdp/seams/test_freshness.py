@@ -69,6 +69,7 @@ def by_load(net: nets.Net, optimizer: torch.optim.Optimizer) -> None:
 WRITES: list[Callable[[nets.Net, torch.optim.Optimizer], None]] = [by_step, by_copy, by_foreach, by_load]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("write", WRITES)
 @distributed(2)
@@ -242,6 +243,7 @@ def test_averaged_weights_that_are_swapped_in_for_an_evaluation_between_microbat
     assert_gradients(sharded, plain, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @distributed(4)
 def test_weights_that_are_written_between_microbatches_on_two_axes(outer):

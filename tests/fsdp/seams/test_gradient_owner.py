@@ -121,6 +121,7 @@ def test_views_of_a_held_gradient_do_not_change_by_another_backward(strategy):
                 parameter.grad = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_gradient_surgery(strategy):

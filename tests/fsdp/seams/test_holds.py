@@ -43,6 +43,7 @@ def mine(batch: torch.Tensor) -> torch.Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward_finds", ["all resharded", "all unsharded", "some unsharded"])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("known", [0, 3])
@@ -185,6 +186,7 @@ class FusedHead(nn.Module):
         return x, self.head.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])

@@ -106,6 +106,7 @@ def assert_trains(frozen: str, who: str, microbatches: int = 1, **options) -> No
     assert all(role["live"] == 0 for role in weft.memory_report(sharded)["transient"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("frozen", ["the vision tower", "nothing"])

@@ -60,6 +60,7 @@ def test_ranks_that_build_the_model_with_different_seeds_compute_alike_in_bf16(s
     torch.testing.assert_close(everyone[1], everyone[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(4)
@@ -68,6 +69,7 @@ def test_ranks_that_build_the_model_with_different_seeds_start_equal_on_two_axes
     assert_trains_as_one(seeded_apart(strategy=strategy, outer_strategy=outer, mesh=mesh))
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_replicas_of_an_outer_axis_alone_start_equal():
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("outer", "shard"))

@@ -166,6 +166,7 @@ def test_a_parameter_tied_across_two_roots(runs, strategy):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_two_roots_that_step_between_each_others_passes(strategy):
@@ -187,6 +188,7 @@ def test_two_roots_that_step_between_each_others_passes(strategy):
         assert_weights(one, other)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other():
     plain, sharded = [make(0), make(1)], [shard(make(seed)) for seed in (0, 1)]

@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "read"), CASES)
 @distributed(2, timeout=WORST_S + 10)
 def test_one_rank_runs_another_microbatch_while_the_others_read_whole_tensors(strategy, read):
@@ -90,6 +91,7 @@ def test_one_rank_reads_whole_tensors_that_the_other_never_asks_for():
     dist.barrier()
 
 
+@pytest.mark.slow
 @distributed(2, timeout=WORST_S + 10)
 def test_a_rank_that_evaluates_alone_is_told_that_all_ranks_must():
     net = shard(strategy="optim")

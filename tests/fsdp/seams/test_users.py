@@ -84,6 +84,7 @@ def unsharded(net: nn.Module) -> Iterator[None]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
@@ -348,6 +349,7 @@ def test_an_asynchronous_checkpoint_holds_the_weights_of_when_it_was_taken(strat
     assert_weights(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the model", "the loss"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
@@ -366,6 +368,7 @@ def test_torch_compile_around_the_root(strategy, what):
     right_or_refused(program, "fully_shard|shard.*compile|compile.*shard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["jacrev", "vmap", "jvp"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)

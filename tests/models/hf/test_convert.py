@@ -45,6 +45,7 @@ def there(tmp_path):
     return tmp_path / "theirs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
 def test_a_directory_converted_and_back_is_the_same_bit_for_bit(tmp_path, kind, variation):
     model = KINDS[kind].make(variation).to(torch.bfloat16)
@@ -352,6 +353,7 @@ def most_memory(action):
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LARGE)
 def test_converting_needs_less_memory_than_the_largest_weight_and_a_half(tmp_path, kind):
     """And a constant: what is read at once, twice."""

@@ -57,6 +57,7 @@ def published(directory, kind):
     return main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_depths_are_made_exactly_when_their_weights_are_there_and_come_back_bit_for_bit(tmp_path, kind):
     theirs, ours, back, again = (tmp_path / name for name in ("theirs", "ours", "back", "again"))
@@ -81,6 +82,7 @@ def test_depths_are_made_exactly_when_their_weights_are_there_and_come_back_bit_
     assert hf.config_of(tmp_path / "without").pattern == cfg.pattern.partition("/")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_transformers_reads_the_depths_that_are_written_and_computes_the_same(tmp_path, kind):
     published(tmp_path / "theirs", kind)

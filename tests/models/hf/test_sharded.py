@@ -1,5 +1,6 @@
 """Weights into sharded models and out of them."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
@@ -28,6 +29,7 @@ def tensors(directory):
     return {name: files[name][:] for name in files}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_sharded_model_is_read_and_written_part_by_part(tmp_path):
     theirs, written = tmp_path / "theirs", tmp_path / "written"

@@ -60,6 +60,7 @@ def test_the_chunked_state_space_is_the_recurrence_with_all_gradients(positions,
     assert_close(results(ssd_chunked, inputs, chunk_size=chunk), results(ssd_stepwise, inputs))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(positions=st.integers(1, 2 * CHUNK + 10), counts=COUNTS, with_state=st.booleans())
 def test_the_chunked_delta_rule_is_the_recurrence_with_all_gradients(positions, counts, with_state):
