@@ -35,7 +35,7 @@ test: install lint
 	$(BIN)/python $(TESTS) -m 'not long'
 
 test-fast: install lint
-	$(BIN)/python $(TESTS) -m 'not slow and not long'
+	$(BIN)/python $(TESTS) --durations-min 0.5 -m 'not slow and not long'
 
 test-long: install
 	$(BIN)/python $(TESTS) -m long --ignore tests/ecosystem

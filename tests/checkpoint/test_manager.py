@@ -282,6 +282,7 @@ def no_space(*_args, **_kwargs):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_when_one_rank_cannot_write_every_rank_hears_of_it_and_nothing_is_committed(pool, tmp_path):
     for said, steps in pool.run(2, fail_on_rank_1, tmp_path):
         assert "No space left on device" in said

@@ -159,6 +159,7 @@ def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_wai
     assert len(hidden) >= (microbatches - 1) * layers * 4, "those of the pairs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early_release", [False, True])
 @distributed(2)
 def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel(early_release):

@@ -76,6 +76,7 @@ def parts_of(tensor: DTensor) -> list[torch.Tensor]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2, 4)
 def test_full_tensor_and_the_parts_are_the_original(strategy):
@@ -300,6 +301,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_reductions_equal_the_reference():
     for shapes in (SHAPES["mixed"], SHAPES["tiny"]):

@@ -91,6 +91,7 @@ def test_what_no_plan_slices_starts_alike_on_all_ranks_of_the_axis_whatever_thei
             assert all(torch.equal(each, whole) for each in everyone), name
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once():
     mesh, plain = meshes(), make()

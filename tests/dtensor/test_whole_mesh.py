@@ -85,6 +85,7 @@ def test_training_is_that_of_one_process_and_of_torch(axes):
     assert isinstance(model.up.weight, DTensor)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_parameters_with_a_mesh_of_their_own_name_its_data_parallel_axes():
     dense = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))

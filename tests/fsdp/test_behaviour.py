@@ -206,6 +206,7 @@ def shard_nested(net: Nested) -> None:
     weft.fully_shard(net)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_units_nest_three_deep_and_inputs_need_no_gradient():
     plain, sharded = (make(lambda: OnVectors(Nested(3))) for _ in range(2))
@@ -352,6 +353,7 @@ def test_a_block_may_run_twice_in_one_forward():
         compare(plain, sharded, one_backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @distributed(2)
 def test_gradients_accumulate_with_and_without_synchronisation(strategy):
@@ -649,6 +651,7 @@ def test_options_for_speed_give_bit_equal_results():
         torch.testing.assert_close(run(reshard_after_forward=choice), reference, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_planned_pool_allocates_nothing_in_later_steps():
     net = nets.shard(nets.make())

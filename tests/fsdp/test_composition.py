@@ -212,6 +212,7 @@ def test_averages_of_weights_are_copies_of_parameters_since_modules_are_not_copi
             torch.testing.assert_close(nets.full(averages[name]), before + 0.5)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_function_transforms_of_sharded_modules_are_refused_at_once():
     model = weft.fully_shard(make())

@@ -55,6 +55,7 @@ def test_adapters_frozen_units_and_later_changes_equal_one_process(recompute):
                 optimizer.step()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_adapters_in_fp32_on_a_frozen_base_in_bf16_equal_one_process_that_casts_at_the_same_places():
     def make() -> nets.Net:

@@ -26,6 +26,7 @@ def per_parameter(optimizer, net, **options):
     return optimizer([{"params": decayed}, {"params": plain, "weight_decay": 0.0}], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize(
     "optimizer, options",

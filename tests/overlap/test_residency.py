@@ -91,6 +91,7 @@ def counted(model, schedule):
     return gathers, reduced, program, most
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 @pytest.mark.parametrize("schedule, placement", [("interleaved", "loop"), ("combined", "loop"), ("zbv", "v")])
 def test_weights_are_gathered_as_often_as_the_visits_demand(schedule, placement):

@@ -386,6 +386,7 @@ class Plain(nn.Module):
         return hidden
 
 
+@pytest.mark.slow
 def test_wrong_calls_are_refused_with_the_fix():
     model = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]"))
     batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()

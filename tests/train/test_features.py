@@ -326,6 +326,7 @@ def refused(path, folder):
     return found
 
 
+@pytest.mark.slow
 def test_what_only_the_model_shows_to_be_wrong_is_one_line_too(pool, tmp_path):
     for line, words in zip(pool.run(1, refused, config_for(tmp_path), tmp_path)[0], WRONG.values(), strict=True):
         assert words in line and "\n" not in line

@@ -64,6 +64,7 @@ def texts(part):
     return [text.removesuffix(ENDS) for text in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_document_is_there_once_in_order_and_validation_has_its_part(tmp_path, kind):
     corpus = load_corpus(config(WRITERS[kind](tmp_path), tmp_path, kind=kind))

@@ -134,6 +134,7 @@ def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(pool, tmp_pat
         torch.testing.assert_close(parts[2][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_on_the_same_ranks_a_run_goes_on_bit_for_bit(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=2, train__precision="bf16")
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]

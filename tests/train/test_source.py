@@ -117,6 +117,7 @@ def lines_of_eval(run):
     return evaluate(run, overrides=[], say=lines.append)["step"], lines
 
 
+@pytest.mark.slow
 def test_whoever_reads_a_run_takes_its_newest_intact_checkpoint_and_says_so(pool, tmp_path, capsys):
     run = run_of(tmp_path, 1, 2, 3)
     damaged = run / "checkpoints" / "step-00000003"

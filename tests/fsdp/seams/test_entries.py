@@ -82,6 +82,7 @@ def routed(detached: bool = False, when: str = "after") -> Stack:
     return Stack(*(Routed(detached, when) for _ in range(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -96,6 +96,7 @@ def test_a_held_gradient_does_not_change_by_another_backward(strategy, way):
             torch.testing.assert_close(actual, held[plain][number])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_views_of_a_held_gradient_do_not_change_by_another_backward(strategy):
@@ -148,6 +149,7 @@ def test_gradient_surgery(strategy):
     assert_weights(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)

@@ -333,6 +333,7 @@ def test_clipping_counts_the_gradients_of_blocks_that_the_user_holds(strategy):
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_an_asynchronous_checkpoint_holds_the_weights_of_when_it_was_taken(strategy):

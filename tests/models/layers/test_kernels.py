@@ -124,6 +124,7 @@ def model(symbol, **options):
 CLOSE = {"M": {"rtol": 1e-4, "atol": 1e-5}, "G": {"rtol": 0.1, "atol": 0.01}}  # fla computes in half precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbol", KINDS)
 def test_a_kernel_that_is_installed_and_usable_computes_what_torch_computes(installed, monkeypatch, symbol):
     setting, place = KINDS[symbol]
