@@ -54,10 +54,29 @@ def test_what_replicates_the_rest_leaves_a_sharded_child_alone(around):
 def test_wrappers_that_take_all_parameters_for_replicas_are_refused():
     model = make()
     weft.fully_shard(model[0])
-    for wrapper in (DistributedDataParallel, nn.DataParallel):
-        with pytest.raises(TypeError, match=rf"{wrapper.__name__} around 0 \(FSDPLinear\), which is sharded.*no_shard"):
-            wrapper(model)
+    for gathered in (False, True):
+        if gathered:
+            model[0].unshard()
+        for wrapper in (DistributedDataParallel, nn.DataParallel):
+            with pytest.raises(
+                TypeError, match=rf"{wrapper.__name__} around '0.weight' of .*, which is sharded.*no_shard"
+            ):
+                wrapper(model)
     DistributedDataParallel(make())
+
+
+@distributed(2)
+def test_a_wrapper_that_was_told_to_ignore_what_is_sharded_replicates_the_rest():
+    model = make()
+    weft.fully_shard(model[0])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    with pytest.raises(TypeError, match=r"around '0\.bias' of"):
+        DistributedDataParallel(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    wrapped = DistributedDataParallel(model)
+    torch.testing.assert_close(backward(wrapped, mine(rows())), backward(make(), rows()))
+    with pytest.raises(TypeError, match=r"DataParallel around '0\.weight' of"):
+        nn.DataParallel(model)
 
 
 @distributed(2)

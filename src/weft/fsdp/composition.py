@@ -4,7 +4,8 @@ around a sharded child             what happens
 ---------------------------------  ---------------------------------------------------------------------------
 `replicate()`, both of torch's     leaves it alone: the composable registry says that it is sharded
 `DistributedDataParallel`,         TypeError when they are built: they would broadcast and reduce parts that
-`DataParallel`                     differ from rank to rank, and wait for each other
+`DataParallel`                     differ from rank to rank, and wait for each other. Sharded parameters that the
+                                   former was told to ignore are left alone
 torch's `fully_shard` inside or    ValueError at the outer call: one model, one of the two
 outside of weft's
 a parametrization of its           ValueError: it comes before `fully_shard`
@@ -23,8 +24,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from weft.fsdp.gradients.direct import home_of
-
-SHARDED = "_weft_unit"
 
 
 def enter_registry(module: nn.Module) -> None:
@@ -46,14 +45,17 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
 
 
 def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and child is not None:
-        for path, inner in child.named_modules():
-            if SHARDED in vars(inner):
-                raise TypeError(
-                    f"{type(module).__name__} around {path or 'a module'} ({type(inner).__name__}), which is sharded: "
-                    "its parts differ from rank to rank. Call weft.fully_shard on the module around it instead, with "
-                    "strategy='no_shard' for what is to be replicated, or torch's replicate(), which leaves it alone"
-                )
+    if child is None or not isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return
+    # What torch's `DistributedDataParallel` was told to leave alone.
+    ignored = () if isinstance(module, nn.DataParallel) else getattr(child, "_ddp_params_and_buffers_to_ignore", ())
+    for path, parameter in child.named_parameters(remove_duplicate=False):
+        if path not in ignored and (home := home_of(parameter)) is not None:
+            raise TypeError(
+                f"{type(module).__name__} around {path!r} of {home[0]}, which is sharded: its parts differ from rank "
+                "to rank. Call weft.fully_shard on the module around it instead, with strategy='no_shard' for what is "
+                "to be replicated, or torch's replicate(), which leaves it alone"
+            )
 
 
 def _refuse_sharded(kind: type, at: int, why: Callable[[str], str]) -> None:
