@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.layout.layout import ALIGNMENT_BYTES, Layout, _place, plan_layout
+from weft.layout.layout import ALIGNMENT_BYTES, Layout, _first_fit, _place, plan_layout
 
 LLAMA_3_8B = [
     (4096, 4096),
@@ -143,6 +143,19 @@ def test_no_shard_that_is_much_smaller_could_hold_the_blocks(tensors, shards):
     while _place(sizes, [[step] for step in demanded], smallest, shards, 1) is None:
         smallest += unit
     assert smallest <= layout.shard_numel <= smallest * (1 + 1 / 64) + unit
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 9), st.integers(1, 7), st.integers(1, 9))
+def test_a_tensor_begins_at_the_first_place_from_which_no_border_cuts_a_block(start, length, cursor, rows, step):
+    shard, cursor, size = 4 * length, start * cursor, rows * step
+
+    def fits(at):
+        borders = range((at // shard + 1) * shard, at + size, shard)
+        return at % start == 0 and all((border - at) % step == 0 for border in borders)
+
+    first = next((at for at in range(cursor, cursor + 4 * shard) if fits(at)), None)
+    assert _first_fit(cursor, size, step, shard, start) == first
 
 
 def test_blocks_without_a_small_common_multiple_take_no_shard_larger_than_they_need():

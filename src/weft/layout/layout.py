@@ -229,9 +229,7 @@ def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) 
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:
             return first
-        if step > end - first:  # not one piece fits before the border
-            continue
-        nearest = first + (end - first) % step
+        nearest = first + (end - first) % step  # at the end, where not one piece fits before
         # Offsets `step` apart repeat what they leave over `start`.
         offset = next((at for at in range(nearest, min(end, nearest + step * start), step) if at % start == 0), None)
         if offset is not None and (offset + size <= end + shard_numel or shard_numel % step == 0):
