@@ -119,6 +119,34 @@ def test_a_changed_option_is_used_and_recorded(pool, tmp_path):
     assert load_config(tmp_path / "run" / CONFIG).optimizer.weight_decay == 0.7
 
 
+def written(directory):
+    return {name: (directory / name).read_text() for name in (CONFIG, "facts.json")}
+
+
+def resume_in_vain(path, directory):
+    """What is written of a run before and after resumes that save nothing, and after one that does."""
+    found = [written(directory)]
+    for stop, overrides in (("done", ["train.steps=3", "optimizer.lr=0.5"]), ("diverges", ["optimizer.lr=0.1"])):
+        trainer = Trainer(load_config(path, overrides), Run(directory, 3), say=lambda line: None)
+        if stop == "done":
+            assert trainer.run()
+        else:
+            trainer.passes.run = lambda step, microbatches: torch.full((4,), torch.nan, requires_grad=True)
+            with pytest.raises(RuntimeError, match="is nan"):
+                trainer.run()
+        found.append(written(directory))
+    resume_at_once(path, directory)
+    return [*found, written(directory)]
+
+
+@pytest.mark.slow
+def test_a_resume_that_saves_nothing_leaves_what_the_run_was_trained_with(pool, tmp_path):
+    path = stopped(pool, tmp_path)
+    before, done, diverged, saved = pool.run(1, resume_in_vain, path, tmp_path / "run")[0]
+    assert done == before and diverged == before
+    assert saved != before and json.loads(saved["facts.json"])["resumed"] == [3]
+
+
 def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_it(pytestconfig):
     text = (pytestconfig.rootpath / "docs" / "training.md").read_text()
     table = text.partition("| changed setting |")[2].partition("\n\n")[0]

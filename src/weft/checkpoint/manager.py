@@ -96,22 +96,33 @@ class CheckpointManager:
         self.wait()
         self._prepare(None)
 
-    def save(self, step: int, state: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        asynchronous: bool = True,
+        committed: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
         With `asynchronous` this returns once the state is copied to the host; the copy is written while
         training goes on. A save that is still being written is waited for first. Errors of a background save
-        are raised by the next `save`, `wait` or `close`. Raises CheckpointError when the step is there
+        are raised by the next `save`, `wait` or `close`. `committed` is called on the first rank as soon as the
+        checkpoint is there, from a background thread with `asynchronous`. Raises CheckpointError when the step is there
         already or another run writes to the directory.
         """
         self.wait()
         self._prepare(step)
         staged = self._stager.stage(self._flat(state))
         if not asynchronous:
-            self._write(step, staged)
+            self._write(step, staged, committed)
             return
         self._saving = threading.Thread(
-            target=self._write_in_background, args=(step, staged), name=f"weft-checkpoint-{step}", daemon=True
+            target=self._write_in_background,
+            args=(step, staged, committed),
+            name=f"weft-checkpoint-{step}",
+            daemon=True,
         )
         self._saving.start()
 
@@ -276,13 +287,17 @@ class CheckpointManager:
 
         self._on_first_rank(prepare)
 
-    def _write_in_background(self, step: int, staged: Staged) -> None:
+    def _write_in_background(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         try:
-            self._write(step, staged)
+            self._write(step, staged, committed)
         except BaseException as error:
             self._error = error
 
-    def _write(self, step: int, staged: Staged) -> None:
+    def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
+        def commit() -> None:
+            folder.commit(temporary, manifest)
+            committed()
+
         started = time.monotonic()
         self._say(f"saving step {step} …")
         temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
@@ -301,7 +316,7 @@ class CheckpointManager:
                     no_dist=self._writers is None,
                 )
             manifest = Manifest(step, self.ranks, self._measure(temporary))
-            self._on_first_rank(lambda: folder.commit(temporary, manifest), self._writers)
+            self._on_first_rank(commit, self._writers)
         except BaseException:
             if self.rank == 0:
                 folder.discard([temporary])

@@ -176,8 +176,6 @@ class Trainer:
 
     def _run(self) -> bool:
         config, position = self.config, self.position
-        self.account.begin(position.step)
-        self.moment("start", {"step": position.step})
         if position.step >= config.train.steps:
             self.say(
                 f"nothing to do: the run is at step {position.step} of {config.train.steps}; "
@@ -187,6 +185,8 @@ class Trainer:
         if self._is_settled():
             self.say(f"nothing to do: {self._settled()}")
             return True
+        self.account.begin(position.step)
+        self.moment("start", {"step": position.step})
         stopping = False
         recording = Metrics(
             self.run_place.directory,
@@ -336,7 +336,12 @@ class Trainer:
         if self.config.checkpoint.keep_best:
             self.checkpoints.wait()  # the one that was the best stays until this one is complete
             self.checkpoints.protected = {self.position.best_step}
-        self.checkpoints.save(self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous)
+        self.checkpoints.save(
+            self.position.step,
+            self.state(),
+            asynchronous=self.config.checkpoint.asynchronous,
+            committed=self.account.keep_start,
+        )
         self.saved_step = self.position.step
         self.moment("save", {"step": self.saved_step})
 
