@@ -340,6 +340,20 @@ def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 
+def test_data_that_failed_on_its_way_begins_anew():
+    class Failing(list):
+        def __iter__(self):
+            yield 0
+            raise OSError("the disk is gone")
+
+    stream = Stream(Failing(), 1)
+    with pytest.raises(OSError, match="the disk is gone"):
+        stream.load_state_dict({**stream.state_dict(), "taken": 2, "own": [None, stream._random.state_dict()]})
+    stream.source = [1, 2]
+    stream.load_state_dict({"epoch": 0, "taken": 0, "own": [None, None]})
+    assert stream.next_step() == [1]
+
+
 def test_every_pass_through_the_data_has_a_number():
     class Source(list):
         def set_epoch(self, number):

@@ -169,7 +169,8 @@ class CheckpointManager:
 
         Raises CheckpointError without a checkpoint or when none of them is intact; `state` may then be filled in
         part. Raises CheckpointMismatch, before anything is changed, with all missing and unexpected keys and
-        different shapes and dtypes.
+        different shapes and dtypes. Errors of what is filled
+        say nothing about the checkpoint: they are raised as they are, on other ranks by their rank and name.
         """
         self.wait()
         steps = self.steps()
@@ -241,22 +242,22 @@ class CheckpointManager:
         failed: Exception | None = None
         for name, value in state.items():
             prefix, template = templates[name]
+            content = unflatten(template, loaded, prefix)
             try:
-                content = unflatten(template, loaded, prefix)
                 if getattr(value, "per_rank", False) and resharded:
                     value.load_from_other_ranks(content, self.rank, self.ranks)
                 elif isinstance(value, Stateful):
                     value.load_state_dict(content)
                 else:
                     value.update(content)
-            except ValueError as error:  # the receiver's own sentence about values that do not fit
+            except Exception as error:  # the receiver's own, which says nothing about the checkpoint
                 failed = failed or error
-            except Exception as error:
-                said = f"{type(error).__name__}: {one_line(error)}"
-                failed = failed or CheckpointError(f"{path} cannot be used: {name}: {said}")
-        for rank_failed in self._of_all(failed, self._group):
-            if rank_failed is not None:
-                raise rank_failed
+        told = failed  # what other ranks raise; errors of anybody's own may not survive a way between processes
+        if failed is not None and not isinstance(failed, ValueError | CheckpointError):
+            told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
+        for found in self._of_all(told, self._group):
+            if found is not None:
+                raise failed or found
 
     def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {}
