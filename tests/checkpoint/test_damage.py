@@ -111,6 +111,29 @@ def test_a_run_that_met_damage_rotates_nothing_away_that_was_there(tmp_path):
     assert load(CheckpointManager(tmp_path)) == 4
 
 
+NO_FOLDERS = {
+    "a link to a disk that is not mounted": lambda path: path.symlink_to("/nowhere/at/all"),
+    "a file": lambda path: path.write_text("not mounted"),
+}
+
+
+@pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
+def test_a_newest_checkpoint_that_is_no_folder_is_damaged_and_the_intact_one_before_it_is_taken(tmp_path, make):
+    save(tmp_path, 1)
+    place = tmp_path / "step-00000002"
+    make(place)
+    said = []
+    with CheckpointManager(tmp_path, keep=1, progress=said.append) as manager:
+        assert load(manager) == 1
+        assert len(said) == 1 and said[0].startswith(f"{place} is damaged: weft.json cannot be used: ")
+        with pytest.raises(CheckpointError, match=r"step-00000002 is damaged"):
+            inspect.show(tmp_path)
+        manager.save(2, {"model": {"weight": value_of(2)}, "data": {"position": 2}})
+    kept = names(tmp_path)
+    assert kept[:2] == ["step-00000001", "step-00000002"] and kept[2].startswith("step-00000002.damaged-")
+    assert load(CheckpointManager(tmp_path)) == 2
+
+
 class Loader:
     """A receiver that cannot take what was saved, on the last rank."""
 
