@@ -56,7 +56,7 @@ def start(options: argparse.Namespace) -> int:
     ranks = options.ranks or _local_devices() or 1
     config = load_config(config_path, options.overrides)
     config.validate(ranks)
-    run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
+    run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
     code = launch(options.arguments, ranks, run, resuming(command, run.directory))
     if code in (2, 3):
         remove_if_unused(run)
