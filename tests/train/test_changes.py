@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, train_on
@@ -232,6 +233,40 @@ def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
     pool.run(1, train_on, path, run, paths, stop_at=2)
     pool.run(1, train_on, path, run, paths, stop_at=3, resume_from=2)
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+
+
+def write_tokenizer(path, first=0):
+    """Of single characters; the numbers begin with `first`."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: (number + first) % 256 for number, each in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    path.parent.mkdir(exist_ok=True)
+    tokenizer.save(str(path))
+
+
+@pytest.mark.slow
+def test_texts_and_a_tokenizer_may_move_and_be_no_others(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=4, train__validate_every=0, data__validation_fraction=0.05)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "held.txt").write_text("what is validated on\n" * 200)
+    write_tokenizer(tmp_path / "a" / "tokenizer.json")
+
+    def places(folder):
+        moved = {"data.validation_paths": [f"{folder}/held.txt"], "data.tokenizer": f"{folder}/tokenizer.json"}
+        return [f"{name}={json.dumps(value)}" for name, value in moved.items()]
+
+    pool.run(1, train_on, path, tmp_path / "run", places(tmp_path / "a"), stop_at=2)
+    (tmp_path / "a").rename(tmp_path / "b")
+    said = pool.run(1, train_on, path, tmp_path / "run", places(tmp_path / "b"), stop_at=3, resume_from=2)[0][-1]
+    told = [line.partition(" ")[0] for line in said if "from here on, it was" in line]
+    assert told == ["data.validation_paths", "data.tokenizer"]
+    write_tokenizer(tmp_path / "b" / "tokenizer.json", first=1)
+    (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
+    assert "is as long, with other tokens" in line and "with its data.tokenizer, at whatever place" in line
+    write_tokenizer(tmp_path / "b" / "tokenizer.json")
+    (tmp_path / "b" / "held.txt").write_text("another text\n" * 200)
+    (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
+    assert line.startswith("data.validation_paths = ") and "is another text" in line
 
 
 @pytest.mark.slow
