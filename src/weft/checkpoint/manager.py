@@ -253,7 +253,7 @@ class CheckpointManager:
             except Exception as error:  # the receiver's own, which says nothing about the checkpoint
                 failed = failed or error
         told = failed  # what other ranks raise; errors of anybody's own may not survive a way between processes
-        if failed is not None and not isinstance(failed, ValueError | CheckpointError):
+        if failed is not None and not type(failed).__module__.startswith("weft."):
             told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
         for found in self._of_all(told, self._group):
             if found is not None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
 from weft.train.config import load_config
+from weft.train.errors import is_refusal
 from weft.train.loop import Trainer, beginning, open_run_together
 from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL, Interrupted, Refused, in_one_line
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
@@ -66,7 +67,7 @@ class _Rank:
         """Say why this rank ends, to a person or to the process that started it; returns the exit code."""
         line = in_one_line(error)
         kind: Kind = "failure" if line is None else "ended"
-        if not self.trains and isinstance(error, ValueError):
+        if not self.trains and is_refusal(error):
             kind, line = "configuration", str(error)
         elif not self.trains and isinstance(error, CheckpointError):
             kind = "refused"
