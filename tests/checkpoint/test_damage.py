@@ -111,6 +111,59 @@ def test_a_run_that_met_damage_rotates_nothing_away_that_was_there(tmp_path):
     assert load(CheckpointManager(tmp_path)) == 4
 
 
+NO_FOLDERS = {
+    "a link to a disk that is not mounted": lambda path: path.symlink_to("/nowhere/at/all"),
+    "a file": lambda path: path.write_text("not mounted"),
+}
+
+
+@pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
+def test_a_newest_checkpoint_that_is_no_folder_is_damaged_and_the_intact_one_before_it_is_taken(tmp_path, make):
+    save(tmp_path, 1)
+    place = tmp_path / "step-00000002"
+    make(place)
+    said = []
+    with CheckpointManager(tmp_path, keep=1, progress=said.append) as manager:
+        assert load(manager) == 1
+        assert len(said) == 1 and said[0].startswith(f"{place} is damaged: weft.json cannot be used: ")
+        with pytest.raises(CheckpointError, match=r"step-00000002 is damaged"):
+            inspect.show(tmp_path)
+        manager.save(2, {"model": {"weight": value_of(2)}, "data": {"position": 2}})
+    kept = names(tmp_path)
+    assert kept[:2] == ["step-00000001", "step-00000002"] and kept[2].startswith("step-00000002.damaged-")
+    assert load(CheckpointManager(tmp_path)) == 2
+
+
+class Loader:
+    """A receiver that cannot take what was saved, on the last rank."""
+
+    def state_dict(self):
+        return {"position": 0}
+
+    def load_state_dict(self, state):
+        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(5, "the disk of the data is gone")
+
+
+def test_an_error_of_what_is_filled_is_no_damage_and_no_older_checkpoint_is_taken(tmp_path):
+    save(tmp_path, 1, 2)
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(OSError, match="the disk of the data is gone"):
+        manager.load({"data": Loader()})
+    assert manager.passed_over == {}
+
+
+@distributed(2)
+def test_an_error_of_what_one_rank_fills_ends_the_load_on_all_of_them(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"data": {"position": step}}, asynchronous=False)
+        wanted = OSError if dist.get_rank() else RuntimeError
+        with pytest.raises(wanted, match="" if dist.get_rank() else "rank 1: OSError: .*the disk of the data is gone"):
+            manager.load({"data": Loader()})
+        assert manager.passed_over == {}
+
+
 def replaced_while_read(monkeypatch, directory, *steps):
     """Another run saves the next of `steps`, and keeps that one only, whenever a checkpoint is about to be read."""
     coming = iter(steps)

@@ -1,4 +1,5 @@
 import argparse
+import json
 import re
 import resource
 import shutil
@@ -216,11 +217,20 @@ def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
-@pytest.mark.parametrize("code", [2, 3])
-def test_a_run_that_ends_before_it_has_trained_leaves_no_directory(tmp_path, monkeypatch, code):
-    monkeypatch.setattr(launch, "launch", lambda *_: code)
+@pytest.mark.parametrize(
+    ("code", "kind", "left"),
+    [(2, "configuration", 0), (1, "refused", 0), (1, "ended", 0), (3, None, 0), (1, "failure", 1)],
+)
+def test_a_run_that_ends_in_a_line_before_it_has_trained_leaves_no_directory(tmp_path, monkeypatch, code, kind, left):
+    rank = tmp_path / "rank"
+    report = json.dumps({"time": 1, "kind": kind, "message": "why", "traceback": "where"})
+    said = f"echo '{report}' > $(dirname $WEFT_STORE)/rank-$RANK.error\n" if kind else ""
+    rank.write_text(f"#!/bin/sh\n{said}exit {code}\n")
+    rank.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(rank))
+    monkeypatch.setattr(launch, "on_stop_signals", lambda handler: {})
     assert main(["train", str(write_config(tmp_path)), "--ranks", "2"]) == code
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert len(list((tmp_path / "runs").iterdir())) == left
 
 
 def test_the_version_names_what_a_report_of_a_fault_needs(capsys):

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, train_on
@@ -119,6 +120,34 @@ def test_a_changed_option_is_used_and_recorded(pool, tmp_path):
     assert load_config(tmp_path / "run" / CONFIG).optimizer.weight_decay == 0.7
 
 
+def written(directory):
+    return {name: (directory / name).read_text() for name in (CONFIG, "facts.json")}
+
+
+def resume_in_vain(path, directory):
+    """What is written of a run before and after resumes that save nothing, and after one that does."""
+    found = [written(directory)]
+    for stop, overrides in (("done", ["train.steps=3", "optimizer.lr=0.5"]), ("diverges", ["optimizer.lr=0.1"])):
+        trainer = Trainer(load_config(path, overrides), Run(directory, 3), say=lambda line: None)
+        if stop == "done":
+            assert trainer.run()
+        else:
+            trainer.passes.run = lambda step, microbatches: torch.full((4,), torch.nan, requires_grad=True)
+            with pytest.raises(RuntimeError, match="is nan"):
+                trainer.run()
+        found.append(written(directory))
+    resume_at_once(path, directory)
+    return [*found, written(directory)]
+
+
+@pytest.mark.slow
+def test_a_resume_that_saves_nothing_leaves_what_the_run_was_trained_with(pool, tmp_path):
+    path = stopped(pool, tmp_path)
+    before, done, diverged, saved = pool.run(1, resume_in_vain, path, tmp_path / "run")[0]
+    assert done == before and diverged == before
+    assert saved != before and json.loads(saved["facts.json"])["resumed"] == [3]
+
+
 def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_it(pytestconfig):
     text = (pytestconfig.rootpath / "docs" / "training.md").read_text()
     table = text.partition("| changed setting |")[2].partition("\n\n")[0]
@@ -204,6 +233,40 @@ def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
     pool.run(1, train_on, path, run, paths, stop_at=2)
     pool.run(1, train_on, path, run, paths, stop_at=3, resume_from=2)
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+
+
+def write_tokenizer(path, first=0):
+    """Of single characters; the numbers begin with `first`."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: (number + first) % 256 for number, each in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    path.parent.mkdir(exist_ok=True)
+    tokenizer.save(str(path))
+
+
+@pytest.mark.slow
+def test_texts_and_a_tokenizer_may_move_and_be_no_others(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=4, train__validate_every=0, data__validation_fraction=0.05)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "held.txt").write_text("what is validated on\n" * 200)
+    write_tokenizer(tmp_path / "a" / "tokenizer.json")
+
+    def places(folder):
+        moved = {"data.validation_paths": [f"{folder}/held.txt"], "data.tokenizer": f"{folder}/tokenizer.json"}
+        return [f"{name}={json.dumps(value)}" for name, value in moved.items()]
+
+    pool.run(1, train_on, path, tmp_path / "run", places(tmp_path / "a"), stop_at=2)
+    (tmp_path / "a").rename(tmp_path / "b")
+    said = pool.run(1, train_on, path, tmp_path / "run", places(tmp_path / "b"), stop_at=3, resume_from=2)[0][-1]
+    told = [line.partition(" ")[0] for line in said if "from here on, it was" in line]
+    assert told == ["data.validation_paths", "data.tokenizer"]
+    write_tokenizer(tmp_path / "b" / "tokenizer.json", first=1)
+    (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
+    assert "is as long, with other tokens" in line and "with its data.tokenizer, at whatever place" in line
+    write_tokenizer(tmp_path / "b" / "tokenizer.json")
+    (tmp_path / "b" / "held.txt").write_text("another text\n" * 200)
+    (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
+    assert line.startswith("data.validation_paths = ") and "is another text" in line
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from tests.train.command import metrics, write_config
+from tests.train.command import metrics, weft, write_config
 from tests.train.test_trainer import batches
 from weft.train.config import load_config, parse_config, to_toml
 from weft.train.errors import ConfigError
@@ -71,6 +71,21 @@ def test_a_model_by_its_place_learns_text_goes_on_bit_for_bit_and_is_evaluated(p
     assert pool.run(2, trained, path, tmp_path / "parts", 6, 4)[0] == whole
     values = pool.run(1, evaluate, tmp_path / "whole", overrides=[])[0]
     assert values["loss"] == pytest.approx(whole[1][-1]["loss"], rel=1e-5)
+
+
+def broken():
+    return int("no number")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_fault_in_one_s_own_code_is_shown_with_its_traceback_and_is_no_wrong_configuration(tmp_path, command):
+    path = configured(tmp_path, factory=f'"{__name__}:broken"')
+    (tmp_path / "config.toml").write_text(path.read_text())
+    done = weft(command, path if command == "train" else tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "in broken" in done.stderr
+    assert "ValueError: invalid literal for int() with base 10: 'no number'" in done.stderr
 
 
 OWN = {"factory": f'"{__name__}:Plain"', "loss": f'"{__name__}:plain_loss"'}

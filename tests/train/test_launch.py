@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.train.command import metrics, weft, write_config
+from tests.train.test_source import run_of
 from weft.train.errors import ConfigError
 from weft.train.run.world import STORE, first_host, place_from
 
@@ -119,13 +120,28 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.slow
-def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(tmp_path):
+def alone():
+    """What torchrun tells the only process that it starts."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place["MASTER_PORT"] = str(free.getsockname()[1])
-    assert weft("train", write_config(tmp_path), "--set", 'data.paths=["none"]', **place).returncode == 2
+        return {**place, "MASTER_PORT": str(free.getsockname()[1])}
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(tmp_path):
+    assert weft("train", write_config(tmp_path), "--set", 'data.paths=["none"]', **alone()).returncode == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["weft", "torchrun"])
+def test_a_run_whose_weights_are_damaged_is_refused_and_leaves_no_directory(tmp_path, launcher):
+    run = run_of(tmp_path, 1)
+    (run / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"")
+    done = weft("train", tmp_path / "tiny.toml", "--from", run, **(alone() if launcher == "torchrun" else {}))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "is damaged" in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -168,6 +169,35 @@ def test_a_prompt_that_is_no_text_is_refused_before_anything_is_read_or_printed(
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
 def test_every_seed_that_is_taken_draws(published, capsys, seed):
     assert main(["sample", str(published), "--prompt", "a", "--tokens", "1", "--seed", str(seed)]) == 0
+
+
+OTHERS = {
+    "num_experts_per_tok": 1,
+    "router_score": "sigmoid",
+    "rope_theta": 500.0,
+    "zero_centered_norm": True,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_of_another_function_are_refused_even_where_all_shapes_fit(tmp_path, name):
+    options = {"model__pattern": "[*E]", "model__num_experts": 2, "model__moe_intermediate_size": 8}
+    source = Source(run_of(tmp_path, 1, **options))
+    source.load(HybridModel(dataclasses.replace(source.model_config, pattern="*E", aux_loss_coef=0.5)))
+    other = HybridModel(dataclasses.replace(source.model_config, **{name: OTHERS[name]}))
+    with pytest.raises(ConfigError, match=rf"another model: {name}={OTHERS[name]!r}, there .*; take that in \[model\]"):
+        source.load(other)
+
+
+def test_a_checkpoint_is_named_where_its_run_has_it_and_no_other_is_taken_for_it(tmp_path):
+    run = run_of(tmp_path, 1)
+    checkpoint = run / "checkpoints" / "step-00000001"
+    assert (Source(checkpoint).run, Source(checkpoint).step) == (run, 1)
+    for place in ("kept/step-00000001", "checkpoints/step-00000002.damaged-0c4e", "checkpoints/best", "best"):
+        copied = shutil.copytree(checkpoint, run / place)
+        with pytest.raises(ConfigError, match=r"no checkpoint where its run has it .*; name one of these") as error:
+            Source(copied)
+        assert str(copied) in str(error.value)
 
 
 def trained(path, directory):

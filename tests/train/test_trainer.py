@@ -9,9 +9,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.train.command import metrics
+from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
 from weft.train import Trainer
+from weft.train.config import from_tables
 from weft.train.errors import ConfigError
+from weft.train.loop import train
 from weft.train.task.own import Stream
 
 
@@ -295,6 +298,34 @@ def test_a_run_to_go_on_with_may_be_a_path(pool, tmp_path):
     assert pool.run(1, went_on, tmp_path)[0]
 
 
+def stopped_and_started_again(folder):
+    """What a script says that is stopped, then the same one again, and one that goes on as its configuration says."""
+    found = []
+    plain = settings(folder, 5)
+    resuming = {**plain, "run": {**plain["run"], "resume": True}}
+    for config in (plain, plain, resuming):
+        said, stop = [], StopAt(2)
+        trainer = Trainer(model=make_model(), loss=loss, data=batches, config=config, say=said.append)
+        trainer.stop, stop.trainer = stop, trainer
+        trainer.run()
+        found.append(said)
+    with pytest.raises(ConfigError) as error:
+        train(from_tables({"run": {**resuming["run"], "name": "none"}}))
+    return [*found, str(error.value)]
+
+
+@pytest.mark.slow
+def test_a_script_says_where_its_run_is_and_how_it_goes_on_and_obeys_run_resume(pool, tmp_path):
+    first, again, resumed, refusal = pool.run(1, stopped_and_started_again, tmp_path)[0]
+    run = tmp_path / "default"
+    go_on = f"resume={str(run)!r}"
+    assert f"a new run in {run}" in first
+    assert f"stopped at step 2 of 5, which is saved; go on with: {go_on}" in first
+    assert f"a new run in {run}-2; {run} is left as it is; it goes on from step 2 with: {go_on}" in again
+    assert f"going on with {run}-2 from step 2" in resumed
+    assert "no run 'none' in" in refusal
+
+
 def losses_that_are_none(folder):
     said = []
     for number, wrong in enumerate(
@@ -338,6 +369,20 @@ def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
     stream.next_step()
     with pytest.raises(ConfigError, match="behind 7 microbatches of a pass, and this data has 5"):
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
+
+
+def test_data_that_failed_on_its_way_begins_anew():
+    class Failing(list):
+        def __iter__(self):
+            yield 0
+            raise OSError("the disk is gone")
+
+    stream = Stream(Failing(), 1)
+    with pytest.raises(OSError, match="the disk is gone"):
+        stream.load_state_dict({**stream.state_dict(), "taken": 2, "own": [None, stream._random.state_dict()]})
+    stream.source = [1, 2]
+    stream.load_state_dict({"epoch": 0, "taken": 0, "own": [None, None]})
+    assert stream.next_step() == [1]
 
 
 def test_every_pass_through_the_data_has_a_number():

@@ -96,22 +96,33 @@ class CheckpointManager:
         self.wait()
         self._prepare(None)
 
-    def save(self, step: int, state: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        asynchronous: bool = True,
+        committed: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
         With `asynchronous` this returns once the state is copied to the host; the copy is written while
         training goes on. A save that is still being written is waited for first. Errors of a background save
-        are raised by the next `save`, `wait` or `close`. Raises CheckpointError when the step is there
+        are raised by the next `save`, `wait` or `close`. `committed` is called on the first rank as soon as the
+        checkpoint is there, from a background thread with `asynchronous`. Raises CheckpointError when the step is there
         already or another run writes to the directory.
         """
         self.wait()
         self._prepare(step)
         staged = self._stager.stage(self._flat(state))
         if not asynchronous:
-            self._write(step, staged)
+            self._write(step, staged, committed)
             return
         self._saving = threading.Thread(
-            target=self._write_in_background, args=(step, staged), name=f"weft-checkpoint-{step}", daemon=True
+            target=self._write_in_background,
+            args=(step, staged, committed),
+            name=f"weft-checkpoint-{step}",
+            daemon=True,
         )
         self._saving.start()
 
@@ -158,7 +169,8 @@ class CheckpointManager:
 
         Raises CheckpointError without a checkpoint or when none of them is intact; `state` may then be filled in
         part. Raises CheckpointMismatch, before anything is changed, with all missing and unexpected keys and
-        different shapes and dtypes.
+        different shapes and dtypes. Errors of what is filled
+        say nothing about the checkpoint: they are raised as they are, on other ranks by their rank and name.
         """
         self.wait()
         steps = self.steps()
@@ -230,22 +242,22 @@ class CheckpointManager:
         failed: Exception | None = None
         for name, value in state.items():
             prefix, template = templates[name]
+            content = unflatten(template, loaded, prefix)
             try:
-                content = unflatten(template, loaded, prefix)
                 if getattr(value, "per_rank", False) and resharded:
                     value.load_from_other_ranks(content, self.rank, self.ranks)
                 elif isinstance(value, Stateful):
                     value.load_state_dict(content)
                 else:
                     value.update(content)
-            except ValueError as error:  # the receiver's own sentence about values that do not fit
+            except Exception as error:  # the receiver's own, which says nothing about the checkpoint
                 failed = failed or error
-            except Exception as error:
-                said = f"{type(error).__name__}: {one_line(error)}"
-                failed = failed or CheckpointError(f"{path} cannot be used: {name}: {said}")
-        for rank_failed in self._of_all(failed, self._group):
-            if rank_failed is not None:
-                raise rank_failed
+        told = failed  # what other ranks raise; errors of anybody's own may not survive a way between processes
+        if failed is not None and not type(failed).__module__.startswith("weft."):
+            told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
+        for found in self._of_all(told, self._group):
+            if found is not None:
+                raise failed or found
 
     def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {}
@@ -276,13 +288,17 @@ class CheckpointManager:
 
         self._on_first_rank(prepare)
 
-    def _write_in_background(self, step: int, staged: Staged) -> None:
+    def _write_in_background(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         try:
-            self._write(step, staged)
+            self._write(step, staged, committed)
         except BaseException as error:
             self._error = error
 
-    def _write(self, step: int, staged: Staged) -> None:
+    def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
+        def commit() -> None:
+            folder.commit(temporary, manifest)
+            committed()
+
         started = time.monotonic()
         self._say(f"saving step {step} …")
         temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
@@ -301,7 +317,7 @@ class CheckpointManager:
                     no_dist=self._writers is None,
                 )
             manifest = Manifest(step, self.ranks, self._measure(temporary))
-            self._on_first_rank(lambda: folder.commit(temporary, manifest), self._writers)
+            self._on_first_rank(commit, self._writers)
         except BaseException:
             if self.rank == 0:
                 folder.discard([temporary])

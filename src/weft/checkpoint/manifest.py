@@ -222,8 +222,11 @@ def require_plain(path: Path) -> None:
 
 
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
-    """What to raise where a file of `checkpoint` cannot be used: the damage, unless all of it is gone."""
-    if checkpoint.is_dir():
+    """What to raise where a file of `checkpoint` cannot be used: the damage, unless all of it is gone.
+
+    A link that leads nowhere, to a disk that is not mounted, is there.
+    """
+    if os.path.lexists(checkpoint):
         return CheckpointError(f"{checkpoint} is damaged: {damage}")
     return CheckpointGone(
         f"{checkpoint} is not there, or not any more: newer checkpoints take the place of older ones while a run "

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from weft.cli.parser import make_parser
+from weft.train.errors import is_refusal
 from weft.train.run.output import outlive_readers
 
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except ValueError as error:
+        if not is_refusal(error):
+            raise
         print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RuntimeError as error:

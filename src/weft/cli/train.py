@@ -10,7 +10,7 @@ def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
-    from weft.train.run.runs import CONFIG, open_run, refuse_folder_of_runs, remove_if_unused, resuming, run_directory
+    from weft.train.run.runs import CONFIG, open_run, refuse_folder_of_runs, resuming, run_directory
     from weft.train.run.world import place_from
 
     config_path = options.config
@@ -56,11 +56,8 @@ def start(options: argparse.Namespace) -> int:
     ranks = options.ranks or _local_devices() or 1
     config = load_config(config_path, options.overrides)
     config.validate(ranks)
-    run = open_run(config.run, options.resume or config.run.resume, command, or_start=options.resume_or_start)
-    code = launch(options.arguments, ranks, run, resuming(command, run.directory))
-    if code in (2, 3):
-        remove_if_unused(run)
-    return code
+    run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
+    return launch(options.arguments, ranks, run, resuming(command, run.directory))
 
 
 def _local_devices() -> int:

@@ -1,5 +1,19 @@
-"""The one error of the trainer that a person can repair without reading code."""
+"""The one error of the trainer that a person can repair without reading code, and what is like it."""
+
+import sys
+from traceback import walk_tb
+
+_OURS = {"weft", "torch", "numpy", *sys.stdlib_module_names}
 
 
 class ConfigError(ValueError):
     """A wrong setting: one line that names the value, the rule it breaks and the fix."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether `error` refuses what a person gave, in a line. A ValueError out of code that weft only calls, such as
+    `model.factory`, is a fault there, which its traceback shows."""
+    if isinstance(error, ConfigError):
+        return True
+    packages = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    return isinstance(error, ValueError) and packages <= _OURS

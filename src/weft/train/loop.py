@@ -33,7 +33,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run, remove_if_unused
+from weft.train.run.runs import Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
@@ -49,7 +49,8 @@ class Trainer:
 
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
     goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
-    another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given.
+    another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given;
+    `command`: as in `open_run`.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Trainer:
         stop: StopRequest | None = None,
         say: Callable[[str], None] | None = None,
         bark: Callable[[str], None] | None = None,
+        command: str | None = None,
     ) -> None:
-        self.config, self.run_place = config, run
+        self.config, self.run_place, self.command = config, run, command
         self.device = device or torch.device("cpu")
         self.stop = stop or StopRequest()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -114,6 +116,8 @@ class Trainer:
             title=run.directory.name,
         )
         self._tell = self.progress.note
+        if run.note:
+            self.say(run.note)
 
     def _note(self, line: str) -> None:
         self._tell(line)
@@ -176,8 +180,6 @@ class Trainer:
 
     def _run(self) -> bool:
         config, position = self.config, self.position
-        self.account.begin(position.step)
-        self.moment("start", {"step": position.step})
         if position.step >= config.train.steps:
             self.say(
                 f"nothing to do: the run is at step {position.step} of {config.train.steps}; "
@@ -187,6 +189,8 @@ class Trainer:
         if self._is_settled():
             self.say(f"nothing to do: {self._settled()}")
             return True
+        self.account.begin(position.step)
+        self.moment("start", {"step": position.step})
         stopping = False
         recording = Metrics(
             self.run_place.directory,
@@ -227,6 +231,9 @@ class Trainer:
             self.say(f"ended early: {self._settled()}")
         if complete and self.stages.have_first_rank:
             self.account.end(position, self.optimizer, self.passes.activations)
+        if not complete:
+            go_on = resuming(self.command, self.run_place.directory)
+            self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; go on with: {go_on}")
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
 
@@ -336,7 +343,12 @@ class Trainer:
         if self.config.checkpoint.keep_best:
             self.checkpoints.wait()  # the one that was the best stays until this one is complete
             self.checkpoints.protected = {self.position.best_step}
-        self.checkpoints.save(self.position.step, self.state(), asynchronous=self.config.checkpoint.asynchronous)
+        self.checkpoints.save(
+            self.position.step,
+            self.state(),
+            asynchronous=self.config.checkpoint.asynchronous,
+            committed=self.account.keep_start,
+        )
         self.saved_step = self.position.step
         self.moment("save", {"step": self.saved_step})
 
@@ -348,14 +360,14 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    run = open_run_together(config, resume, "weft train")
+    run = open_run_together(config, resume, None)
     with beginning(run):
         trainer = Trainer(config, run)
     trainer.run()
     return trainer
 
 
-def open_run_together(config: TrainConfig, resume: str | bool, command: str, *, or_start: bool = False) -> Run:
+def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, *, or_start: bool = False) -> Run:
     """`open_run` on the first rank; all ranks get its run, or its ConfigError."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint import CheckpointManager, ModelState, committed_steps
-from weft.checkpoint.manifest import MANIFEST
+from weft.checkpoint.directory import path_of
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import generate
 from weft.models.hf.directory import OURS, THEIRS
@@ -39,12 +39,17 @@ class Source:
         self.run: Path | None = None
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
-        if (path / MANIFEST).is_file():
-            self.run, self.step = path.resolve().parents[1], int(path.resolve().name.rpartition("-")[2])
+        place = path.resolve()
+        folder = place.parent.parent / CHECKPOINTS
+        if place in (named := {path_of(folder, step): step for step in committed_steps(folder)}):
+            self.run, self.step = folder.parent, named[place]
         elif committed_steps(path / CHECKPOINTS):
             self.run = path
         if self.run is None or not (self.run / CONFIG).is_file():
-            raise ConfigError(f"{path}: is no run with a checkpoint, no checkpoint of a run, and no model's directory")
+            raise ConfigError(
+                f"{path}: is no run with a checkpoint, no checkpoint where its run has it "
+                "(RUN/checkpoints/step-00000010), and no model's directory; name one of these"
+            )
 
     @cached_property
     def model_config(self) -> HybridConfig:
@@ -73,16 +78,17 @@ class Source:
     def load(self, model: Any) -> None:
         """Fill the weights of `model`, sharded or not; all ranks call it.
 
-        The model may group the same symbols in another way. Raises ConfigError if its symbols are others.
+        The model may group the same symbols in another way. Raises ConfigError if it is another function of its
+        weights, even where all shapes fit.
         """
+        if different := hf.differences(model.cfg, self.model_config):
+            raise ConfigError(
+                f"{self.path}: has the weights of another model: {'; '.join(different)}; take that in [model], the "
+                "pattern in any grouping"
+            )
         if self.run is None:
             hf.load(model, self.path)
             return
-        if model.cfg.parsed.symbols != self.model_config.parsed.symbols:
-            raise ConfigError(
-                f"model.pattern = {model.cfg.pattern!r}: {self.path} has the weights of {self.model_config.pattern!r}; "
-                "take that, in any grouping"
-            )
         with CheckpointManager(self.run / CHECKPOINTS, progress=self._say) as checkpoints:
             checkpoints.load(renumbered({"model": ModelState(model)}, model.cfg), self.step)
 

@@ -1,7 +1,6 @@
 """The trainer for a model, data and habits of one's own."""
 
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -82,13 +81,12 @@ class Trainer(loop.Trainer):
             stop.listen(None)
         try:
             device = _join(settings, stop)
-            command = shlex.join(["python", *sys.argv])
             _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
                 raise ConfigError("[optimizer]: has no effect with an optimizer of one's own; leave the section out")
             or_start = resume == OR_START
-            run = loop.open_run_together(settings, or_start or resume, command, or_start=or_start)
+            run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start)
             with loop.beginning(run):
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)

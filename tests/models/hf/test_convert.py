@@ -168,7 +168,7 @@ def test_a_directory_of_another_model_is_refused(there):
     cfg = hf.config_of(there)
     with pytest.raises(ConversionError, match=r"num_experts_per_tok=1, there 2"):
         hf.load(HybridModel(dataclasses.replace(cfg, num_experts_per_tok=1)), there)
-    with pytest.raises(ConversionError, match=r"holds '\[GE\]\[\*E\]', the model is '\[GE\]'"):
+    with pytest.raises(ConversionError, match=r"pattern='\[GE\]', there '\[GE\]\[\*E\]'"):
         hf.load(HybridModel(dataclasses.replace(cfg, pattern="[GE]")), there)
 
 

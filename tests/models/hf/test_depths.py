@@ -129,7 +129,7 @@ def test_a_depth_with_a_missing_weight_is_refused(tmp_path):
 def test_a_model_and_a_directory_with_other_depths_are_refused(tmp_path):
     published(tmp_path / "theirs", "qwen3_next")
     cfg = hf.config_of(tmp_path / "theirs")
-    with pytest.raises(ConversionError, match=r"holds .*the model is"):
+    with pytest.raises(ConversionError, match=r"holds another model: pattern=.*, there .*/"):
         hf.load(HybridModel(dataclasses.replace(cfg, pattern=cfg.pattern.partition("/")[0])), tmp_path / "theirs")
     two = HybridModel(dataclasses.replace(cfg, pattern=cfg.pattern + "/[*E]"))
     with pytest.raises(ConversionError, match="qwen3_next has 1 prediction depth at most, not 2"):

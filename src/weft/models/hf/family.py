@@ -223,6 +223,18 @@ def experts(template: str) -> Bound:
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
+def differences(cfg: HybridConfig, there: HybridConfig) -> list[str]:
+    """What makes a model of `cfg` another one than that of `there`, for a person, though all shapes may fit. The same
+    symbols in other groups do not."""
+    if cfg.parsed.symbols != there.parsed.symbols:
+        return [f"pattern={cfg.pattern!r}, there {there.pattern!r}"]
+    return [
+        f"{name}={plain(cfg, name)!r}, there {plain(there, name)!r}"
+        for name in relevant(there)
+        if plain(cfg, name) != plain(there, name)
+    ]
+
+
 def plain(cfg: HybridConfig, name: str) -> Any:
     """A field so that alike models have it alike, however they are spelled."""
     if name == "pattern":

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
 from weft.models.hf.errors import ConversionError, listed
 from weft.models.hf.families import config_of, family_for, places_of
-from weft.models.hf.family import plain, relevant
+from weft.models.hf.family import differences
 from weft.models.hf.places import Place, Same, write
 from weft.models.model import HybridModel
 
@@ -27,13 +27,7 @@ def load(model: HybridModel, directory: str | Path) -> None:
     """
     directory = Path(directory)
     cfg = config_of(directory)
-    if cfg.parsed.symbols != model.cfg.parsed.symbols:
-        raise ConversionError(f"{directory} holds {cfg.pattern!r}, the model is {model.cfg.pattern!r}")
-    if different := [
-        f"{name}={plain(model.cfg, name)!r}, there {plain(cfg, name)!r}"
-        for name in relevant(cfg)
-        if name != "pattern" and plain(model.cfg, name) != plain(cfg, name)
-    ]:
+    if different := differences(model.cfg, cfg):
         raise ConversionError(f"{directory} holds another model: {'; '.join(different)}; build it with hf.config_of")
     files = TensorFiles(directory)
     places = places_of(directory, model.cfg)

@@ -125,8 +125,8 @@ class Batches:
             if list(then) != here:
                 how = f"was {then[0]} long and is {here[0]}" if then[0] != here[0] else "is as long, with other tokens"
                 raise ConfigError(
-                    f"{name}: is another text than that of the checkpoint (it {how}); bring that one back, at "
-                    "whatever place, or start a new run without --resume"
+                    f"{name}: is another text than that of the checkpoint (it {how}); bring that one back with its "
+                    "data.tokenizer, at whatever place, or start a new run without --resume"
                 )
         self.position = int(state["position"])
 

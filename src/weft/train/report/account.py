@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,17 +38,15 @@ class Account:
         self._folder, self._config, self._task, self._device, self._say = folder, config, task, device, say
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
         self._parameters = self._stages.count_parameters()
+        self._facts: dict[str, Any] = {}
+        """Those of the start, until they are written."""
 
     def begin(self, step: int) -> None:
-        """Of a run that begins, or goes on from `step`."""
+        """Of a run that begins, or goes on from `step`: then nothing is written before `keep_start`."""
         ranks = dist.get_world_size()
         if self._writes:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
-            run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
-            replace_text(self._folder / CONFIG, to_toml(dataclasses.replace(self._config, run=run)))
             resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
-            facts = {
+            self._facts = {
                 "parameters": self._parameters,
                 "ranks": ranks,
                 "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU",
@@ -57,13 +56,25 @@ class Account:
                 "resumed": [*resumed, step] if step else [],
             }
             if isinstance(self._task.model, HybridModel):
-                facts["pattern"] = self._task.model.cfg.pattern
-            keep_facts(self._folder, facts)
+                self._facts["pattern"] = self._task.model.cfg.pattern
+            if not step:
+                self.keep_start()
         self._say(
             f"{self._parameters / 1e6:.2f} M parameters on {ranks} rank{'s' * (ranks > 1)} ({self._device.type}), "
             f"{self._config.sharding.strategy}, {self._config.train.precision}"
         )
         self._say(self._task.description)
+
+    def keep_start(self) -> None:
+        """Write what the run is trained with, on the first rank, once its newest checkpoint is trained with it."""
+        if not self._facts:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
+        run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
+        replace_text(self._folder / CONFIG, to_toml(dataclasses.replace(self._config, run=run)))
+        keep_facts(self._folder, self._facts)
+        self._facts = {}
 
     def keep_operations(self, operations: Operations) -> None:
         """Of a step of one rank."""

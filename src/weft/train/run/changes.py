@@ -36,7 +36,8 @@ _SECTIONS: dict[str, Treatment] = {
 _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
     **dict.fromkeys(("model.recompute", "model.mamba_kernel", "model.delta_kernel"), QUIET),
-    "data.paths": TOLD,
+    # The same tokens from elsewhere; that they are the same is seen from their fingerprint.
+    **dict.fromkeys(("data.paths", "data.validation_paths", "data.tokenizer"), TOLD),
     "data.cache_dir": QUIET,
     **dict.fromkeys(
         ("train.seed", "train.ema_decay", "train.skip_spikes", "optimizer.name", "optimizer.adamw_for"), REFUSED

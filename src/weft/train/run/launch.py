@@ -26,7 +26,7 @@ from typing import Any, Literal
 from weft.checkpoint.directory import committed_steps
 from weft.train.files import replace_text
 from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL
-from weft.train.run.runs import LOGS, Run
+from weft.train.run.runs import LOGS, Run, remove_if_unused
 from weft.train.run.stop import Requests, on_stop_signals
 from weft.train.run.world import STORE
 
@@ -49,7 +49,8 @@ def launch(arguments: Sequence[str], ranks: int, run: Run, resume_command: str) 
 
     0: all ranks ended well. 2: one of them found the configuration wrong. 3: somebody asked them to stop, and they
     saved. 1: anything else; stderr then names the rank that failed or died first, and `resume_command` if there is a
-    checkpoint to go on from.
+    checkpoint to go on from. A new run that a line explains, and that did not begin, leaves no directory behind; that
+    of another failure stays, for its logs.
     """
     return _Supervisor(arguments, ranks, run, resume_command).run_all()
 
@@ -110,8 +111,10 @@ class _Supervisor:
                 return FAILURE
             if self.died:
                 return self._explain()
-        interrupted = any(rank.process.returncode == INTERRUPTED for rank in self.ranks)
-        return INTERRUPTED if interrupted else SUCCESS
+        if any(rank.process.returncode == INTERRUPTED for rank in self.ranks):
+            remove_if_unused(self.run)
+            return INTERRUPTED
+        return SUCCESS
 
     def _start(self, rank: int, store: str) -> _Rank:
         reading, writing = os.pipe()
@@ -203,6 +206,7 @@ class _Supervisor:
             return FAILURE
         if wrong:
             first = wrong[0]
+            remove_if_unused(self.run)
             self._say(first["message"] + (f"; {self._how_to_go_on()}" if first["kind"] == "ended" else ""))
             return WRONG_CALL if first["kind"] == "configuration" else FAILURE
         if reasons:

@@ -40,13 +40,15 @@ class Run:
         return self.directory / CHECKPOINTS
 
 
-def open_run(config: RunConfig, resume: str | bool, command: str, *, or_start: bool = False) -> Run:
+def open_run(config: RunConfig, resume: str | bool, command: str | None, *, or_start: bool = False) -> Run:
     """The directory of this run, created if it is new.
 
-    resume: False for a new run; True for the newest run of that name that has a committed checkpoint; or the
-    directory of a run, or its config.toml. or_start: a new run where there is nothing to resume. command: what a
-    person typed, without `--resume`, for the notes. Raises ConfigError where there is nothing to resume.
+    resume: False for a new run, unless `config.resume`; True for the newest run of that name that has a committed
+    checkpoint; or the directory of a run, or its config.toml. or_start: a new run where there is nothing to resume.
+    command: what a person typed, without `--resume`, for the notes; None in a script. Raises ConfigError where there is
+    nothing to resume.
     """
+    resume = resume or config.resume
     if resume is False:
         return _new_run(config, command)
     named = run_directory(resume) if isinstance(resume, str) else None
@@ -89,8 +91,10 @@ def refuse_folder_of_runs(folder: Path) -> None:
         raise ConfigError(f"--resume {folder}: is no run, but a folder of runs; name one of them: {named}")
 
 
-def resuming(command: str, directory: Path) -> str:
-    """What a person types to go on with a run; `command` as in `open_run`."""
+def resuming(command: str | None, directory: Path) -> str:
+    """What a person types to go on with a run, or a script gives; `command` as in `open_run`."""
+    if command is None:
+        return f"resume={str(directory)!r}"
     return f"{command} --resume {shlex.quote(str(directory))}"
 
 
@@ -104,7 +108,7 @@ def remove_if_unused(run: Run) -> None:
         shutil.rmtree(run.directory)
 
 
-def _new_run(config: RunConfig, command: str) -> Run:
+def _new_run(config: RunConfig, command: str | None) -> Run:
     earlier = _runs_of_name(config)
     number = _number(earlier[-1], config.name) + 1 if earlier else 1
     while True:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
 from weft.train.config import load_config
+from weft.train.errors import is_refusal
 from weft.train.loop import Trainer, beginning, open_run_together
 from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL, Interrupted, Refused, in_one_line
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
-from weft.train.run.runs import Run, resuming
+from weft.train.run.runs import Run
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import Place
 
@@ -36,19 +37,12 @@ def work(
         place.join(device, patience=config.run.patience, stop=stop, say=rank.say)
         run = _given_run() if rank.supervised else None
         if run is None:
-            run = open_run_together(config, resume or config.run.resume, command, or_start=or_start)
+            run = open_run_together(config, resume, command, or_start=or_start)
         # The process that started this rank has logs of the others in the run's directory, and removes it by itself.
         with nullcontext() if rank.supervised else beginning(run):
-            trainer = Trainer(config, run, device=device, stop=stop, bark=rank.end_hanging)
+            trainer = Trainer(config, run, device=device, stop=stop, bark=rank.end_hanging, command=command)
         rank.trains = True
-        if run.note:
-            trainer.say(run.note)
         complete = trainer.run()
-        if not complete:
-            trainer.say(
-                f"stopped at step {trainer.position.step} of {config.train.steps}, which is saved; "
-                f"go on with: {resuming(command, run.directory)}"
-            )
         dist.destroy_process_group()
         rank.end(SUCCESS if complete else INTERRUPTED)
     except Interrupted as interrupted:
@@ -73,7 +67,7 @@ class _Rank:
         """Say why this rank ends, to a person or to the process that started it; returns the exit code."""
         line = in_one_line(error)
         kind: Kind = "failure" if line is None else "ended"
-        if not self.trains and isinstance(error, ValueError):
+        if not self.trains and is_refusal(error):
             kind, line = "configuration", str(error)
         elif not self.trains and isinstance(error, CheckpointError):
             kind = "refused"

@@ -152,7 +152,7 @@ class Stream:
         return {"epoch": self.epoch, "taken": self.taken, "own": [own, self._begun]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.taken = int(state["epoch"]), int(state["taken"])
+        self.epoch, self.taken, self._iterator = int(state["epoch"]), int(state["taken"]), None
         own, begun = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
