@@ -266,8 +266,11 @@ def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**sections)
 
 
-def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None)."""
+def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[str, Any]]:
+    """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None).
+
+    own_task: without [model] and [data], in whose place a program gave its own.
+    """
     return {
         section: {
             f.name: plain(getattr(getattr(config, section), f.name))
@@ -275,13 +278,14 @@ def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
             if getattr(getattr(config, section), f.name) is not None
         }
         for section in SECTIONS
+        if not (own_task and section in OF_TASK)
     }
 
 
-def to_toml(config: TrainConfig) -> str:
-    """The resolved configuration as TOML; `parse_config` of it gives an equal configuration."""
+def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
+    """As `to_dict`, as TOML; `parse_config` of it gives an equal configuration."""
     tables = []
-    for section, values in to_dict(config).items():
+    for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]
         tables.append("\n".join(lines))
     return "\n\n".join(tables) + "\n"
@@ -297,6 +301,8 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointConfig,
     "run": RunConfig,
 }
+OF_TASK = ("model", "data")
+"""The sections that describe what is trained."""
 
 
 _DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}

@@ -33,7 +33,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run, remove_if_unused
+from weft.train.run.runs import Run, open_run, refuse_own_task, remove_if_unused
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
@@ -72,6 +72,9 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
+        self._has_own_task = task is not None
+        if run.step is not None and not self._has_own_task:
+            refuse_own_task(run.directory)
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
@@ -83,7 +86,7 @@ class Trainer:
         self.average: WeightAverage | None = None
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
-        self.account = Account(run.directory, config, self.task, self.device, self.say)
+        self.account = Account(run.directory, config, self.task, self.device, self.say, own_task=self._has_own_task)
         self.passes = Passes(config, self.task, self.device, self.watchdog, self.account, self._note)
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
@@ -193,7 +196,7 @@ class Trainer:
             self.rank == 0,
             resumed_step=position.step,
             loggers=config.run.loggers,
-            settings=to_dict(config),
+            settings=to_dict(config, own_task=self._has_own_task),
         )
         with (
             self.checkpoints,

@@ -32,9 +32,18 @@ class Account:
     """One rank's part of it; `say` is told lines. The first rank of all writes."""
 
     def __init__(
-        self, folder: Path, config: TrainConfig, task: Task, device: torch.device, say: Callable[[str], None]
+        self,
+        folder: Path,
+        config: TrainConfig,
+        task: Task,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        own_task: bool,
     ) -> None:
+        """own_task: whether the task is not the one that `config` describes."""
         self._folder, self._config, self._task, self._device, self._say = folder, config, task, device, say
+        self._has_own_task = own_task
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
         self._parameters = self._stages.count_parameters()
 
@@ -45,7 +54,8 @@ class Account:
             self._folder.mkdir(parents=True, exist_ok=True)
             # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
             run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
-            replace_text(self._folder / CONFIG, to_toml(dataclasses.replace(self._config, run=run)))
+            config = dataclasses.replace(self._config, run=run)
+            replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
             resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
             facts = {
                 "parameters": self._parameters,
