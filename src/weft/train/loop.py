@@ -87,7 +87,7 @@ class Trainer:
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
         self.account = Account(run.directory, config, self.task, self.device, self.say, own_task=self._has_own_task)
-        self.passes = Passes(config, self.task, self.device, self.watchdog, self.account, self._note)
+        self.passes = Passes(config, self.task, self.device, self.watchdog, self._note)
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
@@ -229,7 +229,7 @@ class Trainer:
         if self._is_settled():
             self.say(f"ended early: {self._settled()}")
         if complete and self.stages.have_first_rank:
-            self.account.end(position, self.optimizer, self.passes.activations)
+            self.account.end(position, self.optimizer, self.passes)
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
 

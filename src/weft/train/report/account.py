@@ -4,25 +4,24 @@ import dataclasses
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline
+from weft.comm.timeline import Interval
 from weft.models import HybridModel
 from weft.models.stages import Stages
-from weft.pipeline import Table
-from weft.train.activations import Activations
 from weft.train.config import TrainConfig, to_toml
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.optimizers import optimizer_bytes
-from weft.train.record.profile import Operations
+from weft.train.passes import Passes
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
-from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.report.timeline import HiddenExchange, write_timeline
 from weft.train.run.runs import CONFIG, recorded_name
 from weft.train.state import Position
 from weft.train.task.task import Task
@@ -75,28 +74,35 @@ class Account:
         )
         self._say(self._task.description)
 
-    def keep_operations(self, operations: Operations) -> None:
-        """Of a step of one rank."""
-        if self._writes:
-            keep_facts(self._folder, {"operations": str(operations)})
+    def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
+        """Of a run that is complete; all ranks of the first rank's pipeline call this.
 
-    def keep_timeline(self, timeline: Timeline, table: Table | None) -> None:
-        """Of a step, by this `table` where there are stages; all ranks of the pipeline call this."""
-        recorded = self._stages.all_of(timeline.intervals())
-        if self._writes:
-            write_timeline(self._folder, recorded[0])
-            if table is not None:
-                write_stages(self._folder, measured(table, recorded))
-
-    def end(self, position: Position, optimizer: torch.optim.Optimizer, activations: Activations | None) -> None:
-        """Of a run that is complete; all ranks of the first rank's pipeline call this."""
+        What cannot be written ends nothing: a line says why.
+        """
         memory = weft.memory_report(self._task.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(optimizer)
-        if activations is not None:
-            memory["transient"]["activations"] = {"peak": activations.peak}
-        units, memories = zip(*self._stages.all_of((weft.describe(self._task.model), memory)))
+        if passes.activations is not None:
+            memory["transient"]["activations"] = {"peak": passes.activations.peak}
+        intervals = passes.timeline.intervals() if passes.timeline else []
+        found = self._stages.all_of((weft.describe(self._task.model), memory, intervals))
         if not self._writes:
             return
+        try:
+            self._write(position, passes, *zip(*found))
+        except Exception as error:  # the run is complete, whatever a parser or a drawing stumbles over
+            said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct that"
+            said = " ".join(str(error if isinstance(error, ConfigError) else said).split())
+            self._say(f"{said}, then: weft report {shlex.quote(str(self._folder))}")
+
+    def _write(
+        self,
+        position: Position,
+        passes: Passes,
+        units: tuple[str, ...],
+        memories: tuple[Any, ...],
+        recorded: tuple[list[Interval], ...],
+    ) -> None:
+        """Of each rank of the pipeline: its units, its memory, and what it recorded."""
         baseline = self._task.baseline()
         if baseline is not None:
             self._say(
@@ -105,13 +111,16 @@ class Account:
             )
         if len(units) > 1:
             units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))
-        facts = {"description": "\n\n".join(units), "memory": memories if len(memories) > 1 else memory}
-        keep_facts(self._folder, {**facts, "baseline": baseline, "seconds": position.seconds})
-        if hidden := HiddenExchange.of(read_timeline(self._folder)):
-            self._say(f"in the last step {hidden}")
-        try:
-            path = write_report(self._folder)
-        except ConfigError as error:
-            self._say(f"{error}, then: weft report {shlex.quote(str(self._folder))}")
-        else:
-            self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
+        facts: dict[str, Any] = {"description": "\n\n".join(units), "baseline": baseline, "seconds": position.seconds}
+        facts["memory"] = memories if len(memories) > 1 else memories[0]
+        if passes.operations is not None:
+            facts["operations"] = str(passes.operations)
+        keep_facts(self._folder, facts)
+        if passes.timeline is not None:
+            write_timeline(self._folder, recorded[0])
+            if passes.table is not None:
+                write_stages(self._folder, measured(passes.table, recorded))
+            if hidden := HiddenExchange.of(recorded[0]):
+                self._say(f"in the last step {hidden}")
+        path = write_report(self._folder)
+        self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
