@@ -1,5 +1,6 @@
 """Kinds of data: each gives the documents that went in, once, and goes on where it was."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -7,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import train_on
@@ -17,6 +19,7 @@ from weft.train.data.cache import Part
 from weft.train.data.sequences import NO_LABEL, Mixture, sequences
 from weft.train.errors import ConfigError
 from weft.train.sections import DataConfig
+from weft.train.task.text import TextTask
 
 DOCUMENTS = [f"document {number}: " + "x" * (number % 23) for number in range(300)]
 ENDS = "\0"
@@ -251,6 +254,33 @@ def test_data_that_changed_in_place_or_order_is_refused_by_name(kept, tmp_path, 
     with pytest.raises(ConfigError, match=said) as error:
         kept(tmp_path, *names, **texts).load_state_dict(state)
     assert "\n" not in str(error.value)
+
+
+def refused_where_hosts_differ(path, folder, texts):
+    """What each rank says where its working directory, and with it its text, is its own."""
+    own = folder / str(dist.get_rank())
+    own.mkdir()
+    for name, text in texts[dist.get_rank()].items():
+        write_text(own, name, text)
+    settings = ['data.paths=["a", "b"]', "data.weights=[1, 1]", 'data.validation_paths=["held"]']
+    with contextlib.chdir(own), pytest.raises(ConfigError) as error:
+        TextTask(load_config(path, settings), torch.device("cpu"), lambda line: None)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"b": "xyy\n"}, 'data.paths = ["b"]: is another text on rank 1 than on rank 0 (it is as long, with other tok'),
+        ({"held": "12\n"}, 'data.validation_paths = ["held"]: is another text on rank 1 than on rank 0 (it is 1500 lo'),
+    ],
+)
+def test_texts_that_differ_from_host_to_host_are_refused_on_every_rank_by_name(pool, tmp_path, differs, said):
+    texts = {"a": "abc\n", "b": "xyz\n", "held": "123\n"}
+    path = write_config(tmp_path, data__validation_fraction=0.05)
+    lines = pool.run(2, refused_where_hosts_differ, path, tmp_path, [texts, {**texts, **differs}])
+    assert lines[0] == lines[1] and lines[0].startswith(said)
 
 
 def test_token_files_are_read_for_their_fingerprint_once(tmp_path, monkeypatch):
