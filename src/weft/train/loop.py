@@ -212,7 +212,8 @@ class Trainer:
                 values, stopping = self._step(metrics)
                 self.window.after(position.step, self.progress.note)
                 metrics.log(position.step, "train", **values)
-                if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
+                skipped, show = self.spikes.in_a_row > 0, _due(config.train.log_every, position.step)
+                if loads := self.experts.after_step(show=show, skipped=skipped):
                     metrics.log_experts(position.step, loads)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
