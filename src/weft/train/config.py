@@ -135,18 +135,20 @@ class TrainConfig:
         """Of the microbatches over the stages."""
         if self.train.schedule:
             return self.train.schedule
-        several = (self.sharding.chunks or len(self.hybrid.parsed.segments) // self.sharding.pp) > 1
-        return "combined" if self.train.overlap else "interleaved" if several else "1f1b"
+        return "combined" if self.train.overlap else "interleaved" if self._own_chunks > 1 else "1f1b"
 
     @property
     def chunks(self) -> int:
         """How many stages each rank of the pipeline has."""
-        if self.sharding.chunks is not None:
-            return self.sharding.chunks
-        segments = len(self.hybrid.parsed.segments)
-        if segments > 1:
-            return max(1, segments // self.sharding.pp)
+        if self._own_chunks:
+            return self._own_chunks
         return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
+
+    @property
+    def _own_chunks(self) -> int:
+        """As `chunks`, where the configuration or the pattern's segments say it; 0: the schedule does."""
+        segments = len(self.hybrid.parsed.segments)
+        return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
     def table(self, world_size: int) -> Table:
         """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""

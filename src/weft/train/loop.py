@@ -327,11 +327,12 @@ class Trainer:
                 averaged = validate(self.task, self.device, moved)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
         position = self.position
-        best = position.validated(values.get("nats_per_byte", values["loss"])) and self.config.checkpoint.keep_best
+        loss = values.get("nats_per_byte", values["loss"])
+        best = position.validated(loss) and self.config.checkpoint.keep_best
         values[self.task.unit] = position.tokens
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
-        self.progress.update(position.step, validation_loss=values.get("nats_per_byte", values["loss"]))
+        self.progress.update(position.step, validation_loss=loss)
         return best
 
     def _save(self) -> None:

@@ -84,15 +84,6 @@ class Batches:
         self.microbatch_weights = _weights(labels)[:, self._dp_rank].tolist()
         return [next(self) for _ in range(count)]
 
-    @property
-    def epoch(self) -> float:
-        """How often the training text has been seen, with its fraction."""
-        return self.position / self._count
-
-    @property
-    def _count(self) -> int:
-        return sum(map(len, self._mixture.texts))
-
     def state_dict(self) -> dict[str, Any]:
         """Order and position, the same on every rank, and what they refer to; of each text the length and the
         fingerprint."""
