@@ -1169,6 +1169,13 @@ MUTATIONS = [
         SPIKES,
     ),
     Mutation(
+        "a step with a spike moves the biases of experts",
+        "train/experts.py",
+        "moves = self._has_bias and not skipped",
+        "moves = self._has_bias",
+        SPIKES,
+    ),
+    Mutation(
         "a resumed run knows no norms of before",
         "train/spikes.py",
         'self.norms = [float(norm) for norm in state["norms"]]',

@@ -42,6 +42,12 @@ def test_eval_gives_the_validation_loss_that_the_run_had(pool, tmp_path):
     assert pool.run(1, evaluated, run, ["--ema"])[0]["loss"] == pytest.approx(record["ema_loss"], rel=1e-5)
 
 
+def test_eval_prints_every_digit_of_the_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("weft.train.evaluate.evaluate", lambda *arguments, **options: {"step": 1234567, "loss": 1.25})
+    assert main(["eval", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "step 1234567  loss 1.25\n"
+
+
 @pytest.mark.slow
 def test_a_report_is_written_again_the_same(pool, tmp_path, capsys):
     pool.run(1, train_to_the_end, write_config(tmp_path, train__steps=3))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.train.command import committed, metrics, write_config
 from tests.train.test_loop import StopAt
 from weft.checkpoint import CheckpointError, CheckpointManager
+from weft.moe import expert_layers
 from weft.train.activations import Activations
 from weft.train.config import load_config
 from weft.train.errors import ConfigError
@@ -62,10 +63,14 @@ def test_the_median_is_that_of_the_last_hundred_and_twenty_must_be_known():
 
 
 def spiked(path, folder, stop_at, resume_from=None, poison=None):
-    """A run in which the gradient of step `poison` is a thousand times too large on one rank."""
+    """A run in which the gradient of step `poison` is a thousand times too large on one rank.
+
+    Returns its metrics, and by step whether it left the weights and the biases of experts as they were.
+    """
     stop = StopAt(stop_at)
     stop.trainer = trainer = Trainer(load_config(path), Run(folder, resume_from), stop=stop, say=lambda line: None)
     passing = trainer.passes.run
+    routers = [layer.router for layer in expert_layers(trainer.model).values()]
 
     def run(step, microbatches):
         losses = passing(step, microbatches)
@@ -80,6 +85,7 @@ def spiked(path, folder, stop_at, resume_from=None, poison=None):
     def moment(name, numbers):
         if name == "step":
             weights = [parameter.to_local().clone() for parameter in trainer.model.parameters()]
+            weights += [router.expert_bias.clone() for router in routers]
             before[trainer.position.step] = weights
 
     trainer.moment = moment
@@ -92,7 +98,9 @@ def spiked(path, folder, stop_at, resume_from=None, poison=None):
 
 @pytest.mark.slow
 def test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows(pool, tmp_path):
-    path = write_config(tmp_path, train__steps=26, train__skip_spikes=5.0, train__validate_every=0, checkpoint__every=0)
+    experts = {"model__pattern": "[*E]", "model__num_experts": 4, "model__moe_intermediate_size": 16}
+    habits = {"train__skip_spikes": 5.0, "train__log_every": 1, "train__validate_every": 0, "checkpoint__every": 0}
+    path = write_config(tmp_path, train__steps=26, model__expert_bias=True, **experts, **habits)
     lines, same = pool.run(2, spiked, path, tmp_path / "run", 26, poison=23)[0]
     assert [step for step, is_same in same.items() if is_same] == [23]
     assert [line["skipped_steps"] for line in lines] == [0] * 22 + [1] * 4

@@ -1,5 +1,6 @@
 """Kinds of data: each gives the documents that went in, once, and goes on where it was."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -7,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import train_on
@@ -17,6 +19,7 @@ from weft.train.data.cache import Part
 from weft.train.data.sequences import NO_LABEL, Mixture, sequences
 from weft.train.errors import ConfigError
 from weft.train.sections import DataConfig
+from weft.train.task.text import TextTask
 
 DOCUMENTS = [f"document {number}: " + "x" * (number % 23) for number in range(300)]
 ENDS = "\0"
@@ -253,6 +256,33 @@ def test_data_that_changed_in_place_or_order_is_refused_by_name(kept, tmp_path, 
     assert "\n" not in str(error.value)
 
 
+def refused_where_hosts_differ(path, folder, texts):
+    """What each rank says where its working directory, and with it its text, is its own."""
+    own = folder / str(dist.get_rank())
+    own.mkdir()
+    for name, text in texts[dist.get_rank()].items():
+        write_text(own, name, text)
+    settings = ['data.paths=["a", "b"]', "data.weights=[1, 1]", 'data.validation_paths=["held"]']
+    with contextlib.chdir(own), pytest.raises(ConfigError) as error:
+        TextTask(load_config(path, settings), torch.device("cpu"), lambda line: None)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"b": "xyy\n"}, 'data.paths = ["b"]: is another text on rank 1 than on rank 0 (it is as long, with other tok'),
+        ({"held": "12\n"}, 'data.validation_paths = ["held"]: is another text on rank 1 than on rank 0 (it is 1500 lo'),
+    ],
+)
+def test_texts_that_differ_from_host_to_host_are_refused_on_every_rank_by_name(pool, tmp_path, differs, said):
+    texts = {"a": "abc\n", "b": "xyz\n", "held": "123\n"}
+    path = write_config(tmp_path, data__validation_fraction=0.05)
+    lines = pool.run(2, refused_where_hosts_differ, path, tmp_path, [texts, {**texts, **differs}])
+    assert lines[0] == lines[1] and lines[0].startswith(said)
+
+
 def test_token_files_are_read_for_their_fingerprint_once(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "_EVERY_S", -1.0)
     path = write_tokens(tmp_path, "a", "abc\n")
@@ -322,7 +352,7 @@ def write_damage(folder):
 
 UNREADABLE = {
     "a half of a character": (write_half_a_character, "half.jsonl': document 2 cannot be read"),
-    "too deep for the parser": (write_nested, "deep.jsonl, line 1: is no JSON"),
+    "too deep for the parser": (write_nested, "deep.jsonl': document 1 cannot be read (line 1: is no JSON"),
     "null": (write_nothing_there, "line 1: must be an object with text there, has null"),
     "other bytes than text": (write_no_text, "bytes.parquet': document 2 cannot be read"),
     "a damaged page": (write_damage, ".parquet': document 1 cannot be read"),
@@ -336,6 +366,50 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name):
     with pytest.raises(ConfigError) as error:
         load_corpus(config(path, tmp_path, kind=path.suffix.removeprefix(".")))
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+HELD = {
+    "a typo": ("text", "held.txt", None, "is no file or folder"),
+    "no text": ("text", "held.txt", b"\0", "is not text"),
+    "an empty file": ("text", "held.txt", b"", "no text found there"),
+    "too little": ("text", "held.txt", b"too short", "9 validation tokens are 0 sequences"),
+    "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is no JSON"),
+    "no tokens": ("tokens", "held.npy", b"x", "cannot be mapped as tokens"),
+    "no data set": ("datasets", "held", None, "is no directory of one `datasets` data set"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_wrong_with_a_validation_set_of_its_own_is_said_of_its_own_setting(tmp_path, name):
+    kind, file, content, words = HELD[name]
+    training = WRITERS[kind](tmp_path) if kind in WRITERS else KEPT[kind][0](tmp_path, "a", "abc\n")
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    settings = {} if kind in WRITERS else {"field": "text", "separator": ""}
+    settings |= {"validation_paths": (str(tmp_path / file),), "validation_fraction": 0.05, "kind": kind}
+    with pytest.raises(ConfigError) as error:
+        load_corpus(config(training, tmp_path, **settings))
+    said = str(error.value)
+    assert said.startswith("data.validation_paths") and words in said and "data.paths" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"validation_fraction": 0.1}, r'data\.validation_fraction = 0\.1 of data\.paths = \[".*a"\]: holds \d+ seq'),
+        (
+            {"validation_paths": ("held",), "validation_fraction": 0.05},
+            r'data\.validation_paths = \["held"\]: holds 1',
+        ),
+    ],
+)
+def test_a_validation_set_of_less_than_a_global_batch_names_its_own_setting(tmp_path, monkeypatch, settings, said):
+    monkeypatch.chdir(tmp_path)
+    paths = [write_text(tmp_path, name, "abc\n") for name in ("a", "held")]
+    corpus = load_corpus(config(paths[0], tmp_path, field="text", separator="", **settings))
+    sizes = {"sequence_length": 16, "microbatch_size": 2, "global_batch_size": 5000, "batches": 1}
+    with pytest.raises(ConfigError, match=said):
+        Validation([corpus.held], **sizes)
 
 
 def test_tokens_below_zero_are_named():

@@ -1,6 +1,7 @@
 import base64
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -119,6 +120,31 @@ def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path):
     assert "30% below" in page.text
     _, page = read(written(tmp_path, baseline=1.0))
     assert "bigram table" in page.text and "70% above" in page.text
+
+
+@pytest.mark.parametrize(
+    ("of_validation", "of_training", "head"),
+    [
+        ({"nats_per_byte": 1.0}, {}, ["", "nats per byte", "bits per byte"]),
+        ({}, {}, ["", "nats per token"]),
+        ({}, {"samples_per_second": 1.0}, ["", "own loss"]),
+    ],
+)
+def test_final_losses_stand_under_the_unit_that_they_are_in(tmp_path, of_validation, of_training, head, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    records = [{"step": 1, "kind": "train", "loss": 2.0, **of_training}]
+    records.append({"step": 1, "kind": "validation", "loss": 2.0, "tokens": 5, **of_validation})
+    (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    html, _ = read(write_report(tmp_path))
+    assert re.findall("<th>(.*?)</th>", html) == head
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
+    assert [row[0] for row in rows] == [
+        "validation, step 1",
+        "best validation, step 1",
+        "training, step 1",
+        "tokens seen",
+    ]
+    assert {len(row) for row in rows} == {len(head)}
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """Training in stages is training in one process, and a run may go on with other stages."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.train.command import metrics, write_config
+from tests.train.command import committed, metrics, write_config
 from tests.train.test_loop import reference, train_on
 from weft.train.report.facts import read_facts
 from weft.train.report.stages import read_stages
@@ -104,3 +105,23 @@ def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
     first, last = facts["description"].split("rank 1 of the pipeline")
     assert "rank 0 of the pipeline" in first and "decoder.layers.0" in first and "decoder.layers.1" in last
     assert [each["persistent"]["optimizer state"] > 0 for each in facts["memory"]] == [True, True]
+
+
+def train_with_a_measurement_that_fails(path, directory, changes):
+    with patch("weft.train.report.account.measured", side_effect=ValueError("no such\nmicrobatch")):
+        return train_on(path, directory, changes, stop_at=2)[-1]
+
+
+def test_a_step_that_cannot_be_measured_or_kept_ends_no_run_and_a_line_says_why(pool, tmp_path):
+    path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
+    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    (tmp_path / "kept" / "timeline.json").mkdir(parents=True)
+    kept = pool.run(2, train_on, path, tmp_path / "kept", changes, stop_at=2)[0][-1]
+    measured = pool.run(2, train_with_a_measurement_that_fails, path, tmp_path / "measured", changes)[0]
+    for said, run, why in (
+        (kept, tmp_path / "kept", "IsADirectoryError: [Errno 21] Is a directory"),
+        (measured, tmp_path / "measured", "ValueError: no such microbatch"),
+    ):
+        assert said[-1].startswith(f"{run}: its report cannot be written ({why}")
+        assert said[-1].endswith(f"; correct that, then: weft report {run}")
+        assert committed(run) == [2]

@@ -1,5 +1,8 @@
 """`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +15,11 @@ from tests.train.command import metrics
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
 from weft.train import Trainer
-from weft.train.config import from_tables
+from weft.train.config import from_tables, load_config
 from weft.train.errors import ConfigError
+from weft.train.evaluate import evaluate
 from weft.train.loop import train
+from weft.train.source import Source
 from weft.train.task.own import Stream
 
 
@@ -146,6 +151,50 @@ def test_a_run_of_one_s_own_goes_on_bit_for_bit(pool, tmp_path, how):
     assert parts[0] == whole[0]
     assert all(torch.equal(parts[2][name], value) for name, value in whole[2].items())
     verify(tmp_path / "parts" / "default" / "checkpoints" / "step-00000009")
+
+
+class KeepsSettings:
+    """A logger that writes down what it is told a run has."""
+
+    def __init__(self, folder, step, settings):
+        (Path(folder) / "told.txt").write_text(" ".join(settings))
+
+    def scalars(self, step, values): ...
+
+    def histogram(self, step, name, counts): ...
+
+    def close(self): ...
+
+
+def read_by_others(folder):
+    """What refuses the run of a program: (who, what it says)."""
+    config = {**settings(folder, 1), "run": {"directory": str(folder), "loggers": [f"{__name__}:KeepsSettings"]}}
+    fit(folder, config=config)
+    run = folder / "default"
+    found = []
+    for who, read in {
+        "eval": lambda: evaluate(run, overrides=[]),
+        "sample": lambda: next(Source(run).continued("a")),
+        "convert": lambda: Source(run).model_config,
+        "train --resume": lambda: train(load_config(run / "config.toml"), resume=str(run)),
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            read()
+        found.append((who, str(error.value)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_of_one_s_own_claims_no_model_and_no_text_and_whoever_needs_them_names_it(pool, tmp_path):
+    for who, said in pool.run(1, read_by_others, tmp_path)[0]:
+        assert said.startswith(f"{tmp_path / 'default'}: is a run of a program"), who
+        assert f"resume='{tmp_path / 'default'}'" in said and "\n" not in said
+    run = tmp_path / "default"
+    others = ["train", "optimizer", "schedule", "sharding", "checkpoint", "run"]
+    assert list(tomllib.loads((run / "config.toml").read_text())) == others
+    assert (run / "told.txt").read_text().split() == others
+    assert "pattern" not in (run / "report.html").read_text() and "[data]" not in (run / "report.html").read_text()
+    pool.run(1, go_on, tmp_path, 2, str(run))
 
 
 class Cube(nn.Module):

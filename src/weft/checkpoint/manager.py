@@ -297,6 +297,8 @@ class CheckpointManager:
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         def commit() -> None:
             folder.commit(temporary, manifest)
+            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared | self.protected]
+            folder.discard(folder.path_of(self.directory, each) for each in own[: -self.keep])
             committed()
 
         started = time.monotonic()
@@ -322,9 +324,6 @@ class CheckpointManager:
             if self.rank == 0:
                 folder.discard([temporary])
             raise
-        if self.rank == 0:
-            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared | self.protected]
-            folder.discard(folder.path_of(self.directory, each) for each in own[: -self.keep])
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:

@@ -38,7 +38,8 @@ def evaluate(options: argparse.Namespace) -> int:
         overrides=options.overrides,
         say=partial(_warn, options),
     )
-    print("  ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()))
+    step = values.pop("step")
+    print(f"step {step:.0f}", *(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()), sep="  ")
     return 0
 
 

@@ -135,18 +135,20 @@ class TrainConfig:
         """Of the microbatches over the stages."""
         if self.train.schedule:
             return self.train.schedule
-        several = (self.sharding.chunks or len(self.hybrid.parsed.segments) // self.sharding.pp) > 1
-        return "combined" if self.train.overlap else "interleaved" if several else "1f1b"
+        return "combined" if self.train.overlap else "interleaved" if self._own_chunks > 1 else "1f1b"
 
     @property
     def chunks(self) -> int:
         """How many stages each rank of the pipeline has."""
-        if self.sharding.chunks is not None:
-            return self.sharding.chunks
-        segments = len(self.hybrid.parsed.segments)
-        if segments > 1:
-            return max(1, segments // self.sharding.pp)
+        if self._own_chunks:
+            return self._own_chunks
         return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
+
+    @property
+    def _own_chunks(self) -> int:
+        """As `chunks`, where the configuration or the pattern's segments say it; 0: the schedule does."""
+        segments = len(self.hybrid.parsed.segments)
+        return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
     def table(self, world_size: int) -> Table:
         """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""
@@ -266,8 +268,11 @@ def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**sections)
 
 
-def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None)."""
+def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[str, Any]]:
+    """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None).
+
+    own_task: without [model] and [data], in whose place a program gave its own.
+    """
     return {
         section: {
             f.name: plain(getattr(getattr(config, section), f.name))
@@ -275,13 +280,14 @@ def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
             if getattr(getattr(config, section), f.name) is not None
         }
         for section in SECTIONS
+        if not (own_task and section in OF_TASK)
     }
 
 
-def to_toml(config: TrainConfig) -> str:
-    """The resolved configuration as TOML; `parse_config` of it gives an equal configuration."""
+def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
+    """As `to_dict`, as TOML; `parse_config` of it gives an equal configuration."""
     tables = []
-    for section, values in to_dict(config).items():
+    for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]
         tables.append("\n".join(lines))
     return "\n\n".join(tables) + "\n"
@@ -297,6 +303,8 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointConfig,
     "run": RunConfig,
 }
+OF_TASK = ("model", "data")
+"""The sections that describe what is trained."""
 
 
 _DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}

@@ -18,7 +18,7 @@ from weft.train.config import TrainConfig, load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
-from weft.train.run.runs import CHECKPOINTS, CONFIG
+from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
 from weft.train.sections import ShardingConfig
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
@@ -81,6 +81,7 @@ def evaluate(
     """
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
+    refuse_own_task(run)
     config = load_config(run / CONFIG, overrides)
     _refuse_without_effect(overrides, config)
     loop = dataclasses.replace(

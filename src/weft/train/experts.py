@@ -26,16 +26,17 @@ class ExpertBalance:
         """`zero` plus what the routers of this rank added to the losses since the last time, over all microbatches."""
         return sum(router_losses(self._model).values(), zero)
 
-    def after_step(self, *, show: bool) -> dict[str, list[int]]:
-        """Move the biases by the loads of the step; all ranks call this.
+    def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
+        """Move the biases by the loads of the step, unless it is `skipped`; all ranks call this.
 
         `show`: return the loads, the assignments per expert over all ranks by name of the layer; else nothing.
         """
-        if not (show or self._has_bias):
+        moves = self._has_bias and not skipped
+        if not (show or moves):
             load_statistics(self._model)  # the next step counts from zero
             return {}
         loads = load_statistics(self._model, group=self._mesh)
         for name, router in self._routers.items():
-            if router.expert_bias is not None:
+            if moves and router.expert_bias is not None:
                 router.update_bias(loads[name], self._bias_rate)
         return self._stages.merged({name: load.tolist() for name, load in loads.items()}) if show else {}

@@ -33,7 +33,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run, remove_if_unused, resuming
+from weft.train.run.runs import Run, open_run, refuse_own_task, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
@@ -74,6 +74,9 @@ class Trainer:
         self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
         config.validate(self.ranks)
 
+        self._has_own_task = task is not None
+        if run.step is not None and not self._has_own_task:
+            refuse_own_task(run.directory)
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
@@ -85,8 +88,8 @@ class Trainer:
         self.average: WeightAverage | None = None
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
-        self.account = Account(run.directory, config, self.task, self.device, self.say)
-        self.passes = Passes(config, self.task, self.device, self.watchdog, self.account, self._note)
+        self.account = Account(run.directory, config, self.task, self.device, self.say, own_task=self._has_own_task)
+        self.passes = Passes(config, self.task, self.device, self.watchdog, self._note)
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
@@ -197,7 +200,7 @@ class Trainer:
             self.rank == 0,
             resumed_step=position.step,
             loggers=config.run.loggers,
-            settings=to_dict(config),
+            settings=to_dict(config, own_task=self._has_own_task),
         )
         with (
             self.checkpoints,
@@ -213,7 +216,8 @@ class Trainer:
                 values, stopping = self._step(metrics)
                 self.window.after(position.step, self.progress.note)
                 metrics.log(position.step, "train", **values)
-                if loads := self.experts.after_step(show=_due(config.train.log_every, position.step)):
+                skipped, show = self.spikes.in_a_row > 0, _due(config.train.log_every, position.step)
+                if loads := self.experts.after_step(show=show, skipped=skipped):
                     metrics.log_experts(position.step, loads)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
@@ -230,7 +234,7 @@ class Trainer:
         if self._is_settled():
             self.say(f"ended early: {self._settled()}")
         if complete and self.stages.have_first_rank:
-            self.account.end(position, self.optimizer, self.passes.activations)
+            self.account.end(position, self.optimizer, self.passes)
         if not complete:
             go_on = resuming(self.command, self.run_place.directory)
             self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; go on with: {go_on}")
@@ -330,11 +334,12 @@ class Trainer:
                 averaged = validate(self.task, self.device, moved)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
         position = self.position
-        best = position.validated(values.get("nats_per_byte", values["loss"])) and self.config.checkpoint.keep_best
+        loss = values.get("nats_per_byte", values["loss"])
+        best = position.validated(loss) and self.config.checkpoint.keep_best
         values[self.task.unit] = position.tokens
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
-        self.progress.update(position.step, validation_loss=values.get("nats_per_byte", values["loss"]))
+        self.progress.update(position.step, validation_loss=loss)
         return best
 
     def _save(self) -> None:

@@ -15,13 +15,12 @@ from weft.train.activations import Activations
 from weft.train.config import TrainConfig
 from weft.train.own_numbers import OwnNumbers
 from weft.train.record.profile import Operations
-from weft.train.report.account import Account
 from weft.train.run.watchdog import Watchdog
 from weft.train.task.task import Task
 
 
 class Passes:
-    """Those of one rank. The first ones of a process are counted, the last ones of a run are recorded in `account`."""
+    """Those of one rank. The first ones of a process are counted, the last ones of a run are recorded."""
 
     def __init__(
         self,
@@ -29,19 +28,21 @@ class Passes:
         task: Task,
         device: torch.device,
         watchdog: Watchdog,
-        account: Account,
         note: Callable[[str], None],
     ) -> None:
         """`note`: is told a line."""
         self._config, self._task, self._stages, self._device = config, task, Stages(task.model), device
-        self._watchdog, self._account, self._note = watchdog, account, note
-        self._table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
+        self._watchdog, self._note = watchdog, note
+        self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
+        """The schedule of a step, where there are stages."""
         self._are_counted = False
         """Whether the first ones of this process are over."""
         self.operations: Operations | None = None
         """What this rank computes in a step, once that is counted."""
         self.activations: Activations | None = None
         """Those of a step on this rank, once that is counted."""
+        self.timeline: Timeline | None = None
+        """Of the last step of the run, where things run beside each other."""
         self.own_numbers = OwnNumbers(device)
         """Of the last step."""
 
@@ -57,7 +58,7 @@ class Passes:
     def depth_losses(self) -> torch.Tensor:
         """What prediction depths have added here; only the last stage has them."""
         losses = prediction_losses(self._task.model)
-        if self._table is not None and not losses.numel():
+        if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)
         return losses
 
@@ -78,7 +79,6 @@ class Passes:
                 self.activations = looking.enter_context(Activations())
             losses = self._forward_backward(step, microbatches)
         if self.operations is not None:
-            self._account.keep_operations(self.operations)
             eagerly = ", which were counted in a step that is not compiled" if loop.compile else ""
             self._note(f"a step of one rank is {self.operations}{eagerly}")
         return losses
@@ -86,22 +86,20 @@ class Passes:
     def _forward_backward(self, step: int, microbatches: list[Any]) -> torch.Tensor:
         loop, weights = self._config.train, self._task.batches.microbatch_weights
         scales = [weight / len(microbatches) for weight in weights]
-        if loop.overlap or self._table is not None:
-            timeline = Timeline() if step == loop.steps and self._stages.have_first_rank else None
-            if timeline is not None:
+        if loop.overlap or self.table is not None:
+            if step == loop.steps and self._stages.have_first_rank:
+                self.timeline = Timeline()
                 self._stages.all_of(None)  # their clocks begin together
-            with timeline or nullcontext():
+            with self.timeline or nullcontext():
                 losses = forward_backward(
                     self._task.model,
                     microbatches,
-                    schedule=self._table,
+                    schedule=self.table,
                     overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
                     loss_scale=scales,
                 )
-            if timeline is not None:
-                self._account.keep_timeline(timeline, self._table)
             return _weighted(losses, weights)
         found = []
         for number, microbatch in enumerate(microbatches, start=1):

@@ -17,7 +17,7 @@ from weft.models.hf.directory import OURS, THEIRS
 from weft.models.renumber import renumbered
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
-from weft.train.run.runs import CHECKPOINTS, CONFIG
+from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
@@ -140,4 +140,5 @@ class Source:
     @cached_property
     def _run_config(self) -> TrainConfig:
         assert self.run is not None
+        refuse_own_task(self.run)
         return load_config(self.run / CONFIG)

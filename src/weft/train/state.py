@@ -16,10 +16,7 @@ class Position:
     seconds: float = 0.0
     """Time spent in training steps."""
     validation_loss: float | None = None
-    """The newest, in nats per byte."""
-    validated_step: int = 0
-    """The step of `validation_loss`."""
-
+    """The newest: nats per byte where the text's bytes are known, else the loss itself."""
     best_loss: float | None = None
     """The lowest that `validation_loss` was."""
     best_step: int = 0
@@ -29,7 +26,7 @@ class Position:
 
     def validated(self, loss: float) -> bool:
         """Note the loss of a validation; returns whether it is the best one."""
-        self.validation_loss, self.validated_step = loss, self.step
+        self.validation_loss = loss
         if self.best_loss is not None and not loss < self.best_loss:
             self.worse += 1
             return False

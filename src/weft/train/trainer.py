@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.train import loop
-from weft.train.config import OptimizerConfig, TrainConfig, from_tables, load_config
+from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
@@ -121,7 +121,7 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
 
 def _refuse_what_has_no_effect(config: TrainConfig) -> None:
     plain = TrainConfig()
-    for section in ("model", "data"):
+    for section in OF_TASK:
         if getattr(config, section) != getattr(plain, section):
             raise ConfigError(f"[{section}]: has no effect with a model and data of one's own; leave the section out")
     config.check_own_model()

@@ -84,15 +84,6 @@ class Batches:
         self.microbatch_weights = _weights(labels)[:, self._dp_rank].tolist()
         return [next(self) for _ in range(count)]
 
-    @property
-    def epoch(self) -> float:
-        """How often the training text has been seen, with its fraction."""
-        return self.position / self._count
-
-    @property
-    def _count(self) -> int:
-        return sum(map(len, self._mixture.texts))
-
     def state_dict(self) -> dict[str, Any]:
         """Order and position, the same on every rank, and what they refer to; of each text the length and the
         fingerprint."""
@@ -158,17 +149,19 @@ class Validation:
         weights: Sequence[float] = (),
         vocabulary: int | None = None,
     ) -> None:
-        parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
+        parts = [Part(tokens, np.zeros(1, dtype="<i8"))] if isinstance(tokens, np.ndarray) else tokens
         texts = [sequences(part, sequence_length, packing, 1) for part in parts]
         self._mixture = Mixture(texts, weights, vocabulary)
         per_batch = microbatches_per_step(global_batch_size, microbatch_size, dp_size)
         whole = sum(self._mixture.shares)
-        held = min(len(text) * whole // share for text, share in zip(texts, self._mixture.shares))
+        held, name = min(
+            (len(text) * whole // share, part.name) for text, share, part in zip(texts, self._mixture.shares, parts)
+        )
         batches = min(batches, held // global_batch_size)
         if batches < 1:
             raise ConfigError(
-                f"data.validation_fraction: the validation text holds {held} sequences, less than one global "
-                f"batch of {global_batch_size}; raise it, name more text, or lower train.global_batch_size"
+                f"{name}: holds {held} sequences for validation, less than one global batch of {global_batch_size}; "
+                "take more text or lower train.global_batch_size"
             )
         count = batches * global_batch_size
         self._texts, numbers = self._mixture.place(np.arange(count))

@@ -44,6 +44,19 @@ class Corpus:
         return self.held.tokens
 
 
+@dataclass(frozen=True)
+class Text:
+    """What a setting names."""
+
+    setting: str
+    name: str
+    """Its value, for a person."""
+    files: list[File]
+
+    def __str__(self) -> str:
+        return f"{self.setting} = {self.name}"
+
+
 def load_corpora(
     data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, runs: str | None = None
 ) -> list[Corpus]:
@@ -71,46 +84,47 @@ def load_corpus(
     sequence for each of `dp_size` ranks.
     """
     paths = data.paths if paths is None else paths
-    name = json.dumps(list(paths), ensure_ascii=False) if paths else "the Python standard library's source"
-    own = bool(data.validation_paths)
     written: list[str | Path] = [cache.cache_folder(data.cache_dir), *([runs] if runs else [])]
-    found = find_files(data, paths, written)
-    held_files = find_files(data, data.validation_paths, written) if own else []
+    text = _text(data, "data.paths", paths, written)
+    apart = _text(data, "data.validation_paths", data.validation_paths, written) if data.validation_paths else None
     if data.kind == "tokens":
-        corpus = _of_token_files(data, found, held_files, name, say)
+        corpus = _of_token_files(data, text, apart, say)
     else:
         tokenizer = load_tokenizer(data.tokenizer)
-        train, validation, counts = _tokenised(
-            data, found, name, tokenizer, 0.0 if own else data.validation_fraction, say
-        )
-        if own:
-            _, validation, counts = _tokenised(data, held_files, name, tokenizer, 1.0, say)
+        train, validation, counts = _tokenised(data, text, tokenizer, 0.0 if apart else data.validation_fraction, say)
+        if apart:
+            _, validation, counts = _tokenised(data, apart, tokenizer, 1.0, say)
         bytes_per_token = counts["validation_bytes"] / max(1, len(validation.tokens))
-        described = _description(name, train, validation)
+        described = _description(text, train, validation)
         corpus = Corpus(train, validation, tokenizer.vocab_size, bytes_per_token, described)
-    trained = f"data.paths = {name}"
-    held = f"data.validation_paths = {json.dumps(list(data.validation_paths), ensure_ascii=False)}" if own else trained
-    for setting, part, tokens in ((trained, "training", corpus.train), (held, "validation", corpus.validation)):
-        have = max(0, len(tokens) - 1) // data.sequence_length
+    held = str(apart) if apart else f"data.validation_fraction = {data.validation_fraction} of {text}"
+    corpus = replace(corpus, training=replace(corpus.training, name=str(text)), held=replace(corpus.held, name=held))
+    for part, what in ((corpus.training, "training"), (corpus.held, "validation")):
+        have = max(0, len(part.tokens) - 1) // data.sequence_length
         if have < dp_size:
             raise ConfigError(
-                f"{setting}: {len(tokens)} {part} tokens are {have} sequences of "
+                f"{part.name}: {len(part.tokens)} {what} tokens are {have} sequences of "
                 f"{data.sequence_length}, fewer than one for each of {dp_size} ranks; "
-                "name more text or lower data.sequence_length"
+                "take more text or lower data.sequence_length"
             )
-    return replace(corpus, training=replace(corpus.training, name=trained), held=replace(corpus.held, name=held))
+    return corpus
+
+
+def _text(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path]) -> Text:
+    name = json.dumps(list(paths), ensure_ascii=False) if paths else "the Python standard library's source"
+    return Text(setting, name, find_files(data, setting, paths, written))
 
 
 def _tokenised(
-    data: DataConfig, files: list[File], name: str, tokenizer: Tokenizer, fraction: float, say: Say
+    data: DataConfig, text: Text, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> tuple[Part, Part, dict[str, int]]:
-    if not sum(size for _, size, _ in files):
-        raise ConfigError(f"data.paths = {name}: no text found there; name files or folders that hold some")
-    key = _key(data, files, tokenizer, fraction)
+    if not sum(size for _, size, _ in text.files):
+        raise ConfigError(f"{text}: no text found there; name files or folders that hold some")
+    key = _key(data, text.files, tokenizer, fraction)
     folder = cache.cache_folder(data.cache_dir)
     found = cache.open_cache(folder, key)
     if found is None:
-        _build(data, folder, key, files, name, tokenizer, fraction, say)
+        _build(data, folder, key, text, tokenizer, fraction, say)
         found = cache.open_cache(folder, key)
     if found is None:
         raise RuntimeError(f"{folder}: the token file that was just written there is gone")
@@ -118,28 +132,21 @@ def _tokenised(
 
 
 def _build(
-    data: DataConfig,
-    folder: Path,
-    key: str,
-    files: list[File],
-    name: str,
-    tokenizer: Tokenizer,
-    fraction: float,
-    say: Say,
+    data: DataConfig, folder: Path, key: str, text: Text, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         cache.build(
             folder,
             key,
-            documents(data, files, fraction),
+            documents(data, text.setting, text.files, fraction),
             tokenizer,
             data.separator,
-            lambda done: say(f"tokenising {name}: {done:.0%}"),
+            lambda done: say(f"tokenising {text.name}: {done:.0%}"),
         )
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir = {str(folder)!r}: tokens of {name} cannot be written there ({error}); "
+            f"data.cache_dir = {str(folder)!r}: tokens of {text.name} cannot be written there ({error}); "
             "name a folder with room in data.cache_dir"
         ) from error
 
@@ -151,47 +158,47 @@ def _key(data: DataConfig, files: list[File], tokenizer: Tokenizer, fraction: fl
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
 
 
-def _description(name: str, train: Part, validation: Part) -> str:
-    return f"{name}: {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens"
+def _description(text: Text, train: Part, validation: Part) -> str:
+    return f"{text.name}: {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens"
 
 
-def _of_token_files(data: DataConfig, files: list[File], held_files: list[File], name: str, say: Say) -> Corpus:
+def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) -> Corpus:
     """Tokens that were made elsewhere; the end of each file is for validation."""
-    cut = 1 - (0.0 if data.validation_paths else data.validation_fraction)
-    maps, held = ([_mapped(path, data) for path, _, _ in each] for each in (files, held_files))
+    cut = 1.0 if apart else 1 - data.validation_fraction
+    maps = _mapped(data, text)
     train = [tokens[: int(len(tokens) * cut)] for tokens in maps]
-    held += [tokens[int(len(tokens) * cut) :] for tokens in maps if cut < 1]
-    arrays = [_joined(each, name) for each in (train, held)]
-    known = json.dumps([cache.FORMAT, data.kind, data.token_dtype, files, held_files, cut])
+    held = _mapped(data, apart) if apart else [tokens[int(len(tokens) * cut) :] for tokens in maps]
+    # One file stays a map; several are read.
+    arrays = [each[0] if len(each) == 1 else np.concatenate(each) for each in (train, held)]
+    known = json.dumps([cache.FORMAT, data.kind, data.token_dtype, text.files, apart.files if apart else [], cut])
     marks = cache.fingerprints(
         cache.cache_folder(data.cache_dir),
         hashlib.sha256(known.encode()).hexdigest()[:32],
         arrays,
-        lambda done: say(f"reading {name} for its fingerprint: {done:.0%}"),
+        lambda done: say(f"reading {text.name} for its fingerprint: {done:.0%}"),
     )
     first, second = (Part(tokens, np.zeros(1, dtype="<i8"), mark) for tokens, mark in zip(arrays, marks))
-    return Corpus(first, second, None, None, _description(name, first, second))
+    return Corpus(first, second, None, None, _description(text, first, second))
 
 
-def _mapped(path: str, data: DataConfig) -> np.ndarray:
-    try:
-        if path.endswith(".npy"):
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        else:
-            tokens = np.memmap(path, dtype=data.token_dtype, mode="r")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"data.paths: {path!r} cannot be mapped as tokens ({' '.join(str(error).split())})"
-        ) from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-        raise ConfigError(
-            f"data.paths: {path!r} holds {tokens.dtype} {list(tokens.shape)}; token files hold one row of whole numbers"
-        )
-    return tokens
-
-
-def _joined(arrays: list[np.ndarray], name: str) -> np.ndarray:
-    """One file stays a map; several are read."""
-    if not arrays:
-        raise ConfigError(f"data.paths = {name}: no token files (*.npy, *.bin) found there; name some")
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _mapped(data: DataConfig, text: Text) -> list[np.ndarray]:
+    if not text.files:
+        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found there; name some")
+    found = []
+    for path, _, _ in text.files:
+        try:
+            if path.endswith(".npy"):
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            else:
+                tokens = np.memmap(path, dtype=data.token_dtype, mode="r")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{text.setting}: {path!r} cannot be mapped as tokens ({' '.join(str(error).split())}); name another"
+            ) from error
+        if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+            raise ConfigError(
+                f"{text.setting}: {path!r} holds {tokens.dtype} {list(tokens.shape)}; "
+                "token files hold one row of whole numbers"
+            )
+        found.append(tokens)
+    return found

@@ -43,39 +43,45 @@ class Document(NamedTuple):
     """The part of all text that has been read with it."""
 
 
-def find_files(data: DataConfig, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
+def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
     """Every file below `paths` in a fixed order. Raises ConfigError for what is not there or not of the kind.
 
-    written: folders that runs write to; they are left out where they lie below `paths`, and refused as one of these.
+    setting: has the paths. written: folders that runs write to; they are left out where they lie below `paths`, and
+    refused as one of these.
     """
+    try:
+        stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error.filename!r} cannot be read ({error.strerror}); correct it") from error
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path]) -> Iterator[str]:
     closed = {os.path.realpath(folder) for folder in written}
-    found: dict[str, None] = {}
     if not paths:
-        found.update(dict.fromkeys(_walk(sysconfig.get_path("stdlib"), ("*.py",), _NO_SOURCE, set(), binary=False)))
+        yield from _walk(sysconfig.get_path("stdlib"), ("*.py",), _NO_SOURCE, set(), binary=False)
     binary = data.kind not in ("text", "jsonl")
     patterns = PATTERNS.get(data.kind, ("*",)) if data.include == ("*",) else data.include
     for path in paths:
         if data.kind == "datasets":
-            found.update(dict.fromkeys(_dataset_files(path)))
+            yield from _dataset_files(setting, path)
         elif os.path.isfile(path):
             if not binary and _is_binary(path):
-                raise ConfigError(f"data.paths: {path!r} is not text (it has NUL bytes); name a text file")
-            found[os.path.realpath(path)] = None
+                raise ConfigError(f"{setting}: {path!r} is not text (it has NUL bytes); name a text file")
+            yield os.path.realpath(path)
         elif os.path.realpath(path) in closed:
             raise ConfigError(
-                f"data.paths: {path!r} is run.directory or data.cache_dir itself, where runs write; put these into "
+                f"{setting}: {path!r} is run.directory or data.cache_dir itself, where runs write; put these into "
                 "another folder"
             )
         elif os.path.isdir(path):
-            found.update(dict.fromkeys(_walk(path, patterns, set(), closed, binary=binary)))
+            yield from _walk(path, patterns, set(), closed, binary=binary)
         else:
-            raise ConfigError(f"data.paths: {path!r} is no file or folder; correct it or leave it out")
-    stats = [(path, os.stat(path)) for path in found]
-    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            raise ConfigError(f"{setting}: {path!r} is no file or folder; correct it or leave it out")
 
 
-def documents(data: DataConfig, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """All documents of `files`; `fraction` of them is for validation, the same for every seed."""
+def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
+    """All documents of `files`, which `setting` names; `fraction` is for validation, the same for every seed."""
     if data.kind == "text":
         yield from _texts(files, fraction)
         return
@@ -83,7 +89,7 @@ def documents(data: DataConfig, files: Sequence[File], fraction: float) -> Itera
     read = {"jsonl": _lines, "parquet": _parquet_rows, "datasets": _arrow_rows}[data.kind]
     before = number = 0
     for path, size, _ in files:
-        for text, share in _told(path, read(path, data.field)):
+        for text, share in _told(setting, path, read(path, data.field)):
             validates = _hash(number) < fraction
             number += 1
             if text:
@@ -91,7 +97,7 @@ def documents(data: DataConfig, files: Sequence[File], fraction: float) -> Itera
         before += size
 
 
-def _told(path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
+def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
     """`rows` of `path` in UTF-8. Whatever cannot be read of it is a ConfigError that says where."""
     done = 0
     try:
@@ -102,7 +108,7 @@ def _told(path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes,
         raise
     except Exception as error:  # each format has errors of its own
         raise ConfigError(
-            f"data.paths: {path!r}: document {done + 1} cannot be read ({' '.join(str(error).split())[:120]}); "
+            f"{setting}: {path!r}: document {done + 1} cannot be read ({' '.join(str(error).split())[:120]}); "
             "correct it or leave the file out"
         ) from error
 
@@ -123,7 +129,7 @@ def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"data.paths: {path}, line {number}: is no JSON ({error}); correct it") from error
+                raise ValueError(f"line {number}: is no JSON: {error}") from error
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 known = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
                 if isinstance(record, dict) and field in record:
@@ -136,11 +142,7 @@ def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
 
 def _parquet_rows(path: str, field: str) -> Iterator[tuple[str, float]]:
     parquet = _pyarrow("pyarrow.parquet", "parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise ConfigError(f"data.paths: {path!r} is no Parquet file ({' '.join(str(error).split())[:120]})") from error
-    with file:
+    with parquet.ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow.names)
         batches = file.iter_batches(batch_size=256, columns=[field])
         yield from _texts_of(batches, path, field, max(1, file.metadata.num_rows))
@@ -180,7 +182,7 @@ def _pyarrow(module: str, kind: str) -> Any:
         raise ConfigError(f'data.kind = "{kind}": needs the package `pyarrow`; install weft[data]') from error
 
 
-def _dataset_files(path: str) -> list[str]:
+def _dataset_files(setting: str, path: str) -> list[str]:
     """The Arrow files of a directory that `datasets` saved, in its order."""
     folder = Path(path)
     try:
@@ -191,11 +193,11 @@ def _dataset_files(path: str) -> list[str]:
         fix = (
             f"it has {', '.join(splits)}: name one of these below it" if splits else "name one that save_to_disk wrote"
         )
-        raise ConfigError(f"data.paths: {path!r} is no directory of one `datasets` data set; {fix}") from error
+        raise ConfigError(f"{setting}: {path!r} is no directory of one `datasets` data set; {fix}") from error
     if state.get("_indices_data_files"):
-        raise ConfigError(f"data.paths: {path!r} has rows in another order; save it again after flatten_indices()")
+        raise ConfigError(f"{setting}: {path!r} has rows in another order; save it again after flatten_indices()")
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
-        raise ConfigError(f"data.paths: {path!r} names files that are not in it; save it again")
+        raise ConfigError(f"{setting}: {path!r} names files that are not in it; save it again")
     return [os.path.realpath(folder / name) for name in names]
 
 
@@ -221,11 +223,8 @@ def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[st
 
 
 def _is_binary(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return b"\0" in file.read(8192)
-    except OSError as error:
-        raise ConfigError(f"data.paths: {path!r} cannot be read ({error.strerror}); correct it") from error
+    with open(path, "rb") as file:
+        return b"\0" in file.read(8192)
 
 
 def _texts(files: Sequence[File], fraction: float) -> Iterator[Document]:

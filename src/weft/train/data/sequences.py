@@ -40,9 +40,9 @@ class Sequences(Protocol):
 class Windows:
     """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
 
-    def __init__(self, tokens: np.ndarray, length: int) -> None:
-        self.tokens, self.length = tokens, length
-        self.count = max(0, len(tokens) - 1) // length
+    def __init__(self, part: Part, length: int) -> None:
+        self.tokens, self.length, self.name = part.tokens, length, part.name
+        self.count = max(0, len(self.tokens) - 1) // length
 
     def __len__(self) -> int:
         return self.count
@@ -51,7 +51,7 @@ class Windows:
         length = self.length
         found = np.stack([self.tokens[i * length : (i + 1) * length + 1] for i in indices.tolist()]).astype(np.int64)
         if (least := int(found.min(initial=0))) < 0:
-            raise ConfigError(f"data.paths: a token file holds {least}; tokens are not negative, correct it")
+            raise ConfigError(f"{self.name}: a token file holds {least}; tokens are not negative, correct it")
         return found
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
@@ -98,7 +98,7 @@ def _packed(part: Part, room: int) -> np.ndarray:
 def sequences(part: Part | np.ndarray, length: int, packing: Packing, at_least: int) -> Sequences:
     """Raises ConfigError where there are fewer than `at_least`, the number of ranks."""
     part = part if isinstance(part, Part) else Part(part, np.zeros(1, dtype=np.int64))
-    found = WholeDocuments(part, length) if packing == "whole" else Windows(part.tokens, length)
+    found = WholeDocuments(part, length) if packing == "whole" else Windows(part, length)
     if len(found) < at_least:
         raise ConfigError(
             f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "

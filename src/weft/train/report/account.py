@@ -10,20 +10,18 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline
+from weft.comm.timeline import Interval
 from weft.models import HybridModel
 from weft.models.stages import Stages
-from weft.pipeline import Table
-from weft.train.activations import Activations
 from weft.train.config import TrainConfig, to_toml
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.optimizers import optimizer_bytes
-from weft.train.record.profile import Operations
+from weft.train.passes import Passes
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
-from weft.train.report.timeline import HiddenExchange, read_timeline, write_timeline
+from weft.train.report.timeline import HiddenExchange, write_timeline
 from weft.train.run.runs import CONFIG, recorded_name
 from weft.train.state import Position
 from weft.train.task.task import Task
@@ -33,9 +31,18 @@ class Account:
     """One rank's part of it; `say` is told lines. The first rank of all writes."""
 
     def __init__(
-        self, folder: Path, config: TrainConfig, task: Task, device: torch.device, say: Callable[[str], None]
+        self,
+        folder: Path,
+        config: TrainConfig,
+        task: Task,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        own_task: bool,
     ) -> None:
+        """own_task: whether the task is not the one that `config` describes."""
         self._folder, self._config, self._task, self._device, self._say = folder, config, task, device, say
+        self._has_own_task = own_task
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
         self._parameters = self._stages.count_parameters()
         self._facts: dict[str, Any] = {}
@@ -72,32 +79,40 @@ class Account:
         self._folder.mkdir(parents=True, exist_ok=True)
         # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
-        replace_text(self._folder / CONFIG, to_toml(dataclasses.replace(self._config, run=run)))
+        config = dataclasses.replace(self._config, run=run)
+        replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
         keep_facts(self._folder, self._facts)
         self._facts = {}
 
-    def keep_operations(self, operations: Operations) -> None:
-        """Of a step of one rank."""
-        if self._writes:
-            keep_facts(self._folder, {"operations": str(operations)})
+    def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
+        """Of a run that is complete; all ranks of the first rank's pipeline call this.
 
-    def keep_timeline(self, timeline: Timeline, table: Table | None) -> None:
-        """Of a step, by this `table` where there are stages; all ranks of the pipeline call this."""
-        recorded = self._stages.all_of(timeline.intervals())
-        if self._writes:
-            write_timeline(self._folder, recorded[0])
-            if table is not None:
-                write_stages(self._folder, measured(table, recorded))
-
-    def end(self, position: Position, optimizer: torch.optim.Optimizer, activations: Activations | None) -> None:
-        """Of a run that is complete; all ranks of the first rank's pipeline call this."""
+        What cannot be written ends nothing: a line says why.
+        """
         memory = weft.memory_report(self._task.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(optimizer)
-        if activations is not None:
-            memory["transient"]["activations"] = {"peak": activations.peak}
-        units, memories = zip(*self._stages.all_of((weft.describe(self._task.model), memory)))
+        if passes.activations is not None:
+            memory["transient"]["activations"] = {"peak": passes.activations.peak}
+        intervals = passes.timeline.intervals() if passes.timeline else []
+        found = self._stages.all_of((weft.describe(self._task.model), memory, intervals))
         if not self._writes:
             return
+        try:
+            self._write(position, passes, *zip(*found))
+        except Exception as error:  # the run is complete, whatever a parser or a drawing stumbles over
+            said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct that"
+            said = " ".join(str(error if isinstance(error, ConfigError) else said).split())
+            self._say(f"{said}, then: weft report {shlex.quote(str(self._folder))}")
+
+    def _write(
+        self,
+        position: Position,
+        passes: Passes,
+        units: tuple[str, ...],
+        memories: tuple[Any, ...],
+        recorded: tuple[list[Interval], ...],
+    ) -> None:
+        """Of each rank of the pipeline: its units, its memory, and what it recorded."""
         baseline = self._task.baseline()
         if baseline is not None:
             self._say(
@@ -106,13 +121,16 @@ class Account:
             )
         if len(units) > 1:
             units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))
-        facts = {"description": "\n\n".join(units), "memory": memories if len(memories) > 1 else memory}
-        keep_facts(self._folder, {**facts, "baseline": baseline, "seconds": position.seconds})
-        if hidden := HiddenExchange.of(read_timeline(self._folder)):
-            self._say(f"in the last step {hidden}")
-        try:
-            path = write_report(self._folder)
-        except ConfigError as error:
-            self._say(f"{error}, then: weft report {shlex.quote(str(self._folder))}")
-        else:
-            self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))
+        facts: dict[str, Any] = {"description": "\n\n".join(units), "baseline": baseline, "seconds": position.seconds}
+        facts["memory"] = memories if len(memories) > 1 else memories[0]
+        if passes.operations is not None:
+            facts["operations"] = str(passes.operations)
+        keep_facts(self._folder, facts)
+        if passes.timeline is not None:
+            write_timeline(self._folder, recorded[0])
+            if passes.table is not None:
+                write_stages(self._folder, measured(passes.table, recorded))
+            if hidden := HiddenExchange.of(recorded[0]):
+                self._say(f"in the last step {hidden}")
+        path = write_report(self._folder)
+        self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))

@@ -1,11 +1,10 @@
 """What a report says of a run beside its numbers, kept in the run's folder:
 
 parameters, ranks, device, versions, command, commit, resumed, pattern    from the start
-operations                                                                from the first step
 description: the text of `weft.describe`                                  from the end
 memory: what `weft.memory_report` gives, or a list of those of the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
-seconds
+operations, seconds
 """
 
 import json

@@ -48,7 +48,7 @@ def loss_unit(records: list[dict[str, Any]]) -> str:
 
 
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
-    """Training and validation loss in nats per byte: validation records tell how many bytes a token has."""
+    """Training and validation loss in `loss_unit`: validation records tell how many bytes a token has."""
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")
     bytes_per_token = 1.0
     for record in records:

@@ -4,6 +4,7 @@ import base64
 import html
 import math
 from collections.abc import Mapping
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,11 @@ def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[t
     return tiles
 
 
-def _rows(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, str, str]]:
-    """The table of final numbers: name, nats per byte, bits per byte; other values take the middle column."""
+def _rows(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, ...]]:
+    """The table of final numbers, its head first: name, loss, and bits where that is in nats per byte.
+
+    Other values take the column of the loss.
+    """
     train, validation = losses(records)
     named = {}
     if validation:
@@ -117,14 +121,16 @@ def _rows(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tu
     named.update(baselines)
     if train:
         named[f"training, step {train[-1][0]:,.0f}"] = train[-1][1]
-    rows = [(name, f"{value:.4f}", f"{value / math.log(2):.4f}") for name, value in named.items()]
+    unit = loss_unit(records)
+    rows = [("", unit, "bits per byte")]
+    rows += [(name, f"{value:.4f}", f"{value / math.log(2):.4f}") for name, value in named.items()]
     tokens = curve(records, "validation", "tokens")
     if tokens:
         rows.append(("tokens seen", f"{tokens[-1][1]:,.0f}", ""))
     peak = [value for _, value in curve(records, "train", "memory_bytes") if value == value]
     if peak:
         rows.append(("peak memory of a rank's process", format_bytes(max(peak)), ""))
-    return rows
+    return [row if unit == "nats per byte" else row[:2] for row in rows]
 
 
 def _picture(title: str, light: bytes, dark: bytes) -> str:
@@ -181,7 +187,7 @@ def _page(
     *,
     about: list[tuple[str, str]],
     tiles: list[tuple[str, str, str]],
-    rows: list[tuple[str, str, str]],
+    rows: list[tuple[str, ...]],
     pictures: list[str],
     units: str,
     config: str,
@@ -200,11 +206,14 @@ def _page(
         body.append("<p>This run has no numbers yet.</p>")
     if pictures:
         body.append(f'<section class="figures">{"".join(pictures)}</section>')
-    if rows:
-        lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    if rows[1:]:
+        head, *lines = (
+            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+            for row, tag in zip(rows, chain(["th"], repeat("td")))
+        )
         body.append(
-            '<h2>Final numbers</h2><div class="table"><table><thead><tr><th></th><th>nats per byte</th>'
-            f"<th>bits per byte</th></tr></thead><tbody>{lines}</tbody></table></div>"
+            f'<h2>Final numbers</h2><div class="table"><table><thead>{head}</thead>'
+            f"<tbody>{''.join(lines)}</tbody></table></div>"
         )
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")

@@ -8,6 +8,7 @@ from pathlib import Path
 from weft.comm.timeline import Interval
 from weft.overlap.order import COMPUTE, FORWARD
 from weft.pipeline import Costs, Simulation, Table, format_table, parse_table
+from weft.train.files import replace_text
 
 FILE = "stages.json"
 Span = tuple[float, float]
@@ -27,7 +28,7 @@ def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation
 def write_stages(run_directory: str | Path, simulation: Simulation) -> None:
     """Keep it in the run's folder, for the report."""
     kept = {"table": format_table(simulation.table), "spans": simulation.spans}
-    (Path(run_directory) / FILE).write_text(json.dumps(kept), encoding="utf-8")
+    replace_text(Path(run_directory) / FILE, json.dumps(kept))
 
 
 def read_stages(run_directory: str | Path) -> Simulation | None:

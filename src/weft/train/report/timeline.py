@@ -8,6 +8,7 @@ from pathlib import Path
 from weft.comm.timeline import Interval, busy
 from weft.overlap import hidden_fraction
 from weft.overlap.order import EXCHANGE
+from weft.train.files import replace_text
 
 FILE = "timeline.json"
 
@@ -15,7 +16,7 @@ FILE = "timeline.json"
 def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> None:
     """Write the intervals of one step, one JSON list [lane, label, issued, start, end] a line."""
     lines = [json.dumps(list(each)) for each in intervals]
-    (Path(run_directory) / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_text(Path(run_directory) / FILE, "\n".join(lines) + "\n")
 
 
 def read_timeline(run_directory: str | Path) -> list[Interval]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.directory import LOCK, committed_steps
-from weft.train.config import RunConfig
+from weft.train.config import OF_TASK, RunConfig
 from weft.train.errors import ConfigError
 
 CONFIG = "config.toml"
@@ -89,6 +89,19 @@ def refuse_folder_of_runs(folder: Path) -> None:
     if runs:
         named = ", ".join(map(str, runs[:5])) + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
         raise ConfigError(f"--resume {folder}: is no run, but a folder of runs; name one of them: {named}")
+
+
+def refuse_own_task(directory: Path) -> None:
+    """Raise ConfigError for a run whose model and data a program gave to `weft.train.Trainer`."""
+    try:
+        tables = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # who needs it says so
+    if not any(section in tables for section in OF_TASK):
+        raise ConfigError(
+            f"{directory}: is a run of a program that gave its own model and data to weft.train.Trainer, and they are "
+            f"not in {CONFIG}; run that program again (with resume={str(directory)!r} it goes on)"
+        )
 
 
 def resuming(command: str | None, directory: Path) -> str:

@@ -50,6 +50,7 @@ class TextTask:
         apart = bool(data.validation_paths)
         held = [corpus.held for corpus in self.corpora[: 1 if apart else None]]
         self.batches = Batches(training, seed=data.seed, weights=data.weights, held=held, **options)
+        _compare([part.name for part in (*training, *held)], self.batches.state_dict()["texts"])
         options |= {"weights": () if apart else data.weights, "batches": config.train.validation_batches}
         self.validation = Validation(held, **options)
         self.validation_weights = self.validation.microbatch_weights
@@ -92,6 +93,21 @@ class TextTask:
     def _bytes_per_token(self) -> float | None:
         """Of the validation text; None where nobody knows, or each text has its own."""
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
+
+
+def _compare(names: Sequence[str], texts: list[Any]) -> None:
+    """Raise ConfigError on every rank where one opened other texts than the first: their orders would not agree."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, texts)
+    for rank, theirs in enumerate(everyone):
+        for name, first, other in zip(names, everyone[0], theirs):
+            if first != other:
+                length = f"it is {other[0]} long there and {first[0]} on rank 0"
+                how = length if first[0] != other[0] else "it is as long, with other tokens"
+                raise ConfigError(
+                    f"{name}: is another text on rank {rank} than on rank 0 ({how}); bring the same files to every "
+                    "host, or name a folder that all of them share"
+                )
 
 
 def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
