@@ -169,8 +169,8 @@ class CheckpointManager:
 
         Raises CheckpointError without a checkpoint or when none of them is intact; `state` may then be filled in
         part. Raises CheckpointMismatch, before anything is changed, with all missing and unexpected keys and
-        different shapes and dtypes. Errors of what is filled
-        say nothing about the checkpoint: they are raised as they are, on other ranks by their rank and name.
+        different shapes and dtypes. Errors of what is filled say nothing about the checkpoint: they are raised as they
+        are, on other ranks by their rank and name.
         """
         self.wait()
         steps = self.steps()
