@@ -7,9 +7,10 @@ The model is communication-heavy: eight MLP blocks, 67 M parameters in fp32, 128
 backward and AdamW. The sides take turns within each round, so that a machine that drifts drifts for all of them; a
 round's time is that of the slowest rank, a side's figure the median over rounds. Two sides are limits: the computation
 without communication, and the gathers and reductions of ZeRO-3 without computation. What hides the one under the other
-still needs a core for both: the sum of what they compute is a third limit where each rank has one.
+still takes cores for both: that is a third limit.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ LIMITS = ("compute alone", "transfers alone")
 
 
 def processor_seconds(work: Callable[[], None], times: int) -> float:
-    """Seconds that cores work for this rank in one `work()`, threads of gloo included: the mean over `times` and ranks.
+    """Seconds that the cores need for one `work()` of all ranks, threads of gloo included: the mean over `times`.
 
     What the kernel does to packets apart from the processes is not in it.
     """
@@ -74,7 +75,7 @@ def processor_seconds(work: Callable[[], None], times: int) -> float:
         work()
     taken = torch.tensor((time.process_time() - begin) / times)
     dist.all_reduce(taken)
-    return float(taken) / dist.get_world_size()
+    return float(taken) / min(dist.get_world_size(), os.cpu_count() or 1)
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def main() -> None:
             _report.table(taken, "weft", "s/step")
             limit = max(statistics.median(taken[side]) for side in LIMITS)
             print(f"limit, all of the shorter hidden under the longer: {limit:.2f} s")
-            print(f"limit of one core for each rank, what both take of it: {of_cores:.2f} s")
+            print(f"limit of the cores, what both take of them: {of_cores:.2f} s")
             if options.link:
                 print(f"bytes of a step over the link: {_link.seconds_for(_mlp.bytes_sent(3), options.link):.2f} s")
 

@@ -222,8 +222,9 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """The first offset from `cursor` on, a multiple of `start`, with every border inside the tensor a multiple of
-    `step` from it. What does not begin before the next border begins behind it as it would behind any other.
+    """The first offset from `cursor` on, a multiple of `start` as `cursor` and the borders are, with every border
+    inside the tensor a multiple of `step` from it. What does not begin before the next border begins behind it as it
+    would behind any other.
     """
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
