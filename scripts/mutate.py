@@ -1,4 +1,4 @@
-"""Does a test see it? Named mutations of one line of the source each, of which each must make a named fast test fail.
+"""Does a test see it? Named mutations of one line of the source each, of which each must make a named test fail within seconds.
 
     python scripts/mutate.py [--jobs 2] [--list] [NAME ...]
 
