@@ -1,4 +1,4 @@
-"""Does a test see it? Named mutations of one line of the source each, of which each must make a named test fail within seconds.
+"""Does a test see it? Named mutations of one line of the source each, of which each must make a named test fail soon.
 
     python scripts/mutate.py [--jobs 2] [--list] [NAME ...]
 
