@@ -57,8 +57,8 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable],
         test.__signature__ = inspect.Signature(own)
         test.body = body
         few = min(ranks)
-        marks = {each: [pytest.mark.slow] if each > few else [] for each in ranks}
-        return pytest.mark.parametrize("ranks", [pytest.param(each, marks=marks[each]) for each in ranks])(test)
+        cases = [pytest.param(each, marks=[pytest.mark.slow] if each > few else []) for each in ranks]
+        return pytest.mark.parametrize("ranks", cases)(test)
 
     return decorate
 
