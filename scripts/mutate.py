@@ -76,14 +76,14 @@ MUTATIONS = [
         "dtensor/norms.py",
         "(id(tensor._spec.mesh), tensor.axes)",
         "(number, tensor.axes)",
-        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_once_for_all_parameters",
+        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
         "torch's clipping takes the norm of DTensors, one for each gradient",
         "dtensor/norms.py",
         "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm",
-        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _torchs",
-        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_once_for_all_parameters",
+        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _torchs_norm",
+        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
         "lists write past version counters",

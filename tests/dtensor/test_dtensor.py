@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import weft
 from tests.fsdp import nets
@@ -122,9 +124,21 @@ def test_clipping_equals_the_reference_for_every_norm():
                     assert_same(p.grad, q.grad)
 
 
+class DTensorsSeen(TorchDispatchMode):
+    """Counts the operators that are called with DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 @distributed(2)
-def test_clipping_asks_the_other_ranks_once_for_all_parameters(foreach):
+def test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors(foreach):
     plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
     for model in (plain, sharded):
         model(torch.ones(1)).backward()
@@ -134,19 +148,38 @@ def test_clipping_asks_the_other_ranks_once_for_all_parameters(foreach):
         sizes.append(tensor.numel())
         return reduce_now(tensor, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, DTensorsSeen() as seen:
         patch.setattr(collectives, "reduce_now", noted)
-        patch.setattr(norms, "_all_replicated", None)  # a DTensor for each norm
         norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.3, foreach=foreach)
-    assert sizes == [len(list(plain.parameters()))]
+    assert sizes == [1] and not seen.count
     assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
     for parameter, original in zip(sharded.parameters(), plain.parameters()):
         assert_same(parameter.grad, original.grad)
 
 
 @distributed(2)
-def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms_bit_for_bit():
-    torchs = norms._torchs
+def test_what_cannot_be_clipped_with_plain_tensors_goes_torchs_way():
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    for model in (plain, sharded):
+        model(torch.ones(1)).backward()
+        model.p0.grad, model.p0.grad_dtype = None, None
+        model.p0.grad = model.p0.detach().double()  # each kernel is of one dtype
+    norm = nn.utils.get_total_norm([p.grad for p in sharded.parameters()])
+    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert_same(norm, expected)
+    nn.utils.clip_grads_with_norm_(iter(sharded.parameters()), 0.3, norm)
+    nn.utils.clip_grads_with_norm_(plain.parameters(), 0.3, expected)
+    nn.utils.clip_grads_with_norm_(sharded.p1, 0.01, expected)  # one parameter, a plain norm
+    nn.utils.clip_grads_with_norm_(plain.p1, 0.01, expected)
+    for parameter, original in zip(sharded.parameters(), plain.parameters()):
+        assert_same(parameter.grad, original.grad)
+    with pytest.raises(TypeError, match="clamp"):
+        nn.utils.clip_grads_with_norm_(sharded.p1, 0.01, 0.3)
+
+
+@distributed(2)
+def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
+    torchs = norms._torchs_norm
     assert torchs is not nn.utils.get_total_norm and torchs.__module__ == nn.utils.clip_grad.__name__
     tensors = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
     atomic = weft.fully_shard(Bag(SHAPES["mixed"], seed=1), strategy="no_shard")  # cut over other axes
@@ -154,7 +187,8 @@ def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms_bit_for_bit(
     for order in (0, 1, 2, 3.5, -1, math.inf, -math.inf):
         for some in (tensors, mixed, tensors[:1], [*tensors, tensors[0].double()]):
             found = nn.utils.get_total_norm(some, order)
-            assert isinstance(found, DTensor) and torch.equal(found.to_local(), torchs(some, order).to_local())
+            assert isinstance(found, DTensor)
+            assert_same(found, torchs(some, order))
         assert torch.equal(nn.utils.get_total_norm(iter(tensors), order), nn.utils.get_total_norm(tensors, order))
     assert nn.utils.get_total_norm([]) == 0
     elsewhere = tensors[0].like(torch.empty_like(tensors[0].to_local(), device="meta"))  # each kernel is of one device
@@ -163,6 +197,30 @@ def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms_bit_for_bit(
     assert nn.utils.get_total_norm(tensors).isnan()
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
         nn.utils.get_total_norm(tensors, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+@distributed(2)
+def test_sums_and_norms_of_half_precision_are_those_of_one_process(dtype, scale):
+    whole = torch.full((300, 401), scale, dtype=dtype)
+    whole[::7] *= -0.5
+    model = nn.Module()
+    model.weight = nn.Parameter(whole.clone())
+    parameter = weft.fully_shard(model).weight.detach()
+    for of in (
+        torch.Tensor.mean,
+        torch.Tensor.sum,
+        torch.linalg.vector_norm,
+        lambda tensor: torch.linalg.vector_norm(tensor, 3),
+        lambda tensor: torch._foreach_norm([tensor])[0],
+        lambda tensor: nn.utils.get_total_norm([tensor]),
+        lambda tensor: nn.utils.get_total_norm([tensor, tensor], 1.0),
+        lambda tensor: tensor.sum(dtype=torch.float32),
+    ):
+        found, expected = of(parameter), of(whole)
+        assert found.dtype == expected.dtype
+        assert_same(found, expected)
 
 
 @distributed(2)

@@ -1,15 +1,15 @@
 """torch's optimizers step over small sharded parameters all at once, and nobody notices but the clock."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import weft
 from tests.dtensor.test_dtensor import SHAPES, Bag
 from tests.pool import distributed
-from weft.dtensor import local
 from weft.fsdp import UnevenDTensor
 
 OPTIONS = {
@@ -27,28 +27,28 @@ OPTIONS = {
 }
 
 
-@contextlib.contextmanager
-def noted_lists():
-    """The numbers of tensors in the lists that operators ran on."""
-    sizes, facts = [], local._facts
+class Noted(TorchDispatchMode):
+    """Which operators ran on lists, with how many tensors, and how many on DTensors."""
 
-    def noting(run):
-        def noted(*args, **kwargs):
-            sizes.extend(len(value) for value in args if isinstance(value, list))
-            return run(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.on_dtensors = [], 0
 
-        return noted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "_facts", lambda func: (known := facts(func))._replace(run=noting(known.run)))
-        yield sizes
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_foreach_" in func._schema.name:
+            self.sizes.append(len(args[0]))
+        self.on_dtensors += any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
 
 
 def stepped(model, optimizer, steps=3):
+    """The note of the last step."""
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.full((1,), step + 1.0)).backward()
-        optimizer.step()
+        with Noted() as noted:
+            optimizer.step()
+    return noted
 
 
 def assert_bit_equal(sharded, plain):
@@ -64,10 +64,9 @@ def test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit(n
         plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))
         optimizer = kind(sharded.parameters(), **options)
         stepped(plain, kind(plain.parameters(), **options))
-        with noted_lists() as sizes:
-            stepped(sharded, optimizer)
-        if any(parameter.to_local().numel() for parameter in sharded.parameters()):
-            assert sizes, "no operator ran on a list"
+        noted = stepped(sharded, optimizer)
+        assert set(noted.sizes) == {len(shapes)}, "no operator ran on a list"
+        assert not noted.on_dtensors
         assert optimizer.param_groups[0]["foreach"] is None, "the choice is still the user's"
         assert_bit_equal(sharded, plain)
 
@@ -83,9 +82,7 @@ def test_what_a_list_could_not_do_alike_is_left_to_torch():
     ):
         plain, sharded = Bag(SHAPES["tiny"]), weft.fully_shard(Bag(SHAPES["tiny"]))
         stepped(plain, kind(plain.parameters(), **options))
-        with noted_lists() as sizes:
-            stepped(sharded, kind(sharded.parameters(), **options))
-        assert not sizes
+        assert not stepped(sharded, kind(sharded.parameters(), **options)).sizes
         assert_bit_equal(sharded, plain)
         for parameter, original in zip(sharded.parameters(), plain.parameters()):
             assert torch.equal(parameter.grad.full_tensor(), original.grad)
@@ -105,11 +102,30 @@ def test_a_step_goes_over_lists_behind_what_hooks_change_and_they_see_the_choice
             optimizer.register_step_post_hook(
                 lambda stepped, *_, seen=choices: seen.append(stepped.state_dict()["param_groups"][0]["foreach"])
             )
-            with noted_lists() as sizes:
-                stepped(model, optimizer)
-            assert bool(sizes) == (model is sharded and not before)
+            noted = stepped(model, optimizer)
+            assert bool(noted.sizes) == (model is sharded and not before)
         assert choices == [None] * 6
         assert_bit_equal(sharded, plain)
+
+
+@distributed(2)
+def test_momentum_that_begins_with_a_step_is_sharded_and_one_that_begins_later_too():
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) for model in (plain, sharded)]
+    for later in (False, True):
+        for model, optimizer in zip((plain, sharded), optimizers):
+            model(torch.ones(1)).backward()
+            if not later:
+                model.p1.grad = None
+            with Noted() as noted:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert set(noted.sizes) == {len(SHAPES["mixed"]) - (not later)}
+        assert_bit_equal(sharded, plain)
+    for parameter, original in zip(sharded.parameters(), plain.parameters()):
+        (momentum,), (expected,) = (own.state[p].values() for own, p in zip(optimizers[::-1], (parameter, original)))
+        assert type(momentum) is UnevenDTensor and momentum._cuts is parameter._cuts
+        assert torch.equal(momentum.full_tensor(), expected)
 
 
 @distributed(2)
@@ -120,9 +136,9 @@ def test_large_parameters_and_those_that_are_not_sharded_are_stepped_one_by_one(
         optimizer = torch.optim.AdamW(parameters)
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
-        with noted_lists() as sizes:
+        with Noted() as noted:
             optimizer.step()
-        assert not sizes
+        assert not noted.sizes
 
 
 @distributed(2)
@@ -138,9 +154,9 @@ def test_one_optimizer_steps_over_two_models_beside_what_is_frozen():
             optimizer.zero_grad()
             for model in models:
                 model(torch.full((1,), step + 1.0)).backward()
-            with noted_lists() as sizes:
+            with Noted() as noted:
                 optimizer.step()
-            assert bool(sizes) == (models is sharded)
+            assert bool(noted.sizes) == (models is sharded)
     assert_bit_equal(sharded, plain)
 
 
@@ -156,9 +172,9 @@ def test_gradients_that_are_cut_in_another_way_are_taken_by_what_lies_here():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for parameter, gradient in zip(model.parameters(), gradients):
             parameter.grad = gradient if gradient is not None else weft_slice(parameter, first)
-        with noted_lists() as sizes:
+        with Noted() as noted:
             optimizer.step()
-        assert bool(sizes) == (model is sharded)
+        assert bool(noted.sizes) == (model is sharded)
     assert_bit_equal(sharded, plain)
 
 

@@ -142,7 +142,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     try:
         result = func(*mine[: len(args)], **dict(zip(kwargs, mine[len(args) :])))
     except RuntimeError as error:
-        _explain_dtypes(func, {leaf.dtype for leaf in uneven_in(given)}, error)
+        explain_dtypes(func, {leaf.dtype for leaf in uneven_in(given)}, error)
         raise
     if changed is None:
         return like.like(result)
@@ -150,7 +150,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     return changed
 
 
-def _explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
+def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
     """Raise TypeError where several dtypes are the likely reason of `error`."""
     if len(dtypes) > 1:
         raise TypeError(
@@ -203,7 +203,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
         try:
             return run(*(mine[name] for name in names[: len(args)]), **{name: mine[name] for name in kwargs})
         except RuntimeError as error:
-            _explain_dtypes(func, {leaf.dtype for leaf in uneven_in(lists)}, error)
+            explain_dtypes(func, {leaf.dtype for leaf in uneven_in(lists)}, error)
             raise
 
     results = on_those(None if all(filled) else filled) if any(filled) else []

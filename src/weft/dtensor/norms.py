@@ -1,8 +1,8 @@
 """Norms of tensors that are cut unevenly: of the parts that lie here, then combined over the ranks that hold others.
 
 torch's `clip_grad_norm_` and `get_total_norm` make a DTensor of each tensor's norm to take the norm of them all, and
-with `foreach=False` each is combined by itself. Where every tensor is sharded that is done here, on plain values and at
-once: the same values, added up in the same order.
+with `foreach=False` each is combined by itself; what gradients are multiplied by is computed on DTensors too. Where
+every tensor is sharded that is done here, on plain values and at once.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
 from weft.comm.groups import group_of
-from weft.dtensor.uneven import UnevenDTensor
+from weft.dtensor.uneven import UnevenDTensor, local_of
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -35,7 +35,13 @@ def combined_norms(locals_: torch.Tensor, order: float, like: UnevenDTensor) -> 
         return like.combine(locals_, op)
     if order == 0:
         return like.combine(locals_, dist.ReduceOp.SUM)
-    return like.combine(locals_.pow(order), dist.ReduceOp.SUM).pow(1 / order)
+    powers = locals_.to(wide(locals_.dtype)).pow(order)
+    return like.combine(powers, dist.ReduceOp.SUM).pow(1 / order).to(locals_.dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add in over ranks: squares of fp16 numbers are infinite from 256 on and 0 below 2e-4."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def part_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -74,7 +80,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def _norms_of(tensors: Sequence[UnevenDTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """The norms of tensors that are cut over the same axes, 1-D."""
-    parts = torch.stack(_part_norms([tensor._local_tensor for tensor in tensors], order, dtype))
+    parts = torch.stack(_part_norms(_locals_of(tensors), order, dtype))
     return combined_norms(parts, order, tensors[0])
 
 
@@ -115,10 +121,10 @@ def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
 
 # --- of all together --------------------------------------------------------------------------------------------------
 
-_torchs = clip_grad._get_total_norm
+_torchs_norm, _torchs_clipping = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
 
-@functools.wraps(_torchs)
+@functools.wraps(_torchs_norm)
 def _total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -126,27 +132,74 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}:
+    if _all_sharded(tensors) and norm_type:  # an order of 0 counts tensors, which are more than parts
         total = _of_sharded(tensors, float(norm_type))  # type: ignore[arg-type]
         if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
             return total
-    return _torchs(tensors, norm_type, error_if_nonfinite, foreach)
+    return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+@functools.wraps(_torchs_clipping)
+def _clipping(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
+    if not (_all_sharded(grads) and _is_replicated(total_norm) and _are_alike(locals_ := _locals_of(grads))):
+        return _torchs_clipping(parameters, max_norm, total_norm, foreach)
+    with torch.no_grad():
+        factor = torch.clamp(float(max_norm) / (local_of(total_norm) + 1e-6), max=1.0)
+        if here := _filled(locals_):
+            torch._foreach_mul_(here, factor.to(here[0].device))
+    torch.autograd.graph.increment_version([*grads, *locals_])
+
+
+def _all_sharded(tensors: list[Any]) -> bool:
+    return not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}
+
+
+def _is_replicated(value: Any) -> bool:
+    """Whether it is a plain tensor, or a DTensor that is the same everywhere."""
+    return not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements)
+
+
+def _are_alike(locals_: list[torch.Tensor]) -> bool:
+    """Whether they have one device and one dtype."""
+    return len({(local.device, local.dtype) for local in locals_}) == 1
+
+
+def _filled(locals_: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those with elements: kernels over many tensors have been seen to write to the neighbours of empty ones."""
+    return [local for local in locals_ if local.numel()]
+
+
+def _locals_of(tensors: Iterable[UnevenDTensor]) -> list[torch.Tensor]:
+    return [tensor._local_tensor for tensor in tensors]
 
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """The norm of all of them; None where they have several devices or dtypes, or no mesh in common."""
+    """The norm of all of them; None where they have several devices or dtypes, or no mesh in common.
+
+    One number of each rank is combined, not one for each tensor: so small a message is there in half the time.
+    """
     alike = _alike(tensors)
     mesh = _common_mesh([tensors[first].device_mesh for first, *_ in alike])
-    if mesh is None or len({(tensor._local_tensor.device, tensor.dtype) for tensor in tensors}) > 1:
+    if mesh is None or not _are_alike(_locals_of(tensors)):
         return None
-    norms = [_norms_of([tensors[number] for number in numbers], order, None) for numbers in alike]
-    values = norms[0]
-    if len(norms) > 1:
-        values = torch.empty_like(torch.cat(norms))
-        for numbers, some in zip(alike, norms):
-            values[numbers] = some
-    return replicated(torch.linalg.vector_norm(values, order), mesh)
+    totals = []
+    for numbers in alike:
+        here = _filled(_locals_of(tensors[number] for number in numbers))
+        if here:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(here, order)), order)
+        else:
+            norm = part_norm(tensors[numbers[0]]._local_tensor, order, None)
+        totals.append(combined_norms(norm, order, tensors[numbers[0]]))
+    return replicated(torch.linalg.vector_norm(torch.stack(totals), order), mesh)
 
 
 clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm
+clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _clipping

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.dtensor.local import changed_by, element_wise, fits, in_place, on_lists, on_parts, uneven_in, whole_of, wrote
-from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated
+from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
 from weft.dtensor.uneven import RuledDTensor, UnevenDTensor
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
 
@@ -211,6 +211,9 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     mean = func._schema.name == "aten::mean"
     if len(args) > 1 or set(kwargs) - {"dtype"}:
         return _on_whole(func, args, kwargs)
+    dtype = kwargs.get("dtype") or local.dtype
+    if dtype.is_floating_point and op == dist.ReduceOp.SUM:
+        kwargs = {"dtype": wide(dtype)}
     if local.numel() or of_nothing:
         value = local.sum(**kwargs) if mean else func(local, **kwargs)
     else:  # the largest or smallest value of nothing
@@ -224,6 +227,8 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
         value = tensor.combine(small, op).to(value.dtype)
     if mean:
         value = value / tensor.numel()
+    if dtype.is_floating_point:
+        value = value.to(dtype)
     return replicated(value, tensor.device_mesh)
 
 

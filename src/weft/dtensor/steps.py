@@ -1,12 +1,14 @@
 """How torch's optimizers step over small sharded parameters where nobody says how.
 
 On CPU torch steps tensor by tensor, since a list of tensors is no faster there. Of sharded tensors every operator on
-every tensor is a call from torch into Python, which costs more than a small tensor's arithmetic; on lists it is one.
+every tensor is a call from torch into Python, which costs more than a small tensor's arithmetic; on lists it is one,
+and on lists of what lies here there is none.
 
     whose step           parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
     Adam's, AdamW's,     all sharded, on CPU, on average   None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     at most `SMALL` elements here                       the same values bit for bit
+      SGD's, Adagrad's     at most `SMALL` elements here                       the same values bit for bit; of parts
+                                                                               where all of a parameter's are cut alike
     anybody's            anything else                     anything          as torch chooses
 
 Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, and
@@ -17,6 +19,7 @@ behind whatever the user's hooks change, and nothing tells of it in the optimize
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim import adagrad, adam, sgd
 
+from weft.dtensor.local import explain_dtypes, uneven_in
 from weft.dtensor.uneven import UnevenDTensor
 
 SMALL = 4096
@@ -36,9 +40,12 @@ def _choose_in(module: ModuleType, name: str) -> None:
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and _goes_over_lists(params, kwargs):
-            kwargs["foreach"] = True
-        step(params, *args, **kwargs)
+        if torch.compiler.is_compiling() or not _goes_over_lists(params, kwargs):
+            step(params, *args, **kwargs)
+        elif _are_cut_alike(params, args):
+            _step_parts(step, params, args, kwargs | {"foreach": True})
+        else:
+            step(params, *args, **kwargs | {"foreach": True})
 
     setattr(module, name, choosing)
 
@@ -55,6 +62,36 @@ def _goes_over_lists(parameters: Sequence[torch.Tensor], options: dict[str, Any]
     return parameters[0].device.type == "cpu" and (
         sum(each._local_tensor.numel() for each in parameters) <= SMALL * len(parameters)  # type: ignore[attr-defined]
     )
+
+
+def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[Any]) -> bool:
+    """Whether each of `lists` has, for each parameter, a tensor that is cut as it is, or numbers or None for all."""
+    cuts = [each._cuts for each in parameters]
+    for values in lists:
+        if not isinstance(values, list) or len(values) not in (0, len(parameters)):
+            return False
+        found = [getattr(each, "_cuts", None) for each in values]
+        if any(found):
+            if not all(map(operator.is_, found, cuts)):
+                return False
+        elif any(each is not None and each.dim() for each in values):
+            return False
+    return True
+
+
+def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[Any]], options: dict[str, Any]) -> None:
+    """`step` on what lies here. A momentum that begins with it goes into its list as a sharded tensor."""
+    given = (parameters, *lists)
+    parts = [[getattr(each, "_local_tensor", each) for each in values] for values in given]
+    try:
+        step(*parts, **options)
+    except RuntimeError as error:
+        explain_dtypes(step.__name__, {each.dtype for each in uneven_in(given)}, error)
+        raise
+    torch._C._increment_version(parameters)  # of the parts it has been done
+    for values, mine in zip(lists, parts[1:]):
+        if values and values[0] is None:
+            values[:] = [None if part is None else each.like(part) for each, part in zip(parameters, mine)]
 
 
 for _module, _name in ((adam, "adam"), (sgd, "sgd"), (adagrad, "adagrad")):

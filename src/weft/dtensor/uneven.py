@@ -18,7 +18,6 @@ import copy
 import math
 import operator
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -130,7 +129,7 @@ class UnevenDTensor(RuledDTensor):
         cut = self._cuts.axes
         return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
 
-    @cached_property
+    @property
     def axes(self) -> tuple[int, ...]:
         """The mesh axes over which the elements are spread: cut, or sliced for tensor parallelism."""
         cut, placements = self._cuts.axes, self._spec.placements
