@@ -438,7 +438,7 @@ MUTATIONS = [
     Mutation(
         "padding is not zeroed",
         "fsdp/gradients/group.py",
-        "packed.local[start:stop].zero_()",
+        "torch._foreach_zero_(padding)",
         "pass",
         SEAMS + "test_transients.py::test_what_memory_held_before_is_in_no_gradient_and_no_norm[2-optim]",
     ),

@@ -32,9 +32,9 @@ def all_gather_bucket(
 
     def spread() -> None:
         columns = table.split([source.numel() for source in sources], dim=1)
-        for full, column in zip(fulls, columns):
-            if full is not None:
-                full.view(size, -1).copy_(column)
+        kept = [(full.view(size, -1), column) for full, column in zip(fulls, columns) if full is not None]
+        if kept:
+            torch._foreach_copy_([full for full, _ in kept], [column for _, column in kept])
 
     return Pending(swap(table, [table[rank]] * size, group, tag), spread)
 
@@ -57,7 +57,11 @@ def reduce_scatter_bucket(
     def take_sums() -> None:
         widths = [each.shape[1] for each in slices]
         arriving[rank] = leaving[rank]
-        for output, scale, add, column in zip(outputs, scales, adds, arriving.split(widths, dim=1)):
-            add_up(output, column.unbind(), scale, add)
+        if any(adds) or len(set(scales)) > 1:
+            for output, scale, add, column in zip(outputs, scales, adds, arriving.split(widths, dim=1)):
+                add_up(output, column.unbind(), scale, add)
+        else:  # of all at once, in a row that has left
+            add_up(leaving[0], arriving.unbind(), scales[0], False)
+            torch._foreach_copy_(list(outputs), leaving[0].split(widths))
 
     return Pending(swap(arriving, leaving, group, tag), take_sums)

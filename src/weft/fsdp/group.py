@@ -239,11 +239,11 @@ class ParameterGroup:
         )
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Memory for the full weights of what the main weights are now, which the bucket of the unit brings."""
+        """Memory for the full weights of what the main weights are now, which the bucket of the unit brings; under
+        `torch.no_grad()`."""
         assert self.transient is not None
         self._gathered_from = self.version
-        with torch.no_grad():
-            return channels.weights.take(self.transient)
+        return channels.weights.take(self.transient)
 
     def take_part(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""

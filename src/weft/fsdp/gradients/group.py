@@ -161,10 +161,9 @@ class GroupGradients:
 
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
-        packed = self._packed(pool, defer=defer)
-        if not all(self._filled):
-            for start, stop in self._plan.layout.gaps:
-                packed.local[start:stop].zero_()
+        self._packed(pool, defer=defer)
+        if not all(self._filled) and (padding := self._stages[0].padding()):
+            torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._written.update(number for number in self._declared if says_it_wrote(self._full[number]))
@@ -172,19 +171,20 @@ class GroupGradients:
         for number in self._declared:
             if leaves_a_dummy(self._full[number]):
                 left[number] = None
-        for number, (view, parameter, gradient) in enumerate(zip(self._stages[0].views(), self._full, left)):
-            if not self._sharded[number].requires_grad:  # frozen since the forward
-                gradient = None
-            elif gradient is not None and (parallel := self._tensor_parallel[number]) is not None:
-                gradient = parallel.slice_of_gradient(gradient)
+        for number, (view, gradient) in enumerate(zip(self._stages[0].views(), left)):
+            if gradient is not None:
+                if not self._sharded[number].requires_grad:  # frozen since the forward
+                    gradient = None
+                elif (parallel := self._tensor_parallel[number]) is not None:
+                    gradient = parallel.slice_of_gradient(gradient)
             if gradient is not None:
                 targets, gradients = more if self._filled[number] else new
                 targets.append(view)
                 gradients.append(gradient)
             elif not self._filled[number]:
                 view.zero_()
-            given = self.gives_all and parameter.requires_grad
-            self.present[number] |= given or gradient is not None or number in self._written
+            given = gradient is not None or number in self._written
+            self.present[number] |= given or (self.gives_all and self._full[number].requires_grad)
         if new[0]:
             torch._foreach_copy_(*new)
         if more[0]:

@@ -53,7 +53,8 @@ class GradientStage:
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
         """The buffer that was open last: the pool hands out the same memory step after step, so it stays."""
-        self._views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
+        self._views: tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]] = (None, [], [])
+        """Of the tensors and of the padding, in the memory that comes first."""
 
     @property
     def _reduction(self) -> Callable[..., Any]:
@@ -72,10 +73,19 @@ class GradientStage:
 
     def views(self) -> list[torch.Tensor]:
         """The open buffer's view of each tensor."""
+        return self._viewed()[1]
+
+    def padding(self) -> list[torch.Tensor]:
+        """The open buffer's views of what belongs to no tensor; it is a whole one."""
+        return self._viewed()[2]
+
+    def _viewed(self) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
         assert self.buffer is not None, "open first"
-        if self._views[0] is not self.buffer.local:
-            self._views = (self.buffer.local, self.buffer.views())
-        return self._views[1]
+        local = self.buffer.local
+        if self._views[0] is not local:
+            gaps = self._plan.layout.gaps if self.buffer.pieces == 1 else ()
+            self._views = (local, self.buffer.views(), [local[start:stop] for start, stop in gaps])
+        return self._views
 
     def reduce_into(
         self,

@@ -50,6 +50,7 @@ class Bucket:
         """That of its messages."""
         return self._lead.channel
 
+    @torch.no_grad()
     def gather(self) -> None:
         """Start the gather of all its units that are at rest and have room, if it was not gathered in this pass."""
         if self.gathered:
