@@ -67,8 +67,15 @@ MUTATIONS = [
     Mutation(
         "a default step goes tensor by tensor",
         "dtensor/steps.py",
-        '            kwargs["foreach"] = True\n',
-        "            pass\n",
+        "or not _goes_over_lists(params, kwargs)",
+        "or True",
+        STEPS + "test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit",
+    ),
+    Mutation(
+        "a default step goes through the operators of DTensors",
+        "dtensor/steps.py",
+        "elif _are_cut_alike(params, args):",
+        "elif False:",
         STEPS + "test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit",
     ),
     Mutation(
@@ -84,6 +91,20 @@ MUTATIONS = [
         "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm",
         "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _torchs_norm",
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
+    ),
+    Mutation(
+        "torch's clipping multiplies DTensors",
+        "dtensor/norms.py",
+        "torch.nn.utils.clip_grads_with_norm_ = _clipping",
+        "torch.nn.utils.clip_grads_with_norm_ = _torchs_clipping",
+        "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
+    ),
+    Mutation(
+        "sums of half precision are added in half precision",
+        "dtensor/norms.py",
+        "torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype",
+        "dtype",
+        "dtensor/test_dtensor.py::test_sums_and_norms_of_half_precision_are_those_of_one_process",
     ),
     Mutation(
         "lists write past version counters",

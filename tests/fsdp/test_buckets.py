@@ -95,6 +95,27 @@ def test_the_bits_are_those_of_units_that_travel_by_themselves(strategy, microba
     assert lanes["reductions"] and not lanes["reduce"]
 
 
+@distributed(4)
+def test_units_of_one_message_have_divisors_of_their_own_and_add_to_what_is_there():
+    def found(bucket_bytes, *, alike):
+        net, lanes = model(bucket_bytes), Counter()
+        if not alike:
+            net.layers[2].set_gradient_divide_factor(3.0)
+        for seed in range(2):  # the second backward adds to the gradients of the first, but for those that are gone
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(4 * seed + dist.get_rank()))
+            with mock.patch.object(Lane, "run", lambda lane, *a, **o: lanes.update([lane.name]) or run(lane, *a, **o)):
+                net(x).square().sum().backward()
+            if not seed:
+                net.layers[4].zero_grad()
+        return [parameter.grad.full_tensor() for parameter in net.parameters()], lanes["reductions"]
+
+    run = Lane.run
+    for alike in (False, True):
+        together, count = found(ALL, alike=alike)
+        assert count == 2
+        assert equal_bit_by_bit(together, found(EACH, alike=alike)[0])
+
+
 @distributed(2)
 def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients():
     lanes = Counter()

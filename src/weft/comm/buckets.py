@@ -57,11 +57,12 @@ def reduce_scatter_bucket(
     def take_sums() -> None:
         widths = [each.shape[1] for each in slices]
         arriving[rank] = leaving[rank]
-        if any(adds) or len(set(scales)) > 1:
-            for output, scale, add, column in zip(outputs, scales, adds, arriving.split(widths, dim=1)):
-                add_up(output, column.unbind(), scale, add)
-        else:  # of all at once, in a row that has left
-            add_up(leaving[0], arriving.unbind(), scales[0], False)
+        alike = not any(adds) and len(set(scales)) == 1  # then all at once, in a row that has left
+        sums = [leaving[0]] if alike else outputs
+        columns = [arriving] if alike else arriving.split(widths, dim=1)
+        for total, column, scale, add in zip(sums, columns, scales, adds):
+            add_up(total, column.unbind(), scale, add)
+        if alike:
             torch._foreach_copy_(list(outputs), leaving[0].split(widths))
 
     return Pending(swap(arriving, leaving, group, tag), take_sums)

@@ -156,7 +156,7 @@ class Reductions:
         else:
             self._pack(unit)
             self.waiting.add(unit.number)
-        while self._turns and self._turns[0][-1] in self.waiting and self.waiting.issuperset(self._turns[0]):
+        while self._turns and self.waiting.issuperset(self._turns[0]):
             self._take_turn(self._turns[0])
 
     def left_over(self, unit: Unit) -> bool:
