@@ -5,6 +5,7 @@ and checkpoints, on CPU ranks, with weft in FSDP2's place.
     -------------------------  ---------------------------------------------------------------------------------
     --tp 2                     its tensor-parallel plan with sequence parallelism, half as many data-parallel ranks
     --ep 2                     its expert-parallel plan: experts on a mesh of their own, tokens by all-to-all
+    --replicate 2              hybrid sharding: replicas, each sharded over half of the data-parallel ranks
     --spmd full_dtensor        parameters, activations and inputs that are DTensors over the whole mesh
     --ac full|selective        activation checkpointing of each block
     --compile                  torch.compile of each block
@@ -72,7 +73,10 @@ def configured(config: Any, options: argparse.Namespace) -> tuple[Any, ParallelD
         local_batch_size=ROWS, seq_len=SEQUENCE, steps=STEPS, mixed_precision_param="float32", disable_cuda_graphs=True
     )
     config.parallelism = ParallelismConfig(
-        tensor_parallel_degree=options.tp, expert_parallel_degree=options.ep, spmd_backend=options.spmd
+        data_parallel_replicate_degree=options.replicate,
+        tensor_parallel_degree=options.tp,
+        expert_parallel_degree=options.ep,
+        spmd_backend=options.spmd,
     )
     config.activation_checkpoint = CHECKPOINTING[options.ac]() if options.ac else None
     config.compile = CompileConfig(enable=options.compile, components=["model"], backend="inductor")
@@ -175,6 +179,7 @@ def run(model: str) -> None:
     parser.add_argument("--torch", action="store_true", help="leave torch's FSDP2 in place")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
+    parser.add_argument("--replicate", type=int, default=1, help="replicas of what is sharded")
     parser.add_argument("--spmd", default="partial_dtensor", choices=["partial_dtensor", "full_dtensor"])
     parser.add_argument("--ac", choices=list(CHECKPOINTING), help="activation checkpointing")
     parser.add_argument("--compile", action="store_true", help="torch.compile of each block")

@@ -60,6 +60,7 @@ def assert_alike(program: str, actual: list[dict[str, float]], expected: list[di
         (LIGHTNING, ["lightning"], 2, ""),
         (LLAMA, ["torchtitan", "triton"], 2, ""),
         (LLAMA, ["torchtitan", "triton"], 4, "--tp 2"),
+        (LLAMA, ["torchtitan", "triton"], 4, "--replicate 2"),
         (LLAMA, ["torchtitan", "triton"], 2, "--ac full"),
         (LLAMA, ["torchtitan", "triton"], 2, "--ac selective"),
         (LLAMA, ["torchtitan", "triton"], 2, "--compile"),

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.fsdp import UnevenDTensor
 
 pytestmark = pytest.mark.slow
 
@@ -153,3 +157,31 @@ def test_optimizers_of_few_bits_train_alike(name):
         (expected, _), (actual, narrow) = in_both(run)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert narrow == sum(parameter.numel() for parameter in network().parameters() if parameter.ndim == 2)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@distributed(2)
+def test_states_of_few_bits_are_saved_and_resumed_by_distributed_checkpoint(name, tmp_path):
+    import torchao.optim
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torchao.optim, name)(parameters, lr=1e-2)
+
+    def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+    with torch.compiler.set_stance("force_eager"), weft.drop_in():
+        model = sharded(network())
+        _, optimizer = trained(model, make)
+        saved = contents(model, optimizer)
+        parts = [each.to_local() for each in tree_leaves(saved) if isinstance(each, UnevenDTensor)]
+        assert any(type(each).__name__.startswith("OptimState") for each in parts)
+        dcp.save(saved, checkpoint_id=tmp_path)
+        expected, _ = trained(model, lambda _: optimizer)
+        resumed = sharded(network())
+        fresh = make(resumed.parameters())
+        state = contents(resumed, fresh)
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(resumed, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        actual, _ = trained(resumed, lambda _: fresh)
+    assert all(map(torch.equal, actual, expected))

@@ -258,7 +258,9 @@ class UnevenDTensor(RuledDTensor):
         local = self._local_tensor.detach()
         for offsets, sizes, start in self._boxes():
             if index.offset is None or torch.Size(offsets) == index.offset:
-                return local if self._cuts.dim else local.view(-1)[start : start + math.prod(sizes)].view(sizes)
+                if local.shape == torch.Size(sizes):  # torchao's states of few bits know no other views
+                    return local
+                return local.view(-1)[start : start + math.prod(sizes)].view(sizes)
         raise ValueError(f"{index.fqn}: no part of this tensor at offset {index.offset} lies on this rank")
 
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
