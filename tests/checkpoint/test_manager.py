@@ -131,6 +131,14 @@ def test_only_the_newest_are_kept_and_each_is_complete(tmp_path):
         assert verify(tmp_path / f"step-{number:08d}").step == number
 
 
+def test_what_is_protected_stays_beside_the_newest_and_counts_as_one_of_them(tmp_path):
+    with CheckpointManager(tmp_path, keep=1) as manager:
+        for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 5)):
+            manager.protected = {best}
+            manager.save(step, {"state": {"step": step}}, asynchronous=False)
+            assert manager.steps() == sorted({best, step})
+
+
 def test_the_background_save_writes_what_was_there_when_it_began(tmp_path):
     value = torch.arange(200_000)
     with CheckpointManager(tmp_path) as manager:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -178,6 +178,40 @@ def test_what_cannot_be_clipped_with_plain_tensors_goes_torchs_way():
 
 
 @distributed(2)
+def test_a_norm_that_is_in_parts_is_added_up_before_it_clips():
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    for model in (plain, sharded):
+        model(torch.ones(1)).backward()
+    part = torch.tensor(1.0 + dist.get_rank())
+    total = DTensor.from_local(part, sharded.p0.device_mesh, [Partial()])
+    nn.utils.clip_grads_with_norm_(sharded.parameters(), 0.5, total)
+    nn.utils.clip_grads_with_norm_(plain.parameters(), 0.5, torch.tensor(3.0))
+    for parameter, original in zip(sharded.parameters(), plain.parameters()):
+        assert_same(parameter.grad, original.grad)
+
+
+@distributed(2)
+def test_gradients_that_backward_has_saved_are_not_clipped_in_silence():
+    for model in (Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))):
+        model(torch.ones(1)).backward()
+        product = (torch.ones_like(model.p1.grad).requires_grad_() * model.p1.grad).sum()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@distributed(2)
+def test_reductions_have_the_dtypes_of_one_process():
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        plain = (Bag(SHAPES["one tensor"]).p0.detach() * 1e6).to(dtype)
+        sharded = (weft.fully_shard(Bag(SHAPES["one tensor"])).p0.detach() * 1e6).to(dtype)
+        for of in (torch.any, torch.all, torch.max, torch.min, torch.sum):
+            found, expected = of(sharded), of(plain)
+            assert found.dtype == expected.dtype, of
+            assert_same(found, expected)
+
+
+@distributed(2)
 def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
     torchs = norms._torchs_norm
     assert torchs is not nn.utils.get_total_norm and torchs.__module__ == nn.utils.clip_grad.__name__
@@ -190,6 +224,7 @@ def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
             assert isinstance(found, DTensor)
             assert_same(found, torchs(some, order))
         assert torch.equal(nn.utils.get_total_norm(iter(tensors), order), nn.utils.get_total_norm(tensors, order))
+    assert nn.utils.get_total_norm(tensors, "0") == torchs(tensors, 0)  # type: ignore[arg-type]
     assert nn.utils.get_total_norm([]) == 0
     elsewhere = tensors[0].like(torch.empty_like(tensors[0].to_local(), device="meta"))  # each kernel is of one device
     assert norms._of_sharded([tensors[0], elsewhere], 2.0) is None is not norms._of_sharded(tensors[:1], 2.0)

@@ -1,5 +1,7 @@
 """torch's optimizers step over small sharded parameters all at once, and nobody notices but the clock."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -213,3 +215,72 @@ def test_a_step_that_fails_leaves_the_choice_to_the_user():
     sharded(torch.ones(1)).backward()
     optimizer.step()
     assert optimizer.param_groups[0]["foreach"] is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@distributed(2)
+def test_what_backward_has_saved_is_not_stepped_on_in_silence(kind):
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    for model in (Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))):
+        optimizer = kind(model.parameters(), lr=1e-2, **options)
+        stepped(model, optimizer, steps=1)
+        for saved in (model.p1.detach(), next(each for each in optimizer.state[model.p1].values() if each.dim())):
+            weight = torch.ones_like(saved).requires_grad_()
+            product = (weight * saved).sum()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        saved = model.p1.detach()
+        product = (torch.ones_like(saved).requires_grad_() * saved).sum()
+        torch._foreach_add_([each.detach() for each in model.parameters()], 1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@distributed(2)
+def test_plain_states_are_not_taken_for_parts():
+    for shapes in ([()], [(5,), ()]):
+        plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))
+        for model in (plain, sharded):
+            model(torch.ones(1)).backward()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
+        optimizers[0].step()
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        with torch.no_grad():
+            for mine, theirs in zip(sharded.parameters(), plain.parameters()):
+                mine.copy_(theirs)
+        optimizers[0].step()
+        try:
+            optimizers[1].step()
+        except TypeError as error:  # on all ranks
+            assert "are cut differently" in str(error) and len(shapes) == 2
+        else:
+            assert_bit_equal(sharded, plain)
+
+
+@distributed(2)
+def test_all_ranks_step_alike_whatever_lies_where():
+    shapes = [(100, 100), (1,)]  # one rank has all, the other nothing
+    plain, even = Bag(shapes), weft.fully_shard(Bag(shapes))
+    atomic = weft.fully_shard(Bag(shapes), shard_placement_fn=lambda _: weft.TensorAtomic())
+    assert sum(parameter.to_local().numel() for parameter in atomic.parameters()) in (0, 10_001)
+    for model, source in ((plain, plain), (atomic, even)):  # gradients that are cut otherwise: they are gathered
+        for parameter, other in zip(model.parameters(), source.parameters()):
+            parameter.grad = other.detach().clone()
+        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1).step()
+    assert_bit_equal(atomic, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@distributed(2)
+def test_steps_of_half_precision_are_those_of_one_process_bit_for_bit(dtype):
+    for kind, options in ((torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}), (torch.optim.Adagrad, {})):
+        plain, sharded = Bag(SHAPES["mixed"]).to(dtype), weft.fully_shard(Bag(SHAPES["mixed"]).to(dtype))
+        optimizers = [kind(model.parameters(), lr=0.1, **options) for model in (plain, sharded)]
+        for _ in range(3):
+            for mine, theirs in zip(sharded.parameters(), plain.parameters()):
+                theirs.grad = theirs.detach().sin()
+                mine.grad = mine.detach().sin()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_bit_equal(sharded, plain)

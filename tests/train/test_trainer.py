@@ -14,11 +14,12 @@ import weft
 from tests.train.command import metrics
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
-from weft.train import Trainer
+from weft.train import Trainer, loop
 from weft.train.config import from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.evaluate import evaluate
 from weft.train.loop import train
+from weft.train.run.runs import Run
 from weft.train.source import Source
 from weft.train.task.own import Stream
 
@@ -195,6 +196,21 @@ def test_a_run_of_one_s_own_claims_no_model_and_no_text_and_whoever_needs_them_n
     assert (run / "told.txt").read_text().split() == others
     assert "pattern" not in (run / "report.html").read_text() and "[data]" not in (run / "report.html").read_text()
     pool.run(1, go_on, tmp_path, 2, str(run))
+
+
+def over_a_text(folder):
+    """What a program's trainer says of a run of a text model."""
+    (folder / "config.toml").write_text("[model]\nhidden_size = 32\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "open_run_together", lambda *_, **__: Run(folder, 3))
+        with pytest.raises(ConfigError) as error:
+            fit(folder)
+    return str(error.value)
+
+
+def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
+    said = pool.run(1, over_a_text, tmp_path)[0]
+    assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
 
 
 class Cube(nn.Module):
@@ -420,6 +436,13 @@ def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 
+def test_another_microbatch_size_is_refused_by_the_position_in_own_data():
+    stream = Stream([0] * 9, 2, microbatch_size=4)
+    stream.next_step()
+    with pytest.raises(ConfigError, match=r"train.microbatch_size = 2 \(it was 4\): .* leave it as it was"):
+        Stream([0] * 18, 4, microbatch_size=2).load_state_dict(stream.state_dict())
+
+
 def test_data_that_failed_on_its_way_begins_anew():
     class Failing(list):
         def __iter__(self):
@@ -430,7 +453,7 @@ def test_data_that_failed_on_its_way_begins_anew():
     with pytest.raises(OSError, match="the disk is gone"):
         stream.load_state_dict({**stream.state_dict(), "taken": 2, "own": [None, stream._random.state_dict()]})
     stream.source = [1, 2]
-    stream.load_state_dict({"epoch": 0, "taken": 0, "own": [None, None]})
+    stream.load_state_dict({"epoch": 0, "taken": 0, "microbatch_size": 1, "own": [None, None]})
     assert stream.next_step() == [1]
 
 
@@ -459,7 +482,7 @@ def test_loaders_with_an_epoch_and_a_state_hear_of_the_epoch_first():
         def load_state_dict(self, state):
             heard.append(("state", state["at"]))
 
-    Stream(Loader([1]), 1).load_state_dict({"epoch": 2, "taken": 1, "own": [{"at": 1}, None]})
+    Stream(Loader([1]), 1).load_state_dict({"epoch": 2, "taken": 1, "microbatch_size": 1, "own": [{"at": 1}, None]})
     assert heard == [("epoch", 2), ("state", 1)]
 
 

@@ -297,9 +297,10 @@ class CheckpointManager:
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         def commit() -> None:
             folder.commit(temporary, manifest)
-            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared | self.protected]
-            folder.discard(folder.path_of(self.directory, each) for each in own[: -self.keep])
             committed()
+            own = [each for each in folder.committed_steps(self.directory) if each not in self._spared]
+            old = [each for each in own[: -self.keep] if each not in self.protected]
+            folder.discard(folder.path_of(self.directory, each) for each in old)
 
         started = time.monotonic()
         self._say(f"saving step {step} …")

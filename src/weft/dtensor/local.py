@@ -210,8 +210,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     if written:
         for name in written:  # also of what is empty: its counter is that of a buffer, of which more lies elsewhere
             if isinstance(given.get(name), (list, tuple)):
-                changed = [part for part, each in zip(parts[name], given[name]) if part is not each]
-                torch._C._increment_version(changed)
+                changed = [both for both in zip(parts[name], given[name]) if both[0] is not both[1]]
+                torch._C._increment_version([each for both in changed for each in both])
         return None
     if not all(filled):
         each = {True: iter(results), False: iter(on_those([not here for here in filled]))}

@@ -132,8 +132,8 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if _all_sharded(tensors) and norm_type:  # an order of 0 counts tensors, which are more than parts
-        total = _of_sharded(tensors, float(norm_type))  # type: ignore[arg-type]
+    if _all_sharded(tensors) and (order := float(norm_type)):  # one of 0 counts tensors, which are more than parts
+        total = _of_sharded(tensors, order)  # type: ignore[arg-type]
         if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
             return total
     return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)

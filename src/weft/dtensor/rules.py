@@ -212,7 +212,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     if len(args) > 1 or set(kwargs) - {"dtype"}:
         return _on_whole(func, args, kwargs)
     dtype = kwargs.get("dtype") or local.dtype
-    if dtype.is_floating_point and op == dist.ReduceOp.SUM:
+    if widened := dtype.is_floating_point and op == dist.ReduceOp.SUM:
         kwargs = {"dtype": wide(dtype)}
     if local.numel() or of_nothing:
         value = local.sum(**kwargs) if mean else func(local, **kwargs)
@@ -227,7 +227,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
         value = tensor.combine(small, op).to(value.dtype)
     if mean:
         value = value / tensor.numel()
-    if dtype.is_floating_point:
+    if widened:
         value = value.to(dtype)
     return replicated(value, tensor.device_mesh)
 

@@ -6,9 +6,9 @@ and on lists of what lies here there is none.
 
     whose step           parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam's, AdamW's,     all sharded, on CPU, on average   None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     at most `SMALL` elements here                       the same values bit for bit; of parts
-                                                                               where all of a parameter's are cut alike
+    Adam's, AdamW's,     all sharded, fp32 or fp64, on     None, None        over lists, as with `foreach=True`:
+      SGD's, Adagrad's     CPU, on average at most                             the same values bit for bit; of parts
+                           `SMALL` elements for a rank                         where all of a parameter's are cut alike
     anybody's            anything else                     anything          as torch chooses
 
 Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, and
@@ -30,6 +30,8 @@ from torch.optim import adagrad, adam, sgd
 from weft.dtensor.local import explain_dtypes, uneven_in
 from weft.dtensor.uneven import UnevenDTensor
 
+_EXACT = {torch.float32, torch.float64}
+"""Of narrower numbers torch's steps over lists round otherwise."""
 SMALL = 4096
 """Elements of a tensor above which arithmetic is what costs, and a list's intermediate results take memory."""
 
@@ -59,14 +61,15 @@ def _goes_over_lists(parameters: Sequence[torch.Tensor], options: dict[str, Any]
         return False
     if not parameters or set(map(type, parameters)) != {UnevenDTensor}:
         return False
-    return parameters[0].device.type == "cpu" and (
-        sum(each._local_tensor.numel() for each in parameters) <= SMALL * len(parameters)  # type: ignore[attr-defined]
-    )
+    if parameters[0].device.type != "cpu" or not _EXACT.issuperset(each.dtype for each in parameters):
+        return False
+    # The same on all ranks, whatever lies where: on the way over lists, tensors may be gathered in another order.
+    return sum(each.numel() // each._cuts.parts for each in parameters) <= SMALL * len(parameters)  # type: ignore[attr-defined]
 
 
 def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[Any]) -> bool:
     """Whether each of `lists` has, for each parameter, a tensor that is cut as it is, or numbers or None for all."""
-    cuts = [each._cuts for each in parameters]
+    cuts, shaped = [each._cuts for each in parameters], any(each.dim() for each in parameters)
     for values in lists:
         if not isinstance(values, list) or len(values) not in (0, len(parameters)):
             return False
@@ -74,7 +77,7 @@ def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[Any]) -> bool:
         if any(found):
             if not all(map(operator.is_, found, cuts)):
                 return False
-        elif any(each is not None and each.dim() for each in values):
+        elif any(each is not None and (each.dim() or not shaped) for each in values):
             return False
     return True
 
@@ -88,7 +91,9 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
     except RuntimeError as error:
         explain_dtypes(step.__name__, {each.dtype for each in uneven_in(given)}, error)
         raise
-    torch._C._increment_version(parameters)  # of the parts it has been done
+    _, *states = lists  # the gradients stay as they are
+    written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
+    torch._C._increment_version(written)  # of the parts it has been done
     for values, mine in zip(lists, parts[1:]):
         if values and values[0] is None:
             values[:] = [None if part is None else each.like(part) for each, part in zip(parameters, mine)]

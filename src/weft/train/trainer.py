@@ -1,5 +1,6 @@
 """The trainer for a model, data and habits of one's own."""
 
+import atexit
 import os
 import sys
 import threading
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.mesh import forget_meshes
 from weft.train import loop
 from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
+from weft.train.run.runs import refuse_text
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
 from weft.train.task.callables import check_callable, told
@@ -79,6 +82,7 @@ class Trainer(loop.Trainer):
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
             stop.listen(None)
+        self._joins = not dist.is_initialized()
         try:
             device = _join(settings, stop)
             _refuse_what_has_no_effect(settings)
@@ -88,6 +92,8 @@ class Trainer(loop.Trainer):
             or_start = resume == OR_START
             run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start)
             with loop.beginning(run):
+                if run.step is not None:
+                    refuse_text(run.directory)
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
         except BaseException:
@@ -97,13 +103,23 @@ class Trainer(loop.Trainer):
     def run(self) -> bool:
         """As `loop.Trainer.run`; afterwards SIGINT, SIGTERM and SIGHUP do what they did before the trainer was made."""
         try:
-            return super().run()
+            complete = super().run()
         finally:
             self.stop.release()
+        if self._joins:
+            atexit.register(_part)
+        return complete
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
+
+
+def _part() -> None:
+    """End the process group that a trainer has begun: gloo's threads may abort an interpreter that ends before them."""
+    if dist.is_initialized():
+        forget_meshes()
+        dist.destroy_process_group()
 
 
 def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str | Path) -> TrainConfig:

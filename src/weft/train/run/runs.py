@@ -48,6 +48,7 @@ def open_run(config: RunConfig, resume: str | bool, command: str | None, *, or_s
     command: what a person typed, without `--resume`, for the notes; None in a script. Raises ConfigError where there is
     nothing to resume.
     """
+    asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
     if resume is False:
         return _new_run(config, command)
@@ -62,8 +63,8 @@ def open_run(config: RunConfig, resume: str | bool, command: str | None, *, or_s
         return _new_run(config, command)
     where = f"{resume} holds no" if isinstance(resume, str) else f"no run {config.name!r} in {config.directory} has a"
     raise ConfigError(
-        f"{where} committed checkpoint to resume; name another run directory after --resume, or leave it out "
-        "to start a new run"
+        f"{asked}: {where} committed checkpoint to resume; name the directory of another run, or leave {asked} out to "
+        "start a new run"
     )
 
 
@@ -93,15 +94,30 @@ def refuse_folder_of_runs(folder: Path) -> None:
 
 def refuse_own_task(directory: Path) -> None:
     """Raise ConfigError for a run whose model and data a program gave to `weft.train.Trainer`."""
-    try:
-        tables = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # who needs it says so
-    if not any(section in tables for section in OF_TASK):
+    if _describes_task(directory) is False:
         raise ConfigError(
             f"{directory}: is a run of a program that gave its own model and data to weft.train.Trainer, and they are "
             f"not in {CONFIG}; run that program again (with resume={str(directory)!r} it goes on)"
         )
+
+
+def refuse_text(directory: Path) -> None:
+    """Raise ConfigError for a run of a model and data that its configuration describes: no program's go on with it."""
+    if _describes_task(directory):
+        raise ConfigError(
+            f"{directory}: is a run of a model and data that its {CONFIG} describes, not of a program's own; it goes "
+            f"on with: weft train --resume {shlex.quote(str(directory))}"
+        )
+
+
+def _describes_task(directory: Path) -> bool | None:
+    """Whether the configuration of a run describes its model and data; None where it cannot be read, which whoever
+    needs it says."""
+    try:
+        tables = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return any(section in tables for section in OF_TASK)
 
 
 def resuming(command: str | None, directory: Path) -> str:

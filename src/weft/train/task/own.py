@@ -50,7 +50,8 @@ class OwnTask:
         _check_loss(loss)
         meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
-        self.batches = Stream(_of_rank("data", data, rank, ranks), config.microbatches_per_step(ranks))
+        own = _of_rank("data", data, rank, ranks)
+        self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size)
         self.validation = () if validation is None else _of_rank("validation", validation, rank, ranks)
         if isinstance(self.validation, Iterator):
             raise ConfigError(
@@ -104,8 +105,9 @@ class Stream:
 
     per_rank = True
 
-    def __init__(self, source: Iterable[Any], microbatches_per_step: int) -> None:
+    def __init__(self, source: Iterable[Any], microbatches_per_step: int, microbatch_size: int = 1) -> None:
         self.source, self.microbatches_per_step = source, microbatches_per_step
+        self.microbatch_size = microbatch_size
         self.microbatch_weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
@@ -149,9 +151,15 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any]:
         own = self.source.state_dict() if hasattr(self.source, "state_dict") else None
-        return {"epoch": self.epoch, "taken": self.taken, "own": [own, self._begun]}
+        size = self.microbatch_size
+        return {"epoch": self.epoch, "taken": self.taken, "microbatch_size": size, "own": [own, self._begun]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (size := int(state["microbatch_size"])) != self.microbatch_size:
+            raise ConfigError(
+                f"train.microbatch_size = {self.microbatch_size} (it was {size}): the position in data of one's own is "
+                "counted in microbatches, and would be another; leave it as it was, or start a new run"
+            )
         self.epoch, self.taken, self._iterator = int(state["epoch"]), int(state["taken"]), None
         own, begun = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
