@@ -123,7 +123,7 @@ MUTATIONS = [
     Mutation(
         "lists write past version counters",
         "dtensor/local.py",
-        "torch._C._increment_version([each for both in changed for each in both])",
+        "torch._C._increment_version([*chain.from_iterable(changed)])",
         "changed.clear()",
         "dtensor/test_versions.py",
     ),

@@ -190,6 +190,8 @@ def test_or_start_goes_on_where_it_can_and_starts_where_it_cannot(tmp_path):
     assert open_run(config, True, "weft train x.toml", or_start=True) == Run(first.directory, 7)
     with pytest.raises(ConfigError, match="no run 'tiny' in"):
         open_run(dataclasses.replace(config, directory=str(tmp_path / "other")), True, "weft train x.toml")
+    with pytest.raises(ConfigError, match=r"^run\.resume = true: no run .*, or leave run\.resume = true out to start"):
+        open_run(dataclasses.replace(config, directory=str(tmp_path / "other"), resume=True), False, None)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ their version counters: autograd's own code, which does that elsewhere, lies abo
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -210,8 +210,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     if written:
         for name in written:  # also of what is empty: its counter is that of a buffer, of which more lies elsewhere
             if isinstance(given.get(name), (list, tuple)):
-                changed = [both for both in zip(parts[name], given[name]) if both[0] is not both[1]]
-                torch._C._increment_version([each for both in changed for each in both])
+                changed = [pair for pair in zip(parts[name], given[name]) if operator.is_not(*pair)]
+                torch._C._increment_version([*chain.from_iterable(changed)])
         return None
     if not all(filled):
         each = {True: iter(results), False: iter(on_those([not here for here in filled]))}

@@ -115,7 +115,6 @@ class Pool:
         """Whose planned places have bytes in common with that of each, once that was asked."""
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
-        self._begun = False
         self._home: Any = None
         """The stream that first took memory: the slab is its own, on whatever stream a backward ends."""
         self._step = 0
@@ -129,8 +128,8 @@ class Pool:
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
-        if not self._begun:
-            self._begun, self._home = True, streams.current(transient.own.device)
+        if self._home is None:
+            self._home = streams.current(transient.own.device)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)

@@ -33,7 +33,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run, refuse_own_task, remove_if_unused, resuming
+from weft.train.run.runs import Run, open_run, refuse_own_task, refuse_text, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.schedule import Schedule
@@ -75,8 +75,8 @@ class Trainer:
         config.validate(self.ranks)
 
         self._has_own_task = task is not None
-        if run.step is not None and not self._has_own_task:
-            refuse_own_task(run.directory)
+        if run.step is not None:
+            (refuse_text if self._has_own_task else refuse_own_task)(run.directory)
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts

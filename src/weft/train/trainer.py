@@ -16,7 +16,6 @@ from weft.mesh import forget_meshes
 from weft.train import loop
 from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
-from weft.train.run.runs import refuse_text
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import place_from
 from weft.train.task.callables import check_callable, told
@@ -92,8 +91,6 @@ class Trainer(loop.Trainer):
             or_start = resume == OR_START
             run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start)
             with loop.beginning(run):
-                if run.step is not None:
-                    refuse_text(run.directory)
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
         except BaseException:
