@@ -59,6 +59,8 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     assert "invalid choice" in refused(capsys, "tarin")
     line = refused(capsys, "train", "x.toml", "--rnaks")
     assert line == "weft train: unrecognized arguments: --rnaks; see weft train --help\n"
+    line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
+    assert line.endswith("; settings are changed by --set train.steps=3 --set optimizer.lr=0.1\n")
     line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
     assert "goes behind --, as in weft bench fsdp2 -- --link 4gbit" in line
 
@@ -137,6 +139,17 @@ def test_resume_of_the_folder_of_runs_names_the_runs(tmp_path, capsys, named):
     assert f"name one of them: {tmp_path / 'runs' / 'first'}, {tmp_path / 'runs' / 'second'}" in line
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_resume_of_one_checkpoint_names_the_run(tmp_path, capsys, named):
+    run = tmp_path / "runs" / "first"
+    (run / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (run / "config.toml").touch()
+    config = [write_config(tmp_path)] if named else []
+    for inside in (run / "checkpoints", run / "checkpoints" / "step-00000003"):
+        line = refused(capsys, "train", *config, "--resume", inside)
+        assert f"--resume {inside}: is no run, but lies in one" in line and line.endswith(f"; name the run: {run}\n")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "said"),
@@ -194,6 +207,20 @@ def test_inspect_of_a_damaged_checkpoint_fails(tmp_path, capsys):
     (tmp_path / "step-00000001" / ".metadata").unlink()
     assert main(["inspect", str(tmp_path)]) == 1
     assert "damaged: .metadata is missing" in capsys.readouterr().err
+
+
+def test_inspect_of_a_run_shows_which_checkpoints_are_damaged_and_the_newest_that_is_not(tmp_path, capsys):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"model": {"weight": torch.ones(3)}})
+    (tmp_path / "step-00000001" / ".metadata").unlink()
+    (tmp_path / "step-00000003" / ".metadata").unlink()
+    assert main(["inspect", str(tmp_path)]) == 1
+    shown, errors = capsys.readouterr()
+    rows = [line for line in shown.splitlines() if " step-0" in line]
+    assert ["damaged: a resume passes it over" in row for row in rows] == [True, False, True]
+    assert "step 2, written by 1 rank" in shown
+    assert "step-00000001 is damaged: .metadata is missing; " in errors and "step-00000003 is damaged" in errors
 
 
 def test_help_takes_less_than_half_a_second_of_processor_time():

@@ -16,7 +16,7 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
-from weft.dtensor import local, norms
+from weft.dtensor import clipping, local
 from weft.fsdp import UnevenDTensor
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -213,7 +213,7 @@ def test_reductions_have_the_dtypes_of_one_process():
 
 @distributed(2)
 def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
-    torchs = norms._torchs_norm
+    torchs = clipping._torchs_norm
     assert torchs is not nn.utils.get_total_norm and torchs.__module__ == nn.utils.clip_grad.__name__
     tensors = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
     atomic = weft.fully_shard(Bag(SHAPES["mixed"], seed=1), strategy="no_shard")  # cut over other axes
@@ -227,7 +227,7 @@ def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
     assert nn.utils.get_total_norm(tensors, "0") == torchs(tensors, 0)  # type: ignore[arg-type]
     assert nn.utils.get_total_norm([]) == 0
     elsewhere = tensors[0].like(torch.empty_like(tensors[0].to_local(), device="meta"))  # each kernel is of one device
-    assert norms._of_sharded([tensors[0], elsewhere], 2.0) is None is not norms._of_sharded(tensors[:1], 2.0)
+    assert clipping._of_sharded([tensors[0], elsewhere], 2.0) is None is not clipping._of_sharded(tensors[:1], 2.0)
     tensors[0].fill_(math.nan)
     assert nn.utils.get_total_norm(tensors).isnan()
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
@@ -256,6 +256,44 @@ def test_sums_and_norms_of_half_precision_are_those_of_one_process(dtype, scale)
         found, expected = of(parameter), of(whole)
         assert found.dtype == expected.dtype
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0])
+@distributed(2)
+def test_norms_of_half_precision_are_rounded_once(dtype, order):
+    wholes = [torch.full((331, 3), each, dtype=dtype) for each in (1.0, 2.0, 3.0)]  # in fp32 their sums are exact
+    parameters = [each.detach() for each in weft.fully_shard(Bag([(331, 3)] * 3).to(dtype)).parameters()]
+    assert any(each.owner is None for each in parameters)
+    for parameter, whole in zip(parameters, wholes):
+        parameter.copy_(whole)
+        expected = torch.linalg.vector_norm(whole.float(), order).to(dtype)
+        for found in (torch.linalg.vector_norm(parameter, order), torch._foreach_norm([parameter], order)[0]):
+            assert torch.equal(nets.full(found), expected)
+    if order:  # torch's own norm of all counts tensors for 0
+        expected = torch.linalg.vector_norm(torch.stack(wholes).float(), order).to(dtype)
+        assert torch.equal(nets.full(nn.utils.get_total_norm(parameters, order)), expected)
+
+
+@pytest.mark.parametrize("at", [0, -1])
+@distributed(2, 4)
+def test_a_nan_is_the_largest_and_the_smallest_whichever_rank_has_it(at):
+    model = weft.fully_shard(Bag([(37, 11)]))
+    model(torch.ones(1)).backward()
+    with torch.no_grad():
+        model.p0.grad.copy_(model.p0.grad.full_tensor().index_fill(0, torch.tensor([at % 37]), math.nan))
+    grad = model.p0.grad
+    for found in (
+        grad.max(),
+        grad.min(),
+        *(torch.linalg.vector_norm(grad, order) for order in (math.inf, -math.inf)),
+        *torch._foreach_norm([grad], math.inf),
+        nn.utils.get_total_norm([grad], math.inf),
+        weft.optim.grad_norm(model, math.inf),
+    ):
+        assert found.isnan()
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, math.inf, error_if_nonfinite=True)
 
 
 @distributed(2)

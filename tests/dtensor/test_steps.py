@@ -1,6 +1,7 @@
 """torch's optimizers step over small sharded parameters all at once, and nobody notices but the clock."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import weft
 from tests.dtensor.test_dtensor import SHAPES, Bag
 from tests.pool import distributed
+from weft.dtensor import steps
 from weft.fsdp import UnevenDTensor
 
 OPTIONS = {
@@ -284,3 +286,69 @@ def test_steps_of_half_precision_are_those_of_one_process_bit_for_bit(dtype):
             for optimizer in optimizers:
                 optimizer.step()
         assert_bit_equal(sharded, plain)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@distributed(2)
+def test_narrower_gradients_step_as_in_one_process(kind):
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    for model in (plain, sharded):
+        for parameter in model.parameters():
+            parameter.grad_dtype = None
+    optimizers = [kind(model.parameters(), lr=0.1) for model in (plain, sharded)]
+    for _ in range(3):
+        for mine, theirs in zip(sharded.parameters(), plain.parameters()):
+            theirs.grad, mine.grad = theirs.detach().sin().bfloat16(), mine.detach().sin().bfloat16()
+        if kind is torch.optim.AdamW:
+            with pytest.raises(RuntimeError):
+                optimizers[0].step()
+            with pytest.raises(TypeError, match="takes tensors of one dtype"):
+                optimizers[1].step()
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_bit_equal(sharded, plain)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@distributed(2)
+def test_autograd_knows_a_differentiable_step(foreach):
+    found = []
+    for model in (Bag(SHAPES["tiny"]), weft.fully_shard(Bag(SHAPES["tiny"]))):
+        weights = [parameter.detach().clone().requires_grad_() * 1.0 for parameter in model.parameters()]
+        gradients = [weight.detach().clone().requires_grad_() for weight in weights]
+        steps.sgd.sgd(
+            weights, gradients, [None] * len(weights), foreach=foreach, weight_decay=0.0, momentum=0.0, lr=0.1,
+            dampening=0.0, nesterov=False, maximize=False,
+        )  # fmt: skip
+        found.append(torch.autograd.grad(sum(weight.sum() for weight in weights), gradients))
+    for mine, theirs in zip(found[1], found[0]):
+        assert torch.equal(mine.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@distributed(2)
+def test_a_step_behind_a_saved_state_has_no_dtensors_either(name):
+    kind, options = OPTIONS[name]
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    expected, before = kind(plain.parameters(), **options), kind(sharded.parameters(), **options)
+    stepped(plain, expected)
+    stepped(sharded, before)
+    file = io.BytesIO()
+    torch.save(before.state_dict(), file)
+    file.seek(0)
+    after = kind(sharded.parameters(), **options)
+    after.load_state_dict(torch.load(file, weights_only=True))
+    stepped(plain, expected)
+    noted = stepped(sharded, after, steps=1)
+    assert noted.sizes and not noted.on_dtensors
+    stepped(sharded, after, steps=2)
+
+
+@distributed(2)
+def test_parameters_of_several_devices_are_left_to_torch():
+    here = next(weft.fully_shard(Bag([(5,)])).parameters()).detach()
+    there, options = here.like(here.to_local().to("meta")), {"foreach": None, "fused": None}
+    with torch.no_grad():
+        assert steps._goes_over_lists([here, here], ([here, here],), options)
+        assert not steps._goes_over_lists([here, there], ([here, there],), options)

@@ -1,5 +1,8 @@
 """`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
 
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,12 +17,12 @@ import weft
 from tests.train.command import metrics
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
-from weft.train import Trainer, loop
+from weft.train import Trainer
 from weft.train.config import from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.evaluate import evaluate
 from weft.train.loop import train
-from weft.train.run.runs import Run
+from weft.train.run import runs
 from weft.train.source import Source
 from weft.train.task.own import Stream
 
@@ -199,18 +202,39 @@ def test_a_run_of_one_s_own_claims_no_model_and_no_text_and_whoever_needs_them_n
 
 
 def over_a_text(folder):
-    """What a program's trainer says of a run of a text model."""
-    (folder / "config.toml").write_text("[model]\nhidden_size = 32\n")
+    """What a program's trainer says of a run of a text model, where only the first rank can read its settings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "open_run_together", lambda *_, **__: Run(folder, 3))
+        if dist.get_rank():
+            patch.setattr(runs, "_describes_task", lambda directory: None)
         with pytest.raises(ConfigError) as error:
-            fit(folder)
+            fit(folder, resume=str(folder))
     return str(error.value)
 
 
 def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
-    said = pool.run(1, over_a_text, tmp_path)[0]
-    assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
+    (tmp_path / "config.toml").write_text("[model]\nhidden_size = 32\n")
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    for said in pool.run(2, over_a_text, tmp_path):
+        assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
+
+
+@pytest.mark.parametrize("end", ["trainer.run()", "1 / 0"])
+def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path, end):
+    program = f"""
+import atexit
+import torch.distributed as dist
+from tests.train.test_trainer import Trainer, batches, loss, make_model
+
+atexit.register(lambda: print("there is one:", dist.is_initialized()))
+steps = {{"steps": 1, "microbatch_size": 8, "global_batch_size": 8}}
+config = {{"train": steps, "run": {{"directory": {str(tmp_path)!r}}}}}
+trainer = Trainer(model=make_model, loss=loss, data=batches, config=config)
+print("there is one:", dist.is_initialized())
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
+    assert done.returncode == (end != "trainer.run()"), done.stderr
 
 
 class Cube(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.directory import committed_steps, debris, path_of
 from weft.checkpoint.manager import readable_size
-from weft.checkpoint.manifest import MANIFEST, CheckpointGone, verify
+from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000
@@ -24,7 +24,8 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
     With `verify_content` every file of every checkpoint is read and compared with its checksum. Raises
-    ValueError for a path that is none of these, CheckpointError for a damaged checkpoint.
+    ValueError for a path that is none of these, CheckpointError for a damaged checkpoint; of several, the tables say
+    first which are damaged, and what the newest intact one holds.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():
@@ -35,21 +36,28 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     if not steps and not rest:
         raise ValueError(f"{path}: holds no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run")
     overview = Table("checkpoint", "step", "ranks", "size", "state", title=str(folder), title_justify="left")
+    damaged: dict[int, CheckpointError] = {}
     for step in steps:
+        name = path_of(folder, step).name
         try:
-            manifest = verify(path_of(folder, step), content=verify_content)
+            manifest, _ = describe(path_of(folder, step), content=verify_content)
         except CheckpointGone:  # a run that trains has newer ones by now
             continue
+        except CheckpointError as error:
+            damaged[step] = error
+            overview.add_row(name, f"{step:,}", "", "", "damaged: a resume passes it over")
+            continue
         state = "committed, checksums equal" if verify_content else "committed"
-        size = readable_size(manifest.bytes)
-        overview.add_row(path_of(folder, step).name, f"{step:,}", str(manifest.ranks), size, state)
+        overview.add_row(name, f"{step:,}", str(manifest.ranks), readable_size(manifest.bytes), state)
     for left in rest:
         overview.add_row(left.name, "", "", "", "not complete: ignored, removed by the next save")
     console.print(overview)
-    while steps := committed_steps(folder):
+    while steps := [step for step in committed_steps(folder) if step not in damaged]:
         with suppress(CheckpointGone):
             _show_checkpoint(path_of(folder, steps[-1]), False, console)
             break
+    if damaged:
+        raise CheckpointError("; ".join(map(str, damaged.values())))
 
 
 def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None:

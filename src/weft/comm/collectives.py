@@ -16,6 +16,7 @@ this rank. Tensors are contiguous, and 1-D but for the rows of `all_to_all`; `ta
 apart from those of another. Those at the end wait at once, and are watched here; the others by whoever waits.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -295,14 +296,29 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, what: str = "a bro
 def reduce_now(
     tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str = "a reduction of a few numbers"
 ) -> torch.Tensor:
-    """All-reduce a small tensor in place, wait, and return it. `what`: what a person calls it."""
+    """All-reduce a small tensor in place, wait, and return it. `what`: what a person calls it.
+
+    The largest or smallest of numbers among which is a NaN is NaN, as in one process.
+    """
     if group.size() > 1:
         with watching(f"all-reduce/{tensor.numel()}", what, group):
-            moved = _movable(tensor, group)
+            sign = _SIGNS.get(op) if tensor.is_floating_point() else None
+            moved = _movable(tensor if sign is None else _with_nans(tensor, sign), group)
             dist.all_reduce(moved, op=op, group=group)
-            if moved is not tensor:
+            if sign is not None:
+                values, nans = moved.unbind()
+                tensor.copy_(values.masked_fill(nans != 0, math.nan))
+            elif moved is not tensor:
                 tensor.copy_(moved)
     return tensor
+
+
+_SIGNS = {dist.ReduceOp.MAX: 1, dist.ReduceOp.MIN: -1}
+
+
+def _with_nans(tensor: torch.Tensor, sign: int) -> torch.Tensor:
+    """The values, and `sign` where they are NaN, else 0: backends keep a NaN or lose it, as the ranks' order has it."""
+    return torch.stack([tensor, tensor.isnan().to(tensor.dtype) * sign])
 
 
 def _movable(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

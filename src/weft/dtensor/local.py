@@ -26,6 +26,22 @@ from torch.utils._pytree import tree_flatten
 from weft.dtensor.uneven import UnevenDTensor
 
 
+def parts_of(values: Iterable[Any]) -> list[Any]:
+    """What lies here of each."""
+    return [getattr(each, "_local_tensor", each) for each in values]
+
+
+def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
+    """Which have elements. Empty parts stay out of kernels over many tensors, which have been seen to write to their
+    neighbours."""
+    return [part.numel() > 0 for part in parts]
+
+
+def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those with elements."""
+    return [part for part in parts if part.numel()]
+
+
 def uneven_in(values: Any) -> list[UnevenDTensor]:
     """The tensors that are cut unevenly among `values`, a pytree."""
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, UnevenDTensor)]
@@ -74,14 +90,14 @@ def _facts(func: Any) -> _Facts:
 
 def in_place(func: Any) -> Callable[[Any, tuple, dict], Any]:
     """The rule of an operator that writes to its first operand: `on_parts`, by the short way if it can."""
-    run, increment = _facts(func).run, torch._C._increment_version
+    run, increment = _facts(func).run, torch.autograd.graph.increment_version
 
     def rule(func: Any, args: tuple, kwargs: dict) -> Any:
         mine = _beside(args)
         if mine is None or (kwargs and not _SCALARS.issuperset(map(type, kwargs.values()))):
             return on_parts(func, args, kwargs)
+        increment(mine[0])
         run(*mine, **kwargs)
-        increment(mine[:1])
         return args[0]
 
     return rule
@@ -183,19 +199,18 @@ def whole_of(value: torch.Tensor) -> torch.Tensor:
 def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """A foreach or fused operator on the parts: lists run side by side, all tensors at once.
 
-    Empty parts stay out of it, since kernels over many tensors have been seen to write to their neighbours; where there
-    are results, theirs are made by themselves.
+    Empty parts stay out of it; where there are results, theirs are made by themselves.
     """
     run, names, written = _facts(func)
     given = dict(zip(names, args)) | kwargs
     lists = [value for value in given.values() if isinstance(value, (list, tuple))]
     first = next(values for values in lists if UnevenDTensor in map(type, values))
-    cuts, own = _cuts_of(first), _parts_of(first)
+    cuts, own = _cuts_of(first), parts_of(first)
     parts = {
-        name: own if value is first else _parts_of(_fitting(func, value, first, cuts, name in written))
+        name: own if value is first else _part_or_parts(_fitting(func, value, first, cuts, name in written))
         for name, value in given.items()
     }
-    filled = [local.numel() > 0 for local in own]
+    here = holding(own)
 
     def on_those(keep: Sequence[bool] | None) -> Any:
         """The operator on what to `keep` of the lists; None: all."""
@@ -206,16 +221,16 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
             explain_dtypes(func, {leaf.dtype for leaf in uneven_in(lists)}, error)
             raise
 
-    results = on_those(None if all(filled) else filled) if any(filled) else []
+    for name in written:  # also of what is empty: its counter is that of a buffer, of which more lies elsewhere
+        if isinstance(given.get(name), (list, tuple)):
+            changed = [pair for pair in zip(parts[name], given[name]) if operator.is_not(*pair)]
+            torch.autograd.graph.increment_version([*chain.from_iterable(changed)])
+    results = on_those(None if all(here) else here) if any(here) else []
     if written:
-        for name in written:  # also of what is empty: its counter is that of a buffer, of which more lies elsewhere
-            if isinstance(given.get(name), (list, tuple)):
-                changed = [pair for pair in zip(parts[name], given[name]) if operator.is_not(*pair)]
-                torch._C._increment_version([*chain.from_iterable(changed)])
         return None
-    if not all(filled):
-        each = {True: iter(results), False: iter(on_those([not here for here in filled]))}
-        results = [next(each[here]) for here in filled]
+    if not all(here):
+        each = {True: iter(results), False: iter(on_those([not holds for holds in here]))}
+        results = [next(each[holds]) for holds in here]
     return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, results)]
 
 
@@ -250,10 +265,10 @@ def _cuts_of(values: Sequence[Any]) -> list[Any]:
     return [getattr(each, "_cuts", None) for each in values]
 
 
-def _parts_of(value: Any) -> Any:
+def _part_or_parts(value: Any) -> Any:
     """What an argument is on this rank."""
     if isinstance(value, (list, tuple)):
-        return [getattr(each, "_local_tensor", each) for each in value]
+        return parts_of(value)
     return getattr(value, "_local_tensor", value)
 
 

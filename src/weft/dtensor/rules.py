@@ -23,7 +23,19 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
-from weft.dtensor.local import changed_by, element_wise, fits, in_place, on_lists, on_parts, uneven_in, whole_of, wrote
+from weft.dtensor.local import (
+    changed_by,
+    element_wise,
+    filled,
+    fits,
+    in_place,
+    on_lists,
+    on_parts,
+    parts_of,
+    uneven_in,
+    whole_of,
+    wrote,
+)
 from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
 from weft.dtensor.uneven import RuledDTensor, UnevenDTensor
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
@@ -147,10 +159,10 @@ def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
     gradients, found, *rest = args
-    locals_ = _localized(gradients)
-    if filled := [local for local in locals_ if local.numel()]:
-        func(filled, found, *rest, **kwargs)
-    torch.autograd.graph.increment_version(locals_)
+    parts = parts_of(gradients)
+    torch.autograd.graph.increment_version(parts)
+    if here := filled(parts):
+        func(here, found, *rest, **kwargs)
     tensors = uneven_in(gradients)
     meshes = {tensor.device_mesh for tensor in tensors}
     if len(meshes) > 1:  # what is replicated here may lie beside what is not, such as experts
@@ -189,8 +201,9 @@ def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     if dims not in (None, []) or keepdim or not isinstance(order, (int, float)):
         return _on_whole(func, args, kwargs)
-    norm = part_norm(tensor._local_tensor, float(order), kwargs.get("dtype"))
-    return replicated(combined_norms(norm.view(1), float(order), tensor)[0], tensor.device_mesh)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    norm = combined_norms(part_norm(tensor._local_tensor, float(order), dtype), float(order), tensor)
+    return replicated(norm.to(dtype.to_real()), tensor.device_mesh)
 
 
 _REDUCTIONS = {

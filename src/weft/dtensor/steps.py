@@ -6,13 +6,14 @@ and on lists of what lies here there is none.
 
     whose step           parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam's, AdamW's,     all sharded, fp32 or fp64, on     None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     CPU, on average at most                             the same values bit for bit; of parts
-                           `SMALL` elements for a rank                         where all of a parameter's are cut alike
+    Adam's, AdamW's,     all sharded, on CPU, fp32 or      None, None        over lists, as with `foreach=True`:
+      SGD's, Adagrad's     fp64 as are their gradients,                        the same values bit for bit; of parts
+                           on average at most `SMALL`                          where all of a parameter's are cut alike
+                           elements for a rank
     anybody's            anything else                     anything          as torch chooses
 
-Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, and
-Nesterov's momentum, which then changes the gradients.
+Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, Nesterov's
+momentum, which then changes the gradients, and steps that autograd is to know.
 
 torch makes this choice in the functions that its optimizers call with the parameters of a group. There it is made here,
 behind whatever the user's hooks change, and nothing tells of it in the optimizer, which may be saved at any time.
@@ -21,13 +22,14 @@ behind whatever the user's hooks change, and nothing tells of it in the optimize
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.optim import adagrad, adam, sgd
 
-from weft.dtensor.local import explain_dtypes, uneven_in
+from weft.dtensor.local import parts_of
 from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = {torch.float32, torch.float64}
@@ -42,7 +44,7 @@ def _choose_in(module: ModuleType, name: str) -> None:
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not _goes_over_lists(params, kwargs):
+        if torch.compiler.is_compiling() or not _goes_over_lists(params, args, kwargs):
             step(params, *args, **kwargs)
         elif _are_cut_alike(params, args):
             _step_parts(step, params, args, kwargs | {"foreach": True})
@@ -52,26 +54,34 @@ def _choose_in(module: ModuleType, name: str) -> None:
     setattr(module, name, choosing)
 
 
-def _goes_over_lists(parameters: Sequence[torch.Tensor], options: dict[str, Any]) -> bool:
+def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> bool:
+    """The same on all ranks, whatever lies where: on the way over lists, tensors may be gathered in another order."""
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return False
-    if options.get("nesterov") or options.get("differentiable"):
+    if options.get("nesterov") or torch.is_grad_enabled():  # as in the step of an optimizer that is differentiable
         return False
-    if any(isinstance(options.get(number), torch.Tensor) for number in ("lr", "beta1", "beta2")):
+    if any(isinstance(value, (torch.Tensor, list, tuple)) for value in options.values()):
         return False
-    if not parameters or set(map(type, parameters)) != {UnevenDTensor}:
+    if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):
         return False
-    if parameters[0].device.type != "cpu" or not _EXACT.issuperset(each.dtype for each in parameters):
+    if {parameter.device.type for parameter in parameters} != {"cpu"}:
         return False
-    # The same on all ranks, whatever lies where: on the way over lists, tensors may be gathered in another order.
-    return sum(each.numel() // each._cuts.parts for each in parameters) <= SMALL * len(parameters)  # type: ignore[attr-defined]
+    dtypes = [parameter.dtype for parameter in parameters]
+    if not _EXACT.issuperset(dtypes) or any(map(_are_of_another, lists, repeat(dtypes))):
+        return False
+    return sum(each.numel() // each._cuts.parts for each in parameters) <= SMALL * len(parameters)
 
 
-def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[Any]) -> bool:
-    """Whether each of `lists` has, for each parameter, a tensor that is cut as it is, or numbers or None for all."""
+def _are_of_another(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether something sharded, of a list that stands beside parameters of `dtypes`, has another one."""
+    return any(type(each) is UnevenDTensor and each.dtype != dtype for each, dtype in zip(values, dtypes))
+
+
+def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:
+    """Whether each of `lists` has, for each parameter, a tensor that is cut as it is, or 0-D ones or None for all."""
     cuts, shaped = [each._cuts for each in parameters], any(each.dim() for each in parameters)
     for values in lists:
-        if not isinstance(values, list) or len(values) not in (0, len(parameters)):
+        if len(values) not in (0, len(parameters)):
             return False
         found = [getattr(each, "_cuts", None) for each in values]
         if any(found):
@@ -84,19 +94,16 @@ def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[Any]) -> bool:
 
 def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[Any]], options: dict[str, Any]) -> None:
     """`step` on what lies here. A momentum that begins with it goes into its list as a sharded tensor."""
-    given = (parameters, *lists)
-    parts = [[getattr(each, "_local_tensor", each) for each in values] for values in given]
-    try:
-        step(*parts, **options)
-    except RuntimeError as error:
-        explain_dtypes(step.__name__, {each.dtype for each in uneven_in(given)}, error)
-        raise
+    parts = [parts_of(values) for values in (parameters, *lists)]
     _, *states = lists  # the gradients stay as they are
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
-    torch._C._increment_version(written)  # of the parts it has been done
-    for values, mine in zip(lists, parts[1:]):
-        if values and values[0] is None:
-            values[:] = [None if part is None else each.like(part) for each, part in zip(parameters, mine)]
+    torch.autograd.graph.increment_version(written)  # of the parts torch does it
+    before = [list(values) for values in parts]
+    step(*parts, **options)
+    for values, old, new in zip(lists, before[1:], parts[1:]):
+        for place, part in enumerate(new):
+            if part is not old[place]:
+                values[place] = part if type(values[place]) is torch.Tensor else parameters[place].like(part)
 
 
 for _module, _name in ((adam, "adam"), (sgd, "sgd"), (adagrad, "adagrad")):

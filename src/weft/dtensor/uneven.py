@@ -17,7 +17,8 @@ With tensor parallelism the mesh has one axis more, and what is cut is this rank
 import copy
 import math
 import operator
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, MutableMapping
 from itertools import pairwise
 from typing import Any
 
@@ -89,7 +90,7 @@ class UnevenDTensor(RuledDTensor):
         """The tensor whose part on this rank is `local`; `shape`: where `cuts` are those of a slice, the whole one."""
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
-        return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), cuts)
+        return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), _one(cuts))
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool = False) -> "UnevenDTensor":
@@ -349,8 +350,16 @@ def _leave_uncompiled() -> None:
     raise SkipFrame("it computes with sharded parameters, and a compiled graph knows no uneven cuts")
 
 
+_in_use: MutableMapping[tuple, Cuts] = weakref.WeakValueDictionary()
+
+
+def _one(cuts: Cuts) -> Cuts:
+    """Of equal cuts always the same object: optimizers ask of thousands of tensors whether they are cut alike."""
+    return _in_use.setdefault((cuts.shape, cuts.borders, cuts.axes, cuts.dim), cuts)
+
+
 def _rebuilt(local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool, is_parameter: bool) -> Any:
-    made = UnevenDTensor._wrap(local, spec, cuts, requires_grad)
+    made = UnevenDTensor._wrap(local, spec, _one(cuts), requires_grad)
     return nn.Parameter(made, requires_grad=requires_grad) if is_parameter else made
 
 

@@ -19,6 +19,7 @@ from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
 from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
+from weft.train.run.world import begin_alone
 from weft.train.sections import ShardingConfig
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
@@ -93,7 +94,7 @@ def evaluate(
         raise ConfigError("--ema: the run kept no moving average of its weights (train.ema_decay = 0.0); leave it out")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        begin_alone()
     task = task_of(config, device)
     state: dict[str, Any] = {"model": ModelState(task.model)}
     averages = WeightAverage(task.model, config.train.ema_decay) if average else None

@@ -33,9 +33,10 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run, refuse_own_task, refuse_text, remove_if_unused, resuming
+from weft.train.run.runs import Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
+from weft.train.run.world import begin_alone
 from weft.train.schedule import Schedule
 from weft.train.source import Source
 from weft.train.spikes import Spikes
@@ -75,8 +76,6 @@ class Trainer:
         config.validate(self.ranks)
 
         self._has_own_task = task is not None
-        if run.step is not None:
-            (refuse_text if self._has_own_task else refuse_own_task)(run.directory)
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
         self.model: Any = self.task.model
         self.batches, self.experts = self.task.batches, self.task.experts
@@ -364,7 +363,7 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     resume: as in `open_run`. Returns the trainer, whose `model` is trained.
     """
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        begin_alone()
     run = open_run_together(config, resume, None)
     with beginning(run):
         trainer = Trainer(config, run)
@@ -372,12 +371,12 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     return trainer
 
 
-def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, *, or_start: bool = False) -> Run:
-    """`open_run` on the first rank; all ranks get its run, or its ConfigError."""
+def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
+    """`open_run` on the first rank; all ranks get its run, or its ConfigError. kind: `or_start`, `own_task`."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = open_run(config.run, resume, command, or_start=or_start)
+            answer[0] = open_run(config.run, resume, command, **kind)
         except ConfigError as error:
             answer[1] = error
     dist.broadcast_object_list(answer)

@@ -1,6 +1,5 @@
 """The trainer for a model, data and habits of one's own."""
 
-import atexit
 import os
 import sys
 import threading
@@ -12,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.mesh import forget_meshes
 from weft.train import loop
 from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.run.stop import StopRequest
-from weft.train.run.world import place_from
+from weft.train.run.world import begin_alone, end_with_interpreter, place_from
 from weft.train.task.callables import check_callable, told
 from weft.train.task.own import Data, LossFunction, OwnTask
 
@@ -81,7 +79,6 @@ class Trainer(loop.Trainer):
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
             stop.listen(None)
-        self._joins = not dist.is_initialized()
         try:
             device = _join(settings, stop)
             _refuse_what_has_no_effect(settings)
@@ -89,7 +86,7 @@ class Trainer(loop.Trainer):
             if optimizer is not None and settings.optimizer != OptimizerConfig():
                 raise ConfigError("[optimizer]: has no effect with an optimizer of one's own; leave the section out")
             or_start = resume == OR_START
-            run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start)
+            run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start, own_task=True)
             with loop.beginning(run):
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
@@ -100,23 +97,13 @@ class Trainer(loop.Trainer):
     def run(self) -> bool:
         """As `loop.Trainer.run`; afterwards SIGINT, SIGTERM and SIGHUP do what they did before the trainer was made."""
         try:
-            complete = super().run()
+            return super().run()
         finally:
             self.stop.release()
-        if self._joins:
-            atexit.register(_part)
-        return complete
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
-
-
-def _part() -> None:
-    """End the process group that a trainer has begun: gloo's threads may abort an interpreter that ends before them."""
-    if dist.is_initialized():
-        forget_meshes()
-        dist.destroy_process_group()
 
 
 def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str | Path) -> TrainConfig:
@@ -146,8 +133,9 @@ def _join(config: TrainConfig, stop: StopRequest) -> torch.device:
     place = place_from(os.environ)
     if place is None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        begin_alone()
         return device
     device = place.device()
     place.join(device, patience=config.run.patience, stop=stop, say=lambda line: print(line, file=sys.stderr))
+    end_with_interpreter()
     return device

@@ -77,7 +77,9 @@ class GradientStage:
 
     def padding(self) -> list[torch.Tensor]:
         """The open buffer's views of what belongs to no tensor; it is a whole one."""
-        return self._viewed()[2]
+        views = self._viewed()[2]
+        assert self.buffer is not None and self.buffer.pieces == 1, "a piece has other gaps than the whole"
+        return views
 
     def _viewed(self) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
         assert self.buffer is not None, "open first"

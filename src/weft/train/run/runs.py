@@ -40,13 +40,15 @@ class Run:
         return self.directory / CHECKPOINTS
 
 
-def open_run(config: RunConfig, resume: str | bool, command: str | None, *, or_start: bool = False) -> Run:
+def open_run(
+    config: RunConfig, resume: str | bool, command: str | None, *, or_start: bool = False, own_task: bool = False
+) -> Run:
     """The directory of this run, created if it is new.
 
     resume: False for a new run, unless `config.resume`; True for the newest run of that name that has a committed
     checkpoint; or the directory of a run, or its config.toml. or_start: a new run where there is nothing to resume.
-    command: what a person typed, without `--resume`, for the notes; None in a script. Raises ConfigError where there is
-    nothing to resume.
+    command: what a person typed, without `--resume`, for the notes; None in a script. own_task: whether a program gives
+    model and data. Raises ConfigError where there is nothing to resume, or a run of the other kind.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
@@ -54,10 +56,11 @@ def open_run(config: RunConfig, resume: str | bool, command: str | None, *, or_s
         return _new_run(config, command)
     named = run_directory(resume) if isinstance(resume, str) else None
     if named and not or_start:
-        refuse_folder_of_runs(named)
+        refuse_other_directories(named, f"{asked} {resume}" if command is not None else asked)
     candidates = [named] if named else _runs_of_name(config)[::-1]
     for directory in candidates:
         if steps := committed_steps(directory / CHECKPOINTS):
+            (refuse_described_task if own_task else refuse_own_task)(directory)
             return Run(directory, steps[-1])
     if or_start:
         return _new_run(config, command)
@@ -82,14 +85,22 @@ def recorded_name(directory: Path) -> str | None:
         return None
 
 
-def refuse_folder_of_runs(folder: Path) -> None:
-    """Raise ConfigError for a directory that is no run, but has runs in it that can be gone on with."""
+def refuse_other_directories(folder: Path, asked: str) -> None:
+    """Raise ConfigError for a directory that is no run, but has runs in it that can be gone on with, or lies in one.
+
+    asked: the words by which it was named.
+    """
     if (folder / CONFIG).is_file() or not folder.is_dir():
         return
+    for run in folder.resolve().parents[:2]:
+        if (run / CONFIG).is_file() and (run / CHECKPOINTS).is_dir():
+            raise ConfigError(
+                f"{asked}: is no run, but lies in one, which goes on from its newest checkpoint; name the run: {run}"
+            )
     runs = sorted(path for path in folder.iterdir() if committed_steps(path / CHECKPOINTS))
     if runs:
         named = ", ".join(map(str, runs[:5])) + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
-        raise ConfigError(f"--resume {folder}: is no run, but a folder of runs; name one of them: {named}")
+        raise ConfigError(f"{asked}: is no run, but a folder of runs; name one of them: {named}")
 
 
 def refuse_own_task(directory: Path) -> None:
@@ -101,7 +112,7 @@ def refuse_own_task(directory: Path) -> None:
         )
 
 
-def refuse_text(directory: Path) -> None:
+def refuse_described_task(directory: Path) -> None:
     """Raise ConfigError for a run of a model and data that its configuration describes: no program's go on with it."""
     if _describes_task(directory):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """This process among the others of its run, and how they find each other."""
 
+import atexit
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,31 @@ class Place:
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks)
+
+
+def begin_alone() -> None:
+    """Start a default process group of this process alone, and end it with the interpreter."""
+    import torch.distributed as dist
+
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    end_with_interpreter()
+
+
+def end_with_interpreter() -> None:
+    """Let the default process group that is there now, if it still is then, end when the interpreter does, whatever it
+    ends by: gloo's threads may abort an interpreter that ends before them."""
+    import torch.distributed as dist
+
+    from weft.mesh import forget_meshes
+
+    begun = dist.group.WORLD
+
+    def end() -> None:
+        if dist.is_initialized() and dist.group.WORLD is begun:
+            forget_meshes()
+            dist.destroy_process_group()
+
+    atexit.register(end)
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:

@@ -1,0 +1,96 @@
+"""torch's clipping of gradients, and its norm of many tensors, where every tensor is sharded.
+
+torch makes a DTensor of each tensor's norm to take the norm of them all, with `foreach=False` combines each by itself,
+and computes what gradients are multiplied by on DTensors. Here that is done on plain values and at once:
+
+    norm        of all that lies here, then one number over the ranks for what is spread over the same axes
+    clipping    one multiplication of a list of what lies here
+"""
+
+import functools
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from weft.dtensor.local import filled, parts_of
+from weft.dtensor.norms import by_axes, combined_norms, common_mesh, part_norms, replicated
+from weft.dtensor.uneven import UnevenDTensor, local_of
+
+_torchs_norm, _torchs_clipping = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+
+@functools.wraps(_torchs_norm)
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if _all_sharded(tensors) and (order := float(norm_type)):  # one of 0 counts tensors, which are more than parts
+        total = _of_sharded(tensors, order)  # type: ignore[arg-type]
+        if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
+            return total
+    return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+@functools.wraps(_torchs_clipping)
+def _clipping(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
+    if not (_all_sharded(grads) and _is_replicated(total_norm) and _are_of_one_kind(parts := parts_of(grads))):
+        return _torchs_clipping(parameters, max_norm, total_norm, foreach)
+    torch.autograd.graph.increment_version([*grads, *parts])
+    with torch.no_grad():
+        factor = torch.clamp(float(max_norm) / (local_of(total_norm) + 1e-6), max=1.0)
+        if here := filled(parts):
+            torch._foreach_mul_(here, factor.to(here[0].device))
+
+
+def _all_sharded(tensors: list[Any]) -> bool:
+    return not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}
+
+
+def _is_replicated(value: Any) -> bool:
+    """Whether it is a plain tensor, or a DTensor that is the same everywhere."""
+    return not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements)
+
+
+_DEVICE_AND_DTYPE = attrgetter("device", "dtype")
+
+
+def _are_of_one_kind(parts: list[torch.Tensor]) -> bool:
+    """Whether they have one device and one dtype."""
+    return len(set(map(_DEVICE_AND_DTYPE, parts))) == 1
+
+
+@torch.no_grad()
+def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
+    """The norm of all of them; None where they have several devices or dtypes, or no mesh in common.
+
+    One number of each rank is combined, not one for each tensor: so small a message is there in half the time.
+    """
+    together = by_axes(tensors)
+    mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
+    parts = parts_of(tensors)
+    if mesh is None or not _are_of_one_kind(parts):
+        return None
+    dtype, totals = parts[0].dtype, []
+    for numbers in together:
+        here = filled(parts[number] for number in numbers) or [parts[numbers[0]]]
+        norm = torch.linalg.vector_norm(torch.stack(part_norms(here, order, dtype)), order)
+        totals.append(combined_norms(norm, order, tensors[numbers[0]]))
+    return replicated(torch.linalg.vector_norm(torch.stack(totals), order).to(dtype.to_real()), mesh)
+
+
+clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm
+clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _clipping
