@@ -467,6 +467,18 @@ def test_another_microbatch_size_is_refused_by_the_position_in_own_data():
         Stream([0] * 18, 4, microbatch_size=2).load_state_dict(stream.state_dict())
 
 
+def on_other_ranks(folder):
+    with pytest.raises(ConfigError) as error:
+        fit(folder, resume=True)
+    return str(error.value)
+
+
+def test_another_number_of_ranks_is_refused_by_the_position_in_own_data(pool, tmp_path):
+    pool.run(1, fit, tmp_path, 3)
+    for said in pool.run(2, on_other_ranks, tmp_path):
+        assert "its position was saved by another number of ranks than 2; resume on as many" in said
+
+
 def test_data_that_failed_on_its_way_begins_anew():
     class Failing(list):
         def __iter__(self):

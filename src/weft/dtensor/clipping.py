@@ -9,14 +9,13 @@ and computes what gradients are multiplied by on DTensors. Here that is done on 
 
 import functools
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from weft.dtensor.local import filled, parts_of
+from weft.dtensor.local import filled, kinds_of, parts_of
 from weft.dtensor.norms import by_axes, combined_norms, common_mesh, part_norms, replicated
 from weft.dtensor.uneven import UnevenDTensor, local_of
 
@@ -47,7 +46,7 @@ def _clipping(
 ) -> None:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
-    if not (_all_sharded(grads) and _is_replicated(total_norm) and _are_of_one_kind(parts := parts_of(grads))):
+    if not (_all_sharded(grads) and _is_replicated(total_norm) and len(kinds_of(parts := parts_of(grads))) == 1):
         return _torchs_clipping(parameters, max_norm, total_norm, foreach)
     torch.autograd.graph.increment_version([*grads, *parts])
     with torch.no_grad():
@@ -65,14 +64,6 @@ def _is_replicated(value: Any) -> bool:
     return not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements)
 
 
-_DEVICE_AND_DTYPE = attrgetter("device", "dtype")
-
-
-def _are_of_one_kind(parts: list[torch.Tensor]) -> bool:
-    """Whether they have one device and one dtype."""
-    return len(set(map(_DEVICE_AND_DTYPE, parts))) == 1
-
-
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
     """The norm of all of them; None where they have several devices or dtypes, or no mesh in common.
@@ -82,7 +73,7 @@ def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
     together = by_axes(tensors)
     mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
     parts = parts_of(tensors)
-    if mesh is None or not _are_of_one_kind(parts):
+    if mesh is None or len(kinds_of(parts)) > 1:
         return None
     dtype, totals = parts[0].dtype, []
     for numbers in together:

@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,14 @@ def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
 def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those with elements."""
     return [part for part in parts if part.numel()]
+
+
+def kinds_of(parts: Iterable[torch.Tensor]) -> set[tuple[torch.device, torch.dtype]]:
+    """Their devices and dtypes; a kernel over many tensors takes those of one kind."""
+    return set(map(_KIND, parts))
+
+
+_KIND = attrgetter("device", "dtype")
 
 
 def uneven_in(values: Any) -> list[UnevenDTensor]:

@@ -6,10 +6,10 @@ and on lists of what lies here there is none.
 
     whose step           parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam's, AdamW's,     all sharded, on CPU, fp32 or      None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     fp64 as are their gradients,                        the same values bit for bit; of parts
-                           on average at most `SMALL`                          where all of a parameter's are cut alike
-                           elements for a rank
+    Adam's, AdamW's,     all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`:
+      SGD's, Adagrad's     or fp64 like gradients and                          the same values bit for bit; of parts
+                           states, on average at most                          where all of a parameter's are cut alike
+                           `SMALL` elements for a rank
     anybody's            anything else                     anything          as torch chooses
 
 Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, Nesterov's
@@ -22,18 +22,17 @@ behind whatever the user's hooks change, and nothing tells of it in the optimize
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.optim import adagrad, adam, sgd
 
-from weft.dtensor.local import parts_of
+from weft.dtensor.local import kinds_of, parts_of
 from weft.dtensor.uneven import UnevenDTensor
 
-_EXACT = {torch.float32, torch.float64}
-"""Of narrower numbers torch's steps over lists round otherwise."""
+_EXACT = [{(torch.device("cpu"), dtype)} for dtype in (torch.float32, torch.float64)]
+"""What all tensors are. Of narrower numbers, of some or of all, torch's steps over lists round otherwise."""
 SMALL = 4096
 """Elements of a tensor above which arithmetic is what costs, and a list's intermediate results take memory."""
 
@@ -64,17 +63,10 @@ def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: d
         return False
     if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):
         return False
-    if {parameter.device.type for parameter in parameters} != {"cpu"}:
+    sharded = [each for values in (parameters, *lists) for each in values if type(each) is UnevenDTensor]
+    if kinds_of(parts_of(sharded)) not in _EXACT:
         return False
-    dtypes = [parameter.dtype for parameter in parameters]
-    if not _EXACT.issuperset(dtypes) or any(map(_are_of_another, lists, repeat(dtypes))):
-        return False
-    return sum(each.numel() // each._cuts.parts for each in parameters) <= SMALL * len(parameters)
-
-
-def _are_of_another(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether something sharded, of a list that stands beside parameters of `dtypes`, has another one."""
-    return any(type(each) is UnevenDTensor and each.dtype != dtype for each, dtype in zip(values, dtypes))
+    return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 
 def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:

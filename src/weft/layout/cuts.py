@@ -45,6 +45,11 @@ class Cuts:
         return len(self.borders) - 1
 
     @cached_property
+    def mean_size(self) -> int:
+        """The number of elements of a part, on average."""
+        return math.prod(self.shape) // self.parts
+
+    @cached_property
     def owner(self) -> int | None:
         """The part that holds all of a tensor which others hold nothing of; None where it is spread, or whole."""
         full = [part for part, (start, stop) in enumerate(pairwise(self.borders)) if stop > start]
