@@ -81,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "torch's clipping asks the other ranks for each norm by itself",
         "dtensor/norms.py",
-        "(id(tensor._spec.mesh), tensor.axes)",
-        "(number, tensor.axes)",
+        "(id(tensor._spec.mesh), tensor.axes, tensor.dtype)",
+        "(number, tensor.axes, tensor.dtype)",
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
@@ -121,6 +121,13 @@ MUTATIONS = [
         STEPS + "test_autograd_knows_a_differentiable_step",
     ),
     Mutation(
+        "a group whose step is differentiable goes over lists",
+        "dtensor/steps.py",
+        ' or options.get("differentiable")',
+        "",
+        STEPS + "test_a_group_may_be_differentiable_by_itself",
+    ),
+    Mutation(
         "lists take narrower gradients, and round otherwise",
         "dtensor/steps.py",
         "for values in (parameters, *lists) for",
@@ -151,8 +158,8 @@ MUTATIONS = [
     Mutation(
         "norms of half precision are rounded on each rank",
         "dtensor/norms.py",
-        "return torch.linalg.vector_norm(part, order, dtype=wide(dtype))",
-        "return torch.linalg.vector_norm(part, order, dtype=dtype).to(wide(dtype))",
+        "return torch.linalg.vector_norm(part, order, dtype=inner)",
+        "return torch.linalg.vector_norm(part, order, dtype=dtype).to(inner)",
         "dtensor/test_dtensor.py::test_norms_of_half_precision_are_rounded_once",
     ),
     Mutation(

@@ -140,14 +140,28 @@ def test_resume_of_the_folder_of_runs_names_the_runs(tmp_path, capsys, named):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_resume_of_one_checkpoint_names_the_run(tmp_path, capsys, named):
+def test_resume_of_one_checkpoint_names_the_run(tmp_path, capsys, monkeypatch, named):
     run = tmp_path / "runs" / "first"
     (run / "checkpoints" / "step-00000003").mkdir(parents=True)
     (run / "config.toml").touch()
     config = [write_config(tmp_path)] if named else []
-    for inside in (run / "checkpoints", run / "checkpoints" / "step-00000003"):
+    monkeypatch.chdir(run)
+    for inside in (run / "checkpoints", run / "checkpoints" / "step-00000003", "checkpoints"):
         line = refused(capsys, "train", *config, "--resume", inside)
         assert f"--resume {inside}: is no run, but lies in one" in line and line.endswith(f"; name the run: {run}\n")
+
+
+def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "first"
+    for directory in (run, run / "copy", run / "ablations" / "a"):
+        (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
+    config = shutil.copy(write_config(tmp_path), run / "config.toml")
+    line = refused(capsys, "train", config, "--resume", run / "ablations")
+    assert line.endswith(f"is no run, but a folder of runs; name one of them: {run / 'ablations' / 'a'}\n")
+    chosen = []
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(run.directory) or 0)
+    assert main(["train", str(config), "--resume", str(run / "copy"), "--ranks", "1"]) == 0
+    assert chosen == [run / "copy"]
 
 
 @pytest.mark.long

@@ -275,6 +275,26 @@ def test_norms_of_half_precision_are_rounded_once(dtype, order):
         assert torch.equal(nets.full(nn.utils.get_total_norm(parameters, order)), expected)
 
 
+@distributed(2, 4)
+def test_norms_of_many_dtypes_are_those_of_one_process():
+    dtypes = (torch.float16, torch.float32, torch.complex64, torch.float16, torch.float64)
+    plain = nn.ParameterList(torch.full((37, 3), 3e4, dtype=dtype) for dtype in dtypes)
+    whole = [parameter.detach().clone() for parameter in plain]
+    parameters = [parameter.detach() for parameter in weft.fully_shard(plain).parameters()]
+    for options in ({}, {"ord": 1}):
+        for found, expected in zip(torch._foreach_norm(parameters, **options), torch._foreach_norm(whole, **options)):
+            assert found.dtype == expected.dtype
+            assert_same(found, expected)
+    norm = torch.linalg.vector_norm(parameters[0], dtype=torch.float64)
+    assert_same(norm, torch.linalg.vector_norm(whole[0], dtype=torch.float64))
+    for narrower in (
+        lambda: torch.linalg.vector_norm(parameters[1], dtype=torch.float16),
+        lambda: torch._foreach_norm(parameters[1:2], dtype=torch.float16),
+    ):
+        with pytest.raises(RuntimeError, match="without narrowing"):
+            narrower()
+
+
 @pytest.mark.parametrize("at", [0, -1])
 @distributed(2, 4)
 def test_a_nan_is_the_largest_and_the_smallest_whichever_rank_has_it(at):

@@ -326,6 +326,15 @@ def test_autograd_knows_a_differentiable_step(foreach):
         assert torch.equal(mine.full_tensor(), theirs)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@distributed(2)
+def test_a_group_may_be_differentiable_by_itself(kind):
+    plain, sharded = Bag(SHAPES["mixed"]), weft.fully_shard(Bag(SHAPES["mixed"]))
+    for model in (plain, sharded):
+        stepped(model, kind([{"params": model.parameters(), "differentiable": True}], lr=1e-2))
+    assert_bit_equal(sharded, plain)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @distributed(2)
 def test_a_step_behind_a_saved_state_has_no_dtensors_either(name):

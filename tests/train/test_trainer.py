@@ -237,6 +237,26 @@ print("there is one:", dist.is_initialized())
     assert done.returncode == (end != "trainer.run()"), done.stderr
 
 
+def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():
+    program = """
+import atexit, gc, weakref
+import torch.distributed as dist
+from weft.mesh import forget_meshes
+from weft.train.run.world import begin_alone
+
+atexit.register(lambda: print("there is one:", dist.is_initialized()))
+begin_alone()
+begun = weakref.ref(dist.group.WORLD)
+forget_meshes()
+dist.destroy_process_group()
+gc.collect()
+print("there is one:", begun() is not None)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert re.findall("there is one: .*", done.stdout) == ["there is one: False", "there is one: True"], done.stderr
+
+
 class Cube(nn.Module):
     """Filled by `reset_parameters`, as a model that is built on the meta device is."""
 

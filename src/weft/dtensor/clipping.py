@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from weft.dtensor.local import filled, kinds_of, parts_of
-from weft.dtensor.norms import by_axes, combined_norms, common_mesh, part_norms, replicated
+from weft.dtensor.norms import alike, combined_norms, common_mesh, part_norms, replicated
 from weft.dtensor.uneven import UnevenDTensor, local_of
 
 _torchs_norm, _torchs_clipping = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
@@ -70,7 +70,7 @@ def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
 
     One number of each rank is combined, not one for each tensor: so small a message is there in half the time.
     """
-    together = by_axes(tensors)
+    together = alike(tensors)
     mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
     parts = parts_of(tensors)
     if mesh is None or len(kinds_of(parts)) > 1:

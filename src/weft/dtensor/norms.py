@@ -3,7 +3,6 @@
 Both are computed in fp32 at least, and rounded to the tensors' dtype once.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from itertools import compress
@@ -46,29 +45,37 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of what lies here, `wide`."""
+def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """The norm of what lies here, `wide` unless it is asked for in another dtype than that of `part`."""
+    inner = _inner(part, dtype)
     if not part.numel():
-        return torch.full((), math.inf if order < 0 else 0.0, dtype=wide(dtype).to_real(), device=part.device)
-    return torch.linalg.vector_norm(part, order, dtype=wide(dtype))
+        return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
+    return torch.linalg.vector_norm(part, order, dtype=inner)
 
 
-def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """`part_norm` of each, at once."""
-    here = holding(parts)
-    norms = iter(torch._foreach_norm(list(compress(parts, here)), order, dtype=wide(dtype)) if any(here) else ())
+def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """`part_norm` of each, which all have one dtype, at once."""
+    here, inner = holding(parts), _inner(parts[0], dtype)
+    norms = iter(torch._foreach_norm(list(compress(parts, here)), order, dtype=inner) if any(here) else ())
     if all(here):
         return list(norms)
     nothing = part_norm(parts[here.index(False)], order, dtype)
     return [next(norms) if holds else nothing for holds in here]
 
 
+def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or dtype == part.dtype:
+        return wide(part.dtype)
+    torch.linalg.vector_norm(part.new_zeros(1), dtype=dtype)  # raises for one that is narrower, where nothing lies too
+    return dtype
+
+
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The norms of many tensors: one kernel, and one all-reduce for those that are cut over the same axes."""
+    """The norms of many tensors: one kernel, and one all-reduce for those that are `alike`."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
-    together = by_axes(tensors)
+    together = alike(tensors)
     mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
     for numbers in together:
         values = _norms_of([tensors[number] for number in numbers], order, dtype)
@@ -80,21 +87,19 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     ]
 
 
-def by_axes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The places of those that are cut over the same axes of one mesh."""
-    together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+def alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of those that are cut over the same axes of one mesh, and have one dtype."""
+    together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
-            together.setdefault((id(tensor._spec.mesh), tensor.axes), []).append(number)
+            together.setdefault((id(tensor._spec.mesh), tensor.axes, tensor.dtype), []).append(number)
     return list(together.values())
 
 
 def _norms_of(tensors: Sequence[UnevenDTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """The norms of tensors that are cut over the same axes, 1-D."""
-    parts = parts_of(tensors)
-    kept = dtype or functools.reduce(torch.promote_types, {part.dtype for part in parts})
-    norms = torch.stack(part_norms(parts, order, kept))
-    return combined_norms(norms, order, tensors[0]).to(kept.to_real())
+    """The norms of tensors that are `alike`, 1-D."""
+    norms = torch.stack(part_norms(parts_of(tensors), order, dtype))
+    return combined_norms(norms, order, tensors[0]).to((dtype or tensors[0].dtype).to_real())
 
 
 def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:

@@ -201,9 +201,9 @@ def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     if dims not in (None, []) or keepdim or not isinstance(order, (int, float)):
         return _on_whole(func, args, kwargs)
-    dtype = kwargs.get("dtype") or tensor.dtype
+    dtype = kwargs.get("dtype")
     norm = combined_norms(part_norm(tensor._local_tensor, float(order), dtype), float(order), tensor)
-    return replicated(norm.to(dtype.to_real()), tensor.device_mesh)
+    return replicated(norm.to((dtype or tensor.dtype).to_real()), tensor.device_mesh)
 
 
 _REDUCTIONS = {

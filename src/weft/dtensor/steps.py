@@ -57,8 +57,8 @@ def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: d
     """The same on all ranks, whatever lies where: on the way over lists, tensors may be gathered in another order."""
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return False
-    if options.get("nesterov") or torch.is_grad_enabled():  # as in the step of an optimizer that is differentiable
-        return False
+    if options.get("nesterov") or options.get("differentiable") or torch.is_grad_enabled():
+        return False  # SGD's step is not told whether it is differentiable, but called with gradients enabled then
     if any(isinstance(value, (torch.Tensor, list, tuple)) for value in options.values()):
         return False
     if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):

@@ -90,17 +90,17 @@ def refuse_other_directories(folder: Path, asked: str) -> None:
 
     asked: the words by which it was named.
     """
-    if (folder / CONFIG).is_file() or not folder.is_dir():
+    if (folder / CONFIG).is_file() or not folder.is_dir() or committed_steps(folder / CHECKPOINTS):
         return
-    for run in folder.resolve().parents[:2]:
-        if (run / CONFIG).is_file() and (run / CHECKPOINTS).is_dir():
-            raise ConfigError(
-                f"{asked}: is no run, but lies in one, which goes on from its newest checkpoint; name the run: {run}"
-            )
     runs = sorted(path for path in folder.iterdir() if committed_steps(path / CHECKPOINTS))
     if runs:
         named = ", ".join(map(str, runs[:5])) + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
         raise ConfigError(f"{asked}: is no run, but a folder of runs; name one of them: {named}")
+    for run in folder.resolve().parents[:2]:
+        if (run / CONFIG).is_file() and committed_steps(run / CHECKPOINTS):
+            raise ConfigError(
+                f"{asked}: is no run, but lies in one, which goes on from its newest checkpoint; name the run: {run}"
+            )
 
 
 def refuse_own_task(directory: Path) -> None:

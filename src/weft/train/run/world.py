@@ -2,6 +2,7 @@
 
 import atexit
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -76,10 +77,10 @@ def end_with_interpreter() -> None:
 
     from weft.mesh import forget_meshes
 
-    begun = dist.group.WORLD
+    begun = weakref.ref(dist.group.WORLD)  # who ends it before, ends its threads
 
     def end() -> None:
-        if dist.is_initialized() and dist.group.WORLD is begun:
+        if dist.is_initialized() and dist.group.WORLD is begun():
             forget_meshes()
             dist.destroy_process_group()
 
