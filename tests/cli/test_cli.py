@@ -162,6 +162,9 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
     monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(run.directory) or 0)
     assert main(["train", str(config), "--resume", str(run / "copy"), "--ranks", "1"]) == 0
     assert chosen == [run / "copy"]
+    shutil.rmtree(run / "checkpoints")
+    (run / "runs").mkdir()  # beside the configuration of a project, which is no run
+    assert f"{run / 'runs'} holds no committed checkpoint" in refused(capsys, "train", config, "--resume", run / "runs")
 
 
 @pytest.mark.long
@@ -228,13 +231,15 @@ def test_inspect_of_a_run_shows_which_checkpoints_are_damaged_and_the_newest_tha
         for step in (1, 2, 3):
             manager.save(step, {"model": {"weight": torch.ones(3)}})
     (tmp_path / "step-00000001" / ".metadata").unlink()
-    (tmp_path / "step-00000003" / ".metadata").unlink()
+    metadata = tmp_path / "step-00000003" / ".metadata"
+    metadata.write_bytes(bytes(len(metadata.read_bytes())))  # only who reads it knows
     assert main(["inspect", str(tmp_path)]) == 1
     shown, errors = capsys.readouterr()
     rows = [line for line in shown.splitlines() if " step-0" in line]
     assert ["damaged: a resume passes it over" in row for row in rows] == [True, False, True]
     assert "step 2, written by 1 rank" in shown
-    assert "step-00000001 is damaged: .metadata is missing; " in errors and "step-00000003 is damaged" in errors
+    assert "step-00000001 is damaged: .metadata is missing; " in errors
+    assert "step-00000003 is damaged: the checksum of .metadata differs" in errors
 
 
 def test_help_takes_less_than_half_a_second_of_processor_time():

@@ -1,5 +1,6 @@
 """`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
 
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from weft.train.loop import train
 from weft.train.run import runs
 from weft.train.source import Source
 from weft.train.task.own import Stream
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 
 def make_model():
@@ -218,8 +221,8 @@ def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
         assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
 
 
-@pytest.mark.parametrize("end", ["trainer.run()", "1 / 0"])
-def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path, end):
+@pytest.mark.parametrize(("end", "launched"), [("trainer.run()", False), ("trainer.run()", True), ("1 / 0", False)])
+def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path, end, launched):
     program = f"""
 import atexit
 import torch.distributed as dist
@@ -232,7 +235,11 @@ trainer = Trainer(model=make_model, loss=loss, data=batches, config=config)
 print("there is one:", dist.is_initialized())
 {end}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    command = [*(TORCHRUN if launched else [sys.executable]), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
     assert done.returncode == (end != "trainer.run()"), done.stderr
 
