@@ -271,7 +271,7 @@ def test_norms_of_every_parameter_are_written_as_often_as_asked(pool, tmp_path):
 
 def save_in(run):
     (run.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
-    (run.directory / CONFIG).write_text('[run]\nname = "tiny"\n')
+    (run.directory / CONFIG).write_text('[model]\n[data]\n[run]\nname = "tiny"\n')
 
 
 def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goes_on(tmp_path):
