@@ -723,8 +723,8 @@ MUTATIONS = [
     Mutation(
         "a write to a copy is lost",
         "fsdp/autograd.py",
-        "if not self._copies or found == self._versions:",
-        "if True:",
+        "        if not self._copies:\n            return []\n        found",
+        "        return []\n        found",
         SEAMS + "test_users.py::test_weights_that_forward_itself_writes[2-optim_grads_params-clamp]",
     ),
     Mutation(

@@ -196,8 +196,12 @@ class CheckpointManager:
             else:
                 self._say_passed_over()
                 return left[-1]
-        reasons = "; ".join(map(str, self.passed_over.values())) or f"{self.directory} holds no checkpoint any more"
-        raise CheckpointError(reasons if len(self.passed_over) < 2 else f"no checkpoint is intact: {reasons}")
+        if not self.passed_over:
+            raise CheckpointError(f"{self.directory} holds no checkpoint any more")
+        reasons = "; ".join(map(str, self.passed_over.values()))
+        raise CheckpointError(
+            f"no checkpoint is intact: {reasons}; put an undamaged copy of one in its place, or start anew"
+        )
 
     def _say_passed_over(self) -> None:
         stays = ", and no checkpoint that is there now is deleted" if self._lock is not None else ""

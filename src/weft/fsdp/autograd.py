@@ -118,8 +118,10 @@ class FullParameters:
 
     def _written(self) -> list[nn.Parameter]:
         """The copies whose version is not as autograd was told."""
+        if not self._copies:
+            return []
         found = tuple(parameter._version for parameter in self._parameters)
-        if not self._copies or found == self._versions:
+        if found == self._versions:
             return []
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 

@@ -13,6 +13,7 @@ On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,17 +44,17 @@ class FlatBuffer:
         self.placements = placements
         self.local = local
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The mesh axes over which it is cut, that of the coarsest cuts first."""
         return sharded_axes(self.placements)
 
-    @property
+    @cached_property
     def pieces(self) -> int:
         """Into how many pieces the layout is cut."""
         return ranks_over(self.mesh, self.axes)
 
-    @property
+    @cached_property
     def index(self) -> int:
         """Which piece lies on this rank."""
         return position_on(self.mesh, self.axes)

@@ -60,7 +60,10 @@ def open_run(
     candidates = [named] if named else _runs_of_name(config)[::-1]
     for directory in candidates:
         if steps := committed_steps(directory / CHECKPOINTS):
-            (refuse_described_task if own_task else refuse_own_task)(directory)
+            if own_task:
+                refuse_described_task(directory)
+            else:
+                refuse_own_task(directory, goes_on=True)
             return Run(directory, steps[-1])
     if or_start:
         return _new_run(config, command)
@@ -103,12 +106,22 @@ def refuse_other_directories(folder: Path, asked: str) -> None:
             )
 
 
-def refuse_own_task(directory: Path) -> None:
-    """Raise ConfigError for a run whose model and data a program gave to `weft.train.Trainer`."""
+def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
+    """Raise ConfigError for a run whose model and data a program gave to `weft.train.Trainer`.
+
+    goes_on: whether somebody wants to train on; else to read its weights.
+    """
     if _describes_task(directory) is False:
+        checkpoints = str(directory / CHECKPOINTS)
+        way = (
+            f"run that program again (with resume={str(directory)!r} it goes on)"
+            if goes_on
+            else "its weights load into the model that the program makes: "
+            f"weft.checkpoint.CheckpointManager({checkpoints!r}).load({{'model': weft.checkpoint.ModelState(model)}})"
+        )
         raise ConfigError(
             f"{directory}: is a run of a program that gave its own model and data to weft.train.Trainer, and they are "
-            f"not in {CONFIG}; run that program again (with resume={str(directory)!r} it goes on)"
+            f"not in {CONFIG}; {way}"
         )
 
 
