@@ -13,8 +13,8 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
+from weft.fsdp.driver import Hold
 from weft.fsdp.module import runtime_of
-from weft.fsdp.unit import Hold
 
 WIDTH = 13
 

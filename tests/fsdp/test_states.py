@@ -19,12 +19,13 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later, throw
 from weft.fsdp import unit as weights
+from weft.fsdp.driver import UNTIL_BACKWARD, USER, Hold
 from weft.fsdp.gradients import group as gradients
 from weft.fsdp.gradients.group import GroupGradients, Where
 from weft.fsdp.runtime import passes
 from weft.fsdp.runtime.passes import Pass, Passes
 from weft.fsdp.runtime.runtime import Runtime
-from weft.fsdp.unit import UNTIL_BACKWARD, USER, Hold, State, Unit
+from weft.fsdp.unit import State, Unit
 
 
 @pytest.fixture

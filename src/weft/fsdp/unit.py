@@ -24,7 +24,6 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -35,10 +34,10 @@ from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
+from weft.fsdp.driver import USER, Hold
 from weft.fsdp.gradients.direct import settle
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.memory.pool import Pool
 
 
 class State(enum.Enum):
@@ -65,14 +64,6 @@ TRANSITIONS = {
 _FROM = {state: {event: to for (begin, event), to in TRANSITIONS.items() if begin is state} for state in State}
 
 
-@dataclass(frozen=True, eq=False)
-class Hold:
-    """A holder. `computes`: it uses the weights now, so that they cannot make way."""
-
-    name: str
-    computes: bool = True
-
-
 class TiedHold(NamedTuple):
     """A holder of one unit holds the units that its parameters are tied to."""
 
@@ -88,12 +79,6 @@ class TiedHold(NamedTuple):
     def computes(self) -> bool:
         """Whether the weights are being used."""
         return self.holder.computes
-
-
-USER = Hold("the user's unshard()", computes=False)
-UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
-RETURNED = Hold("what its evaluation returned", computes=False)
-UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 _places = itertools.count()
@@ -293,9 +278,9 @@ class Unit:
         self.forget()
         self.free()
 
-    def fits(self, pool: Pool) -> bool:
+    def has_room(self) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        return all(pool.has_room(each) for each in self.gathered)
+        return all(map(self._channels.weights.has_room, self.gathered))
 
     def makes_way(self) -> bool:
         """Whether the weights may move out of their place. What is on its way there arrives first."""
