@@ -187,8 +187,14 @@ def _name_of(parameter: Any) -> str:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def install(settle: Callable[[], None]) -> None:
-    """Wrap torch's function that runs a backward, once. `settle()` is called when one has run."""
+first_backwards: list[weakref.ref[Any]] = []
+"""The root units that have run forward, and whose backward is the first."""
+
+
+def install(look_around: Callable[..., None], settle: Callable[[], None]) -> None:
+    """Wrap torch's function that runs a backward, once.
+
+    `look_around(roots, outputs)` is called before one is the first of some roots, `settle()` when one has run."""
     run = torch.autograd._engine_run_backward
     if hasattr(run, "_explains_sharded_weights"):
         return
@@ -197,6 +203,10 @@ def install(settle: Callable[[], None]) -> None:
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         asked = {number: each for number, each in enumerate(inputs) if _waits_for_backward(each)}
         before = {number: _state_of_gradient(each) for number, each in asked.items()}
+        if first_backwards and not inputs:
+            roots = first_backwards.copy()
+            first_backwards.clear()
+            look_around(roots, outputs)
         try:
             found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
         except RuntimeError as error:

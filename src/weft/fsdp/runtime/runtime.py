@@ -20,7 +20,9 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
+from weft.fsdp.autograd import first_backwards
 from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
@@ -66,8 +68,16 @@ class BackwardCall(Protocol):
 class Runtime:
     """The shared state of the units under one root."""
 
-    def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        drivers: Sequence[Driver],
+        inventory: Inventory,
+        device: torch.device,
+        options: RuntimeOptions,
+    ) -> None:
         self.device = device
+        self._inventory = inventory
         self.options = options
         self.passes = Passes(str(units[0]))
         self.channels = Channels(
@@ -115,6 +125,8 @@ class Runtime:
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
+        self._is_new = any(group.size() > 1 for group in self._process_groups)
+        """Whether no backward has looked for parameters around the root."""
         equalize_slices(groups)
         for unit in units:
             unit.channels = self.channels
@@ -199,6 +211,7 @@ class Runtime:
             raise
 
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
+        self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._begin_entry()
         units, groups = self.units, self._process_groups
         if self.options.check_collectives and any(group.size() > 1 for group in groups):
@@ -220,6 +233,9 @@ class Runtime:
                 unit.renew()
             elif unit.holders:
                 unit.tell_version()
+        if self._is_new and kind is Pass.FORWARD:
+            self._is_new = False
+            first_backwards.append(weakref.ref(units[0]))
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
