@@ -193,8 +193,8 @@ class Reductions:
 
     def offer_main_gradients(self, unit: Unit) -> None:
         """Make `main_grad` ready for the modules of `unit` that declared to use it."""
-        for group in unit.trainable_groups:
-            if group.gradients.declared:
+        for group in unit.groups:
+            if group.trainable and group.gradients.declared:
                 self._make_room(unit, group)
                 group.gradients.offer(self._channels.gradients, defer=self.defers(unit))
 
@@ -250,8 +250,12 @@ class Reductions:
         self.waiting.discard(unit.number)
         if self._turns and self._turns[0] == [unit.number]:
             self._turns.popleft()
+        self.start_groups(unit, unit.trainable_groups)
+
+    def start_groups(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
+        """Start the reductions of these groups of `unit`, of what they have here."""
         finishes = unit.requires_all_reduce and self.is_last
-        for group in unit.trainable_groups:
+        for group in groups:
             self._make_room(unit, group)
             with _without_graph(), profiled(unit.name, "reduce"):
                 group.gradients.pack(self._channels.gradients, defer=False)
@@ -261,7 +265,11 @@ class Reductions:
         self._leave_room()
 
     def _pack(self, unit: Unit) -> None:
-        for group in unit.trainable_groups:
+        self.pack_groups(unit, unit.trainable_groups)
+
+    def pack_groups(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
+        """Pack the gradients of these groups of `unit`; their reductions come later."""
+        for group in groups:
             self._finish_own(group)
             with _without_graph(), profiled(unit.name, "reduce"):
                 group.gradients.pack(self._channels.gradients, defer=True)
