@@ -40,6 +40,12 @@ ORDER = "fsdp/test_order.py::"
 STEPS = "dtensor/test_steps.py::"
 BUCKETS = "fsdp/test_buckets.py::"
 SEAMS = "fsdp/seams/"
+MEMBERSHIP = "fsdp/test_membership.py::"
+BETWEEN = "fsdp/test_between_passes.py::"
+DIFFERENTLY_FROZEN = (
+    "fsdp/test_differently_frozen.py::"
+    "test_ranks_that_freeze_different_blocks_have_true_gradients_by_themselves_and_in_bundles[2-0]"
+)
 WAYS_IN = SEAMS + "test_ways_in.py::"
 CHECK = "pipeline/test_check.py::"
 SCHEDULES = "pipeline/test_schedules.py::"
@@ -62,6 +68,56 @@ MUTATIONS = [
         "        around.options = around.options.joined(self._given, changed)\n",
         "        del changed\n",
         ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
+    ),
+    # --- what changes between passes ----------------------------------------------------------------------------------
+    Mutation(
+        "what comes into a model after its first pass is not looked at",
+        "fsdp/construction/inventory.py",
+        "or _contents(modules) != self._seen",
+        "or False",
+        MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
+    ),
+    Mutation(
+        "a frozen parameter in no unit is not looked at again",
+        "fsdp/construction/inventory.py",
+        "or any(map(_trains, map(call, self._frozen)))",
+        "or False",
+        MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
+    ),
+    Mutation(
+        "a first backward does not look for a forgotten root",
+        "fsdp/autograd.py",
+        "if first_backwards and not inputs:",
+        "if False:",
+        MEMBERSHIP + "test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sharded_then[2]",
+    ),
+    Mutation(
+        "what is reduced is what this rank trains",
+        "fsdp/runtime/runtime.py",
+        "        self._reduce_groups(agreed.trains)\n",
+        "        self._reduce_groups([group.trainable for group in groups])\n",
+        DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "gradients that only some ranks have unfrozen are left where they are",
+        "fsdp/runtime/runtime.py",
+        "if unit.other_groups and not self.reductions.defers(unit):",
+        "if False:",
+        DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "what is registered follows every holder",
+        "fsdp/unit.py",
+        "            if holder.computes or _is_users(holder):\n                self._shows_full = True\n",
+        "            self._shows_full = True\n",
+        BETWEEN + "test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameters[2-optim_grads_params]",
+    ),
+    Mutation(
+        "an evaluation inside of another model's backward is taken for a recomputation",
+        "fsdp/runtime/runtime.py",
+        "return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)",
+        "return in_backward()",
+        BETWEEN + "test_a_model_evaluated_in_a_hook_of_another_s_backward_has_the_weights_of_now[2-optim]",
     ),
     # --- optimizers over many small parameters ------------------------------------------------------------------------
     Mutation(

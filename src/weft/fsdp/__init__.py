@@ -28,6 +28,7 @@ from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp import autograd, composition
 from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.forgotten import look_around
 from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.diagnostics import (
     Nonfinite,
@@ -50,7 +51,7 @@ from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
 placements.install()
 state_dict.install()
-autograd.install(settle_unnoticed)
+autograd.install(look_around, settle_unnoticed)
 composition.install()
 
 __all__ = [

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch
-from weft.fsdp.construction.parameters import is_ignored
+from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
@@ -198,14 +198,14 @@ class HookDriver:
                         f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
                         "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
                     )
-        _refuse_parameters_in_no_unit(modules, units)
+        inventory = Inventory(modules, units)
         for driver in drivers:
             if driver._asked not in (None, self._given):
                 raise ValueError(
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"
                 )
-        runtime = self._own = Runtime(units, drivers, self.unit.device, self.options)
+        runtime = self._own = Runtime(units, drivers, inventory, self.unit.device, self.options)
         for driver in drivers:
             driver._known = weakref.ref(runtime)
         return runtime
@@ -350,20 +350,6 @@ def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
             if "_weft_driver" in vars(child)
         )
     )
-
-
-def _refuse_parameters_in_no_unit(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
-    """What was added after `fully_shard` would be trained by each rank for itself."""
-    groups = [group for unit in units for group in unit.groups]
-    known = {id(each) for group in groups for each in (*group.sharded_parameters, *group.full_parameters)}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known and not is_ignored(parameter):
-                raise RuntimeError(
-                    f"parameter {name!r} was added to {units[0]} after fully_shard and is in no unit: "
-                    "each rank would train it for itself. Add it before, call fully_shard on its module, or name it in "
-                    "ignored_params"
-                )
 
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:

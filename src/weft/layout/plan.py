@@ -62,7 +62,7 @@ class UnitFacts:
 
     `gathered`: bytes of the gathered weights of each group. `staging`: of what is uploaded on its way there. `pieces`:
     of what stays of them between forward and backward. `tied`: the units whose parameters it shares. `bundle`: the
-    units that travel with it, itself included.
+    units that travel with it, itself included. `gradients`: of each group, None for one that has none.
     """
 
     name: str
@@ -71,7 +71,11 @@ class UnitFacts:
     pieces: int = 0
     tied: tuple[int, ...] = ()
     bundle: tuple[int, ...] = ()
-    gradients: tuple[GradientFacts, ...] = ()
+    gradients: tuple[GradientFacts | None, ...] = ()
+
+    def trained(self) -> list[GradientFacts]:
+        """Of the groups that have gradients."""
+        return [each for each in self.gradients if each is not None]
 
 
 class Limits(NamedTuple):
@@ -272,11 +276,11 @@ class _Unit:
 class _Bundle:
     def __init__(self, walk: "_Walk", units: Sequence[_Unit]) -> None:
         self.numbers = frozenset(unit.number for unit in units)
-        self._walk, self._units = walk, units
+        self._walk, self.units = walk, units
 
     def gather(self) -> None:
         """Start the gather of those of its units that are not here."""
-        self._walk.gather([unit for unit in self._units if not unit.resident], self._units)
+        self._walk.gather([unit for unit in self.units if not unit.resident], self.units)
 
 
 class _Walk:
@@ -290,16 +294,16 @@ class _Walk:
         self.peak = dict(self.live)
         self._traces = traces
         self._limits = limits
-        self._units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
-        for unit in self._units:
-            unit.tied = [self._units[number] for number in unit.facts.tied]
+        self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
+        for unit in self.units:
+            unit.tied = [self.units[number] for number in unit.facts.tied]
         bundles: dict[tuple[int, ...], _Bundle] = {
-            facts.bundle: _Bundle(self, [self._units[number] for number in facts.bundle])
+            facts.bundle: _Bundle(self, [self.units[number] for number in facts.bundle])
             for facts in units
             if len(facts.bundle) > 1
         }
         inside = {number: bundles[facts.bundle] for number, facts in enumerate(units) if facts.bundle in bundles}
-        self._gathers = GatherOrder(self._units, inside, limits.prefetch_bytes)
+        self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
         self._gathers.traces.update(traces)
         self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
         self.alive: dict[frozenset[int], None] = {}
@@ -325,9 +329,9 @@ class _Walk:
         """Start the gather of `units`, as part of a message that has more of them or not."""
         for unit in units:
             unit.come()
-        self.alive[frozenset(unit.number for unit in self._units if unit.resident)] = None
+        self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
         numbers = tuple(unit.number for unit in message or units)
-        nbytes = sum(self._units[number].gathered_bytes for number in numbers)
+        nbytes = sum(self.units[number].gathered_bytes for number in numbers)
         self.acts.append(Action("gather", numbers))
         if nbytes:
             self.collectives.append(Collective("all-gather", numbers, nbytes))
@@ -336,7 +340,7 @@ class _Walk:
         """Bytes of all gathered weights, by unit and group."""
         return {
             (unit.number, group): nbytes
-            for unit in self._units
+            for unit in self.units
             for group, nbytes in enumerate(unit.facts.gathered)
             if nbytes
         }
@@ -356,7 +360,7 @@ class _Walk:
         if not ends_forward:
             self._begin_reductions(trace)
         if trace.kind in ("forward", "evaluation", "schedule"):
-            for unit in self._units:  # what an earlier pass left for a backward goes
+            for unit in self.units:  # what an earlier pass left for a backward goes
                 unit.holders = [holder for holder in unit.holders if holder == "for good"]
                 unit.piece = False
                 unit.drop_piece()
@@ -371,13 +375,13 @@ class _Walk:
         self._end(trace.kind)
 
     def _play(self, trace: Trace, position: int, event: Event) -> None:
-        unit, holder = self._units[event.unit], f"in use {event.unit}"
+        unit, holder = self.units[event.unit], f"in use {event.unit}"
         if event.what == "use":
             ahead = []
             for following in trace.events[position + 1 :]:
                 if following.what != "ahead":
                     break
-                ahead.append(self._units[following.unit])
+                ahead.append(self.units[following.unit])
             self._gathers.use(unit, ahead or None)
             unit.acquire(holder)
         elif event.what == "keep":
@@ -408,13 +412,13 @@ class _Walk:
         else:
             self._gradients.complete()
             self._gradients.drain()
-            for unit in self._units:
+            for unit in self.units:
                 if "until backward" in unit.holders:
                     unit.holders.remove("until backward")
                 unit.piece = False
                 unit.drop_piece()
             self._gathers.end_backward()
-        for unit in self._units:
+        for unit in self.units:
             if kind != "forward" or not self._gathers.stays(unit):
                 unit.free()
         if self.steps:
@@ -431,11 +435,11 @@ class _Walk:
 
     def _begin_reductions(self, trace: Trace) -> None:
         due = {event.unit for event in trace.events if event.what == "ready"}
-        order = self._limits.order or tuple(range(len(self._units) - 1, -1, -1))
+        order = self._limits.order or tuple(range(len(self.units) - 1, -1, -1))
         if trace.kind == "schedule" or not self._limits.checked:
             self._gradients.take_turns(None)
             return
-        facts = {number: self._units[number].facts.gradients for number in order if number in due}
+        facts = {number: self.units[number].facts.trained() for number in order if number in due}
         self._gradients.take_turns(
             turns_of(
                 (
@@ -465,7 +469,9 @@ class _Gradients(ReductionOrder):
         """Bytes of the open buffers of a group, by stage and role; what accumulates and travels may be one."""
 
     def _facts(self, unit: int, group: int) -> GradientFacts:
-        return self._walk._units[unit].facts.gradients[group]
+        facts = self._walk.units[unit].facts.gradients[group]
+        assert facts is not None, "frozen"
+        return facts
 
     def _hold(self, unit: int, group: int, what: Hashable, nbytes: int) -> None:
         buffers = self._open.setdefault((unit, group), {})
@@ -481,9 +487,9 @@ class _Gradients(ReductionOrder):
         wide = accumulating and not facts.shared
         self._hold(unit, group, (stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
 
-    def groups_of(self, unit: int) -> int:
-        """How many groups have gradients."""
-        return len(self._walk._units[unit].facts.gradients)
+    def groups_of(self, unit: int) -> Sequence[int]:
+        """The groups that have gradients."""
+        return [number for number, facts in enumerate(self._walk.units[unit].facts.gradients) if facts is not None]
 
     def has_buffer(self, unit: int, group: int) -> bool:
         """Whether there is one to pack into."""
@@ -491,13 +497,13 @@ class _Gradients(ReductionOrder):
 
     def offer(self, unit: int, *, defer: bool) -> None:
         """A backward begins in which modules of the unit may write gradients themselves."""
-        for group in range(self.groups_of(unit)):
+        for group in self.groups_of(unit):
             if self._facts(unit, group).declared:
                 self.open(unit, group, defer=defer)
 
     def open(self, unit: int, group: int, *, defer: bool) -> None:
         """A module is about to write."""
-        if group < self.groups_of(unit):
+        if group in self.groups_of(unit):
             self.make_room(unit, group, defer=defer)
             self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
 
@@ -523,7 +529,7 @@ class _Gradients(ReductionOrder):
 
     def reduce_turn(self, turn: Sequence[int]) -> None:
         """Several units in one message."""
-        sent = sum(group.sent for unit in turn for group in self._walk._units[unit].facts.gradients)
+        sent = sum(group.sent for unit in turn for group in self._walk.units[unit].facts.trained())
         self._walk.acts.append(Action("reduce", tuple(turn)))
         self._walk.collectives.append(Collective("reduce-scatter", tuple(turn), sent))
 

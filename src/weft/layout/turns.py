@@ -49,7 +49,7 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 class ReductionOrder(ABC):
     """The rules; what has groups and buffers, or numbers of bytes in their place, is a class below. Units and their
-    trainable groups are numbered.
+    groups are numbered.
 
     `most_alive`: how many units' gradients may be, those of one turn counting as one.
     """
@@ -72,8 +72,8 @@ class ReductionOrder(ABC):
     # --- what is asked and done ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def groups_of(self, unit: int) -> int:
-        """How many groups of the unit are trainable."""
+    def groups_of(self, unit: int) -> Sequence[int]:
+        """The groups of the unit whose gradients are reduced."""
 
     @abstractmethod
     def has_buffer(self, unit: int, group: int) -> bool:
@@ -120,11 +120,19 @@ class ReductionOrder(ABC):
             self._take(self._turns[0])
         return True
 
-    def pack(self, unit: int) -> None:
-        """Pack gradients that are reduced later."""
-        for group in range(self.groups_of(unit)):
+    def pack(self, unit: int, groups: Sequence[int] | None = None) -> None:
+        """Pack gradients that are reduced later, of these groups or of all that are reduced."""
+        for group in self.groups_of(unit) if groups is None else groups:
             self._finish_own(unit, group)
             self.pack_group(unit, group, defer=True)
+
+    def start(self, unit: int, groups: Sequence[int]) -> None:
+        """Start the reductions of these groups, of what they have here."""
+        for group in groups:
+            self.make_room(unit, group, defer=False)
+            self.pack_group(unit, group, defer=False)
+            self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
+        self._leave_room()
 
     def complete(self) -> None:
         """The backward is over here: take the turns that are left. Where nothing was packed the gradients are zeros."""
@@ -169,7 +177,7 @@ class ReductionOrder(ABC):
         self.waiting.difference_update(turn)
         handle = self.reduce_turn(turn)
         for unit in turn:
-            for group in range(self.groups_of(unit)):
+            for group in self.groups_of(unit):
                 self._under_way.append((turn[0], unit, group, handle))
         self._leave_room()
 
@@ -177,11 +185,7 @@ class ReductionOrder(ABC):
         self.waiting.discard(unit)
         if self._turns and self._turns[0] == (unit,):
             self._turns.popleft()
-        for group in range(self.groups_of(unit)):
-            self.make_room(unit, group, defer=False)
-            self.pack_group(unit, group, defer=False)
-            self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
-        self._leave_room()
+        self.start(unit, self.groups_of(unit))
 
     def _leave_room(self) -> None:
         """Wait until there is room for the gradients that the next backward brings."""

@@ -20,5 +20,5 @@ def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
         pieces=sum(group.piece.transient.nbytes for group in unit.groups if group.piece is not None),
         tied=tuple(other.number for other in unit.tied),
         bundle=tuple(sorted(bucket.numbers)) if bucket is not None else (),
-        gradients=tuple(group.gradients.facts() for group in unit.trainable_groups),
+        gradients=tuple(group.gradients.facts() if group.agreed else None for group in unit.groups),
     )

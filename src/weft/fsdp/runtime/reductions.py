@@ -131,7 +131,7 @@ class Reductions(ReductionOrder):
 
     def gradient_to_write(self, unit: Unit, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
         """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
-        index, defer = unit.trainable_groups.index(group), self.defers(unit)
+        index, defer = unit.groups.index(group), self.defers(unit)
         if not group.gradients.is_open:
             self._gathers.events.append(("write", unit.number, -1 - index if defer else index))
         self.make_room(unit.number, index, defer=defer)
@@ -139,8 +139,8 @@ class Reductions(ReductionOrder):
 
     def offer_main_gradients(self, unit: Unit) -> None:
         """Make `main_grad` ready for the modules of `unit` that declared to use it."""
-        for index, group in enumerate(unit.trainable_groups):
-            if group.gradients.declared:
+        for index, group in enumerate(unit.groups):
+            if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
                 self._gathers.events.append(("offer", unit.number, int(defer)))
                 self.make_room(unit.number, index, defer=defer)
@@ -148,25 +148,25 @@ class Reductions(ReductionOrder):
 
     # --- what the rules ask and do ------------------------------------------------------------------------------------
 
-    def groups_of(self, unit: int) -> int:
-        """How many groups of the unit are trainable."""
-        return len(self._units[unit].trainable_groups)
+    def groups_of(self, unit: int) -> Sequence[int]:
+        """The groups of the unit that all ranks reduce."""
+        return self._units[unit].reduced
 
     def has_buffer(self, unit: int, group: int) -> bool:
         """Whether gradients are packed, or will be written by a module."""
-        gradients = self._units[unit].trainable_groups[group].gradients
+        gradients = self._units[unit].groups[group].gradients
         return gradients.where is Where.PACKED or gradients.declared
 
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
         """Move what autograd left into the buffer that travels."""
         each = self._units[unit]
         with _without_graph(), profiled(each.name, "reduce"):
-            each.trainable_groups[group].gradients.pack(self._channels.gradients, defer=defer)
+            each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
 
     def reduce_group(self, unit: int, group: int) -> Ticket:
         """Start the reductions of what is packed."""
         each = self._units[unit]
-        one = each.trainable_groups[group]
+        one = each.groups[group]
         finishes = self._finishes(each)
         with _without_graph(), profiled(each.name, "reduce"):
             return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
@@ -187,4 +187,4 @@ class Reductions(ReductionOrder):
         """Wait for reductions, and give their memory back."""
         with _without_graph():
             under_way.wait()
-        self._units[unit].trainable_groups[group].gradients.reduced()
+        self._units[unit].groups[group].gradients.reduced()

@@ -20,7 +20,9 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
+from weft.fsdp.autograd import first_backwards
 from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver
 from weft.fsdp.gradients.group import Where
@@ -47,8 +49,16 @@ _moments = itertools.count()
 class Runtime:
     """The shared state of the units under one root."""
 
-    def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        drivers: Sequence[Driver],
+        inventory: Inventory,
+        device: torch.device,
+        options: RuntimeOptions,
+    ) -> None:
         self.device = device
+        self._inventory = inventory
         self.options = options
         self.passes = Passes(str(units[0]))
         self.channels = Channels(
@@ -85,6 +95,7 @@ class Runtime:
         self._depth = 0
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
+        self._reduced: Sequence[bool] = [group.agreed for group in groups]
         self._failure: tuple[BaseException, str] | None = None
         self._evaluates = False
         """Whether the schedule under way, or the last one, has no backward."""
@@ -97,6 +108,11 @@ class Runtime:
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
+        shared = any(group.size() > 1 for group in self._process_groups)
+        self._agrees = shared and options.check_collectives
+        """Whether ranks tell each other what they have."""
+        self._is_new = shared
+        """Whether no backward has looked for parameters around the root."""
         equalize_slices(groups)
         for unit in units:
             unit.channels = self.channels
@@ -153,6 +169,7 @@ class Runtime:
         """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
         if USER not in unit.holders:
             unit.acquire(USER)
+            unit.resharded = False
         self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
@@ -160,6 +177,7 @@ class Runtime:
         self.recover()
         unit.forget()
         unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
+        unit.resharded = False
         for each in (unit, *unit.tied):
             each.free()
 
@@ -179,7 +197,7 @@ class Runtime:
         """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
         behind goes."""
         self._depth += 1
-        if self._depth > 1 or in_backward():
+        if self._depth > 1 or self._recomputes:
             return
         try:
             self._begin_pass(outermost, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
@@ -188,10 +206,12 @@ class Runtime:
             raise
 
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
+        self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._begin_entry()
         units, groups = self.units, self._process_groups
-        if self.options.check_collectives and any(group.size() > 1 for group in groups):
-            self._joins.begin_pass(units, self._agreement, groups)
+        trains = None
+        if self._agrees:
+            trains = self._joins.begin_pass(units, self._agreement, groups)
         for unit in units:
             unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in units:
@@ -201,6 +221,8 @@ class Runtime:
             group.await_refresh()
         for unit in units:
             unit.follow_user()
+        if not self._agrees or trains is not None:
+            self._reduce_groups(trains or [group.trainable for group in self.groups])
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(units, inside, groups)
@@ -209,16 +231,25 @@ class Runtime:
                 unit.renew()
             elif unit.holders:
                 unit.tell_version()
+        if self._is_new and kind is Pass.FORWARD:
+            self._is_new = False
+            first_backwards.append(weakref.ref(units[0]))
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
             self.gathers.begin(kind.value)
 
+    @property
+    def _recomputes(self) -> bool:
+        """Whether a forward belongs to a backward, as activation checkpointing recomputes one. Not an evaluation that a
+        hook of another model's backward runs: that is a pass."""
+        return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
+
     def end_forward(self, error: BaseException | None = None) -> None:
         """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
         longer, and what was gathered ahead for nothing goes."""
         self._depth = max(self._depth - 1, 0)
-        if self._depth or in_backward():
+        if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
         if error is not None:
             self._leave_by(error)
@@ -371,9 +402,13 @@ class Runtime:
         self._calls.clear()
         units = self.units
         for unit in reversed(units):
-            if unit.awaits_reduction or self.reductions.left_over(unit):
+            arrived = any(group.gradients.arrived for group in unit.trainable_groups)
+            if arrived or self.reductions.left_over(unit):
                 self.ready(unit)
-        due = any(unit.trainable_groups and not self.reductions.defers(unit) for unit in units)
+        late = [unit for unit in units if unit.other_groups and any(group.trainable for group in unit.other_groups)]
+        for unit in late:  # the ranks have yet to hear that one of them trains these
+            self.reductions.pack(unit.number, unit.unreduced(here=True))
+        due = any((unit.trainable_groups or unit in late) and not self.reductions.defers(unit) for unit in units)
         if due:
             self._settle(units)
         self.reductions.drain()
@@ -414,9 +449,9 @@ class Runtime:
     def _settle(self, units: Sequence[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete()
-        groups = [group for group in self.groups if group.trainable]
+        groups = self.groups
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
-            for group in groups:
+            for group in (group for group in groups if group.trainable):
                 own = group.gradients.present
                 group.gradients.present = [p.requires_grad or here for p, here in zip(group.sharded_parameters, own)]
             return
@@ -426,13 +461,31 @@ class Runtime:
             self.reductions.waiting,
             [unit.name for unit in units],
             self._process_groups,
+            trains=[group.trainable for group in groups],
+            resharded=[unit.resharded for unit in units],
         )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting)
+        for unit in reversed(units):
+            if unit.other_groups and not self.reductions.defers(unit):
+                self.reductions.start(unit.number, unit.unreduced(here=False))
+        self._reduce_groups(agreed.trains)
+        for unit, resharded in zip(units, agreed.resharded):
+            unit.resharded = False
+            if resharded and USER in unit.holders:  # the unit did not run here
+                unit.release(USER)
         if agreed.same_order and self.reductions.arrived:
             self.reductions.agreed = tuple(self.reductions.arrived)
+
+    def _reduce_groups(self, trains: Sequence[bool]) -> None:
+        """From now on reduce the gradients of these groups: those that some rank trains, where the ranks agree."""
+        if trains != self._reduced:
+            self._reduced = trains
+            numbered = iter(trains)
+            for unit in self.units:
+                unit.agree([next(numbered) for _ in unit.groups])
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
