@@ -60,6 +60,9 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+VISITS = "moe/test_visits.py::"
+HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
+
 MUTATIONS = [
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
@@ -446,6 +449,74 @@ MUTATIONS = [
         "overlap/test_events.py::"
         "test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it[2]",
     ),
+    # --- one row per rank, halves, and what goes first ----------------------------------------------------------------
+    Mutation(
+        "a token's last row is dropped on its way back",
+        "moe/visits.py",
+        "< visited.sum(1, keepdim=True)",
+        "< visited.sum(1, keepdim=True) - 1",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a token travels once for each of its experts",
+        "moe/visits.py",
+        "    counts = visited.sum(0)\n",
+        "    counts = torch.bincount(rank.flatten(), minlength=ranks + 1)[:ranks]\n",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a weight is applied twice",
+        "moe/layer.py",
+        "        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived)",
+        "        return weigh(self.experts(rows, handle.offsets), weights * weights, handle.arrived)",
+        "moe/test_layer.py::test_experts_over_ranks_equal_one_process_with_all_of_them[2]",
+    ),
+    Mutation(
+        "gradients of weights stay where the experts are",
+        "moe/visits.py",
+        "        beside = _bits(for_weights, ctx.dtype)",
+        "        beside = _bits(torch.zeros_like(for_weights), ctx.dtype)",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a half leaves before its counts are here",
+        "moe/dispatch.py",
+        "    handle.ready()\n    return handle",
+        "    handle.sent_to = handle.received_from = [0] * handle._ranks\n"
+        "    handle.sent = handle.received = 0\n    return handle",
+        HALVES,
+    ),
+    Mutation(
+        "experts compute when both halves are here",
+        "overlap/layer_pass.py",
+        "        for part in self._parts:\n            part.arrived",
+        "        for part in self._parts:\n            [each.moving.wait() for each in self._parts if each.moving]\n"
+        "            part.arrived",
+        HALVES,
+    ),
+    Mutation(
+        "what stands alone goes in one piece",
+        "overlap/run.py",
+        "halves=place in self._halves",
+        "halves=False",
+        HALVES,
+    ),
+    Mutation(
+        "a lane yields to no exchange",
+        "comm/lanes.py",
+        "gate = priority.gate_of(self.name) if tagged else None",
+        "gate = None",
+        "overlap/test_events.py::"
+        "test_an_exchange_that_is_about_to_leave_goes_before_the_reduction_of_the_layer_above[2]",
+    ),
+    Mutation(
+        "delayed weight gradients of attention wait behind the last exchange",
+        "overlap/order.py",
+        '    (BEFORE, "attend.weights"),',
+        '    (BACKWARD, "attend.weights"),',
+        "overlap/test_order.py::"
+        "test_the_last_backward_computes_the_weight_gradients_of_the_layer_before_under_its_exchange",
+    ),
     Mutation(
         "a schedule gathers nothing ahead",
         "overlap/units.py",
@@ -726,8 +797,8 @@ MUTATIONS = [
     Mutation(
         "rows arrive in memory that was the computation's",
         "moe/dispatch.py",
-        "rows.new_empty(size) if behind is None else lane.memory(rows, *size)",
-        "rows.new_empty(size)",
+        "        if behind is None or not rows.is_contiguous():",
+        "        if True:",
         STREAMS + ROWS,
     ),
     Mutation(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm import streams
-from weft.comm.collectives import Pending
+from weft.comm import priority, streams
+from weft.comm.collectives import Pending, sends_directly
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.timeline import Timeline, recording, span
 from weft.comm.transfers import Transfer
@@ -215,7 +215,9 @@ class Lane:
                     raise
 
             earlier = after._transfer if after is not None else None
-            return Ticket(Transfer(begin, (group, self.tag, channel), earlier), call=call, after=after)
+            tagged = group is not None and sends_directly(group, self._device)
+            gate = priority.gate_of(self.name) if tagged else None
+            return Ticket(Transfer(begin, (group, self.tag, channel), earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:
             self.stream.wait_stream(home)

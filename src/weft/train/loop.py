@@ -218,7 +218,7 @@ class Trainer:
                 metrics.log(position.step, "train", **values)
                 skipped, show = self.spikes.in_a_row > 0, _due(config.train.log_every, position.step)
                 if loads := self.experts.after_step(show=show, skipped=skipped):
-                    metrics.log_experts(position.step, loads)
+                    metrics.log_experts(position.step, loads, self.experts.exchanged)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
                 last = position.step == config.train.steps
