@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.buckets import reduce_scatter_bucket
+from weft.comm.collectives import reduce_scatter_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -241,7 +241,7 @@ class Reductions:
         with _without_graph(), profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
             outputs, partials, adds = zip(*(group.gradients.open_reduction() for group in groups))
             ticket = self._channels.reductions.run(
-                reduce_scatter_bucket, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
+                reduce_scatter_bundle, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
             )
         self._under_way.extend(_Reduction(units[0], group, ticket) for group in groups)
         self._leave_room()
