@@ -10,7 +10,7 @@ from weft.comm.backends import backend_of, transport_of
 from weft.comm.groups import host_group
 from weft.comm.watch.control import agree
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():

@@ -15,7 +15,7 @@ from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
 from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, labelled, span
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60

@@ -60,6 +60,12 @@ def moving_by(transport: Transport) -> Iterator[None]:
         _instead = before
 
 
+def world() -> dist.ProcessGroup:
+    """The default process group."""
+    assert dist.group.WORLD is not None, "there is no process group"
+    return dist.group.WORLD
+
+
 def backend_for(device: torch.device) -> str:
     """The backend to start a process group with whose ranks compute on `device`."""
     return _DEVICES[device.type]

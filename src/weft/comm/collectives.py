@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.backends import backend_of, transport_of
+from weft.comm.backends import backend_of, transport_of, world
 from weft.comm.groups import tag_of
 from weft.comm.pending import Pending
 from weft.comm.sums import add_scaled
@@ -223,12 +223,14 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, what: str = "a bro
 
 
 def reduce_now(
-    tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str = "a reduction of a few numbers"
+    tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None, what: str = "a reduction of a few numbers"
 ) -> torch.Tensor:
-    """All-reduce a small tensor in place, wait, and return it. `what`: what a person calls it.
+    """All-reduce a small tensor in place, wait, and return it. `group`: None is the world. `what`: what a person calls
+    it.
 
     The largest or smallest of numbers among which is a NaN is NaN, as in one process.
     """
+    group = group or world()
     if group.size() > 1:
         with watching(f"all-reduce/{tensor.numel()}", what, group):
             sign = _SIGNS.get(op) if tensor.is_floating_point() else None

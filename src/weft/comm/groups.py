@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of
+from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of, world
 from weft.comm.watch.lookout import keep_lookout, watching
 
 CHANNEL_STRIDE = 1000
@@ -227,15 +227,40 @@ def host_group(group: dist.ProcessGroup) -> Any:
     return made["hosts"]
 
 
-def exchange_objects(value: Any, group: dist.ProcessGroup, what: str = "what the ranks tell each other") -> list[Any]:
+def exchange_objects(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+    what: str = "what the ranks tell each other",
+    *,
+    watched: bool = True,
+) -> list[Any]:
     """Every rank's `value`, in rank order, over the hosts' network. For errors and construction, not for every step.
 
-    `what`: what a person calls it.
+    `group`: default is the world. `what`: what a person calls it. Not `watched`: on a thread of its own, beside which
+    the main thread may wait for something else.
     """
+    group = group or world()
     everyone: list[Any] = [value] * group.size()
     if is_pretended(group):
         return everyone
     host = host_group(group)
-    with watching("objects", what, host):
+    with watching("objects", what, host) if watched else nullcontext():
         dist.all_gather_object(everyone, value, group=host)
     return everyone
+
+
+def first_rank_s(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+    what: str = "what the first rank says",
+    *,
+    watched: bool = True,
+) -> Any:
+    """The `value` of the first rank of the group, on all; the arguments are those of `exchange_objects`."""
+    group = group or world()
+    if is_pretended(group):
+        return value
+    host, shared = host_group(group), [value]
+    with watching("object", what, host) if watched else nullcontext():
+        dist.broadcast_object_list(shared, group=host, group_src=0)
+    return shared[0]
