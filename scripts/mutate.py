@@ -273,7 +273,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what travels together is summed from this rank on",
-        "comm/buckets.py",
+        "comm/gloo/transport.py",
         "column.unbind()",
         "column.roll(-rank, 0).unbind()",
         BUCKETS + "test_the_bits_are_those_of_units_that_travel_by_themselves[4-optim_grads_params-1]",

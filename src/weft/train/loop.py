@@ -17,6 +17,8 @@ from torch import nn
 
 import weft
 from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import first_rank_s
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
@@ -294,7 +296,7 @@ class Trainer:
         known = torch.stack([mean, router_mean])
         own_count = self.task.count(microbatches)
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, own_count, *marks]), depth_means])
-        dist.all_reduce(shared)
+        reduce_now(shared, dist.ReduceOp.SUM, None, "losses of a step")
         loss_value, router_value, stops, count, *rest = shared.tolist()
         own_values, depths = self.passes.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
         added = 0.0
@@ -391,7 +393,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
             answer[0] = open_run(config.run, resume, command, **kind)
         except ConfigError as error:
             answer[1] = error
-    dist.broadcast_object_list(answer)
+    answer = first_rank_s(answer, what="which run to open")
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
