@@ -1027,8 +1027,8 @@ MUTATIONS = [
     Mutation(
         "decays are rounded like other weights",
         "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter)",
-        "keep=False",
+        "keep=keeps_dtype(parameter))\n            key",
+        "keep=False)\n            key",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -1041,7 +1041,7 @@ MUTATIONS = [
     Mutation(
         "a prediction depth reads the same tokens",
         "models/model.py",
-        "embed(shifted(tokens, number + 1, 0))",
+        "embed(shifted(tokens, number + 1, 0, documents))",
         "embed(tokens)",
         "models/test_prediction.py::test_loss_and_gradients_are_those_of_transformers[2]",
     ),
@@ -1055,8 +1055,8 @@ MUTATIONS = [
     Mutation(
         "sinks take no part in the softmax",
         "models/layers/attention.py",
-        "window=self.window, sinks=self.sinks",
-        "window=self.window, sinks=None",
+        '"sinks": self.sinks}',
+        '"sinks": None}',
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
     ),
     Mutation(
@@ -1161,8 +1161,8 @@ MUTATIONS = [
     Mutation(
         "gradients of units that do not run in the last microbatch are left over",
         "fsdp/runtime/runtime.py",
-        "if unit.awaits_reduction or self.reductions.left_over(unit):",
-        "if unit.awaits_reduction:",
+        "if arrived or self.reductions.left_over(unit):",
+        "if arrived:",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
     Mutation(
@@ -1224,9 +1224,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what is added after sharding trains on each rank for itself",
-        "fsdp/hooks.py",
-        "        _refuse_parameters_in_no_unit(modules, units)\n",
-        "",
+        "fsdp/construction/inventory.py",
+        "            if parameter.requires_grad:",
+        "            if False:",
         WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
     ),
     # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------
