@@ -36,8 +36,9 @@ from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backwar
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
+from weft.layout.facts import Limits
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import Limits, Plan, compile_plan
+from weft.layout.plan import Plan, compile_plan
 from weft.layout.trace import Trace
 from weft.memory.pool import Transient
 
