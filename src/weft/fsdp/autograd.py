@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from weft.debug.guard import guards_memory
+from weft.debug import guard
 from weft.dtensor.uneven import local_of
 from weft.errors import WeightsGone, WeightsWritten
 from weft.fsdp.gradients.direct import home_of
@@ -66,7 +66,8 @@ class FullParameters:
         """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
         WeightsWritten if somebody wrote to their memory since they left."""
         from_gone = self._versions[0] == self._gone
-        strays = self._written() if from_gone else []
+        with behind_classes():
+            strays = self._written() if from_gone else []
         moved, self._version = version - self._version, version
         if moved:
             self._before = self._here
@@ -81,7 +82,7 @@ class FullParameters:
         for parameter in self._parameters:
             if issubclass(here := type(parameter), _Gone):
                 parameter.__class__ = here.__mro__[2]
-        if from_gone and guards_memory():
+        if from_gone and guard.guards:
             self._came = [local_of(each).detach().clone() for each in self._parameters]
         if strays:
             raise WeightsWritten(
@@ -104,6 +105,8 @@ class FullParameters:
 
     def check_unwritten(self) -> None:
         """Raise WeightsWritten if somebody wrote to copies."""
+        if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
+            return
         written = self._written()
         if not written and self._came is not None:
             pairs = zip(self._parameters, self._came)
