@@ -101,8 +101,8 @@ MUTATIONS = [
     Mutation(
         "gradients that only some ranks have unfrozen are left where they are",
         "fsdp/runtime/runtime.py",
-        "if unit.other_groups and not self.reductions.defers(unit):",
-        "if False:",
+        "[group for group in groups if group.agreed])\n",
+        "[])\n",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(

@@ -244,7 +244,7 @@ class Runtime:
                 unit.tell_version()
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
-            first_backwards.append(weakref.ref(units[0]))
+            first_backwards.append((weakref.ref(units[0]), 0))
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
@@ -415,7 +415,7 @@ class Runtime:
                 self.reduce(unit)
         late = [unit for unit in units if unit.other_groups and any(group.trainable for group in unit.other_groups)]
         for unit in late:  # the ranks have yet to hear that one of them trains these
-            self.reductions.pack_groups(unit, [group for group in unit.other_groups if group.trainable])
+            self.reductions.pack_groups(unit, [group for group in unit.other_groups if group.gradients.arrived])
         due = any((unit.trainable_groups or unit in late) and not self.reductions.defers(unit) for unit in units)
         if due:
             self._settle(units)
@@ -469,24 +469,30 @@ class Runtime:
             self.reductions.waiting,
             [unit.name for unit in units],
             self._process_groups,
-            trains=[group.trainable for group in groups],
+            trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
             resharded=[unit.resharded for unit in units],
         )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting)
-        for unit in reversed(units):
-            if unit.other_groups and not self.reductions.defers(unit):
-                late = [group for group in unit.other_groups if any(group.gradients.present)]
-                self.reductions.start_groups(unit, late)
+        others = [(unit, unit.other_groups) for unit in reversed(units) if unit.other_groups]
         self._reduce_groups(agreed.trains)
+        for unit, groups in others:
+            if not self.reductions.defers(unit):
+                self.reductions.start_groups(unit, [group for group in groups if group.agreed])
         for unit, resharded in zip(units, agreed.resharded):
             unit.resharded = False
             if resharded and USER in unit.holders:  # the unit did not run here
                 unit.release(USER)
         if agreed.same_order and self.reductions.arrived:
             self.reductions.follow(self.reductions.arrived)
+
+    def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
+        """Whether gradients of the group, which is frozen here, wait for their reduction somewhere."""
+        if not group.agreed:
+            return group.trainable
+        return not (unit.requires_all_reduce and self.reductions.is_last) or self.reductions.defers(unit)
 
     def _reduce_groups(self, trains: Sequence[bool]) -> None:
         """From now on reduce the gradients of these groups: those that some rank trains, where the ranks agree."""
