@@ -178,6 +178,11 @@ class ParameterGroup:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes of its gradients as they travel."""
+        return self.layout.numel * self.recipe.reduce.itemsize
+
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
         storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
@@ -287,6 +292,11 @@ class ParameterGroup:
             with torch.no_grad():
                 ticket.wait()
             self._give_staging()
+
+    @property
+    def staging_bytes(self) -> int:
+        """What is taken beside the gathered weights while they are uploaded and cast on their way."""
+        return self._staging.nbytes if self._staging is not None and not self.refreshes else 0
 
     def finish_upload(self) -> None:
         """Make the host wait until nobody reads main weights in CPU memory any more."""

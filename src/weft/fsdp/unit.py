@@ -28,7 +28,6 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -39,10 +38,10 @@ from weft.comm.collectives import sends_directly
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
+from weft.fsdp.driver import USER, Hold
 from weft.fsdp.gradients.direct import settle
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.memory.pool import Pool
 
 
 class State(enum.Enum):
@@ -69,14 +68,6 @@ TRANSITIONS = {
 _FROM = {state: {event: to for (begin, event), to in TRANSITIONS.items() if begin is state} for state in State}
 
 
-@dataclass(frozen=True, eq=False)
-class Hold:
-    """A holder. `computes`: it uses the weights now, so that they cannot make way."""
-
-    name: str
-    computes: bool = True
-
-
 class TiedHold(NamedTuple):
     """A holder of one unit holds the units that its parameters are tied to."""
 
@@ -92,12 +83,6 @@ class TiedHold(NamedTuple):
     def computes(self) -> bool:
         """Whether the weights are being used."""
         return self.holder.computes
-
-
-USER = Hold("the user's unshard()", computes=False)
-UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
-RETURNED = Hold("what its evaluation returned", computes=False)
-UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 _places = itertools.count()
@@ -119,10 +104,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
-        self.trainable_groups = [group for group in groups if group.agreed]
-        """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
-        self.other_groups = [group for group in groups if not group.agreed]
-        """The others; a rank that has unfrozen one tells the others at the end of its backward."""
+        self._list_groups()
         self.device = device
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
@@ -308,9 +290,9 @@ class Unit:
         self.forget()
         self.free()
 
-    def fits(self, pool: Pool) -> bool:
+    def has_room(self) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        return all(pool.has_room(each) for each in self.gathered)
+        return all(map(self._channels.weights.has_room, self.gathered))
 
     def makes_way(self) -> bool:
         """Whether the weights may move out of their place. What is on its way there arrives first."""
@@ -373,8 +355,19 @@ class Unit:
         """From now on reduce the gradients of these groups."""
         for group, agreed in zip(self.groups, trains):
             group.agreed = agreed
+        self._list_groups()
+
+    def _list_groups(self) -> None:
         self.trainable_groups = [group for group in self.groups if group.agreed]
-        self.other_groups = [group for group in self.groups if not group.agreed]
+        """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
+        self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
+        """Their numbers."""
+        self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
+        """Those of the others; a rank that has unfrozen one tells the others at the end of its backward."""
+
+    def unreduced(self) -> list[int]:
+        """The numbers of the other groups that have gradients on this rank."""
+        return [number for number in self.others if self.groups[number].gradients.arrived]
 
     @property
     def reduces_each_microbatch(self) -> bool:

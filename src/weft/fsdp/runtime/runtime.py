@@ -2,10 +2,10 @@
 outside.
 
     begins a pass          recover from a failed one; ask whether weights are fresh; watch; let go of what is left
-    visit, leave           a driver's way through the units: gather ahead, hold, let go
+    use, done              a driver's way through the units: gather ahead, hold, let go
     ends a backward        complete what ranks lack, agree, collect the reductions, hand the gradients out, plan memory
 
-Which pass is under way is in `passes`, what comes next in `prefetch`, which gradients travel in `reductions`.
+Which pass is under way is in `passes`, what comes next in `gathers`, which gradients travel in `reductions`.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,45 +24,26 @@ from weft.fsdp.autograd import first_backwards
 from weft.fsdp.channels import Channels, separate_gathers
 from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import fill_buckets
+from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backward
-from weft.fsdp.runtime.prefetch import Prefetch
 from weft.fsdp.runtime.reductions import Reductions
-from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
+from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
+from weft.layout.gathers import GatherOrder
+from weft.layout.plan import Limits, Plan, compile_plan
+from weft.layout.trace import Trace
+from weft.memory.pool import Transient
 
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 """Of all roots in this process: a backward may go through several."""
 _moments = itertools.count()
-
-
-class Driver(Protocol):
-    """What runs around the calls of a unit's modules."""
-
-    def abandon(self) -> None:
-        """The unit's forward, if it is in one, is over."""
-
-
-class BackwardCall(Protocol):
-    """A forward of a unit on its way through backward."""
-
-    unit: Unit
-
-    @property
-    def begun(self) -> bool:
-        """Whether its backward is under way."""
-        ...
-
-    def end(self) -> None:
-        """Its backward is over."""
-
-    def abandon(self) -> None:
-        """Its backward failed."""
 
 
 class Runtime:
@@ -92,7 +73,7 @@ class Runtime:
         budget = options.prefetch_bytes
         most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
         self._buckets = fill_buckets(units, self.channels, most)
-        self.prefetch = Prefetch(self.units, self.channels.weights, budget, self._buckets)
+        self.gathers = GatherOrder(self.units, self._buckets, budget)
         channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
@@ -102,6 +83,7 @@ class Runtime:
             bucket_bytes=options.bucket_bytes,
             checked=options.check_collectives,
             note=self._agreement.note,
+            gathers=self.gathers,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
@@ -151,17 +133,24 @@ class Runtime:
         self.channels.separate = self.options.separate_all_gather_group
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
-    def visit(self, unit: Unit, holder: Any, explicit: "list[weakref.ref[Unit]] | None" = None) -> None:
+    def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
         """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
-        self.prefetch.visit(unit, explicit)
+        self.gathers.use(unit, named)
         unit.acquire(holder)
 
-    def leave(self, unit: Unit, holder: Any) -> None:
+    def done(self, unit: Unit, holder: Any, *, backward_follows: bool = False) -> None:
         """`holder` lets go of `unit`; the memory goes with the last, unless the unit is about to be needed again."""
+        self.gathers.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
         for each in (unit, *unit.tied):
-            if not self.prefetch.foretells(each):
+            if not self.gathers.stays(each):
                 each.free()
+
+    def keep(self, unit: Unit, holder: Any) -> None:
+        """`unit` stays when its holder lets go: after a forward until its backward, after a backward for good."""
+        if holder not in unit.holders:
+            self.gathers.events.append(("keep", unit.number, 0))
+            unit.acquire(holder)
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather `unit` for its user, from what the main weights are now."""
@@ -204,7 +193,7 @@ class Runtime:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, outermost: Unit) -> None:
+    def begin_forward(self, outermost: Unit) -> None:
         """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
         behind goes."""
         self._depth += 1
@@ -248,7 +237,7 @@ class Runtime:
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
-            self.prefetch.begin(kind)
+            self.gathers.begin(kind.value)
 
     @property
     def _recomputes(self) -> bool:
@@ -256,7 +245,7 @@ class Runtime:
         hook of another model's backward runs: that is a pass."""
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
-    def leave_forward(self, error: BaseException | None = None) -> None:
+    def end_forward(self, error: BaseException | None = None) -> None:
         """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
         longer, and what was gathered ahead for nothing goes."""
         self._depth = max(self._depth - 1, 0)
@@ -269,10 +258,10 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        self.prefetch.end_forward()
+        self.gathers.end_forward()
         self._freshness.finish()
         try:
-            self._come_to_rest(self.prefetch.foretells)
+            self._come_to_rest(self.gathers.stays)
         except BaseException:
             self.reset()
             raise
@@ -306,25 +295,19 @@ class Runtime:
         return self.passes.current is Pass.SCHEDULE
 
     @contextmanager
-    def scheduled(
-        self,
-        visits: Sequence[Unit],
-        depth: int,
-        gathered: Callable[[], Iterable[Iterable[Unit]]],
-        *,
-        backward: bool = True,
-    ) -> Iterator[None]:
-        """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
-        at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
+    def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
+        """Around a schedule that visits units itself, with the events of `trace`: hooks stand back, and what a backward
+        does at its end is done at the schedule's. `depth`: how many to gather ahead. Not `backward`: an evaluation,
+        which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
-            if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
+            if self.gathers.foresee(trace, depth):
+                plan = compile_plan({"schedule": trace}, facts_of(self.units, self._buckets), self._limits(depth))
                 self.channels.weights.foresee(
-                    [each for unit in units for each in unit.gathered] for units in gathered()
+                    [each for number in here for each in self.units[number].gathered] for here in plan.alive
                 )
             if backward:
                 self.reductions.begin(taking_turns=False)
@@ -341,7 +324,7 @@ class Runtime:
 
     def _end_evaluation(self) -> None:
         """Go to rest; gradients are as they were."""
-        self.prefetch.end_backward()
+        self.gathers.end_backward()
         self._come_to_rest()
         self._plan()
         self.passes.end()
@@ -359,11 +342,12 @@ class Runtime:
         end_with_backward(self._place, weakly(self.end_backward), weakly(self.fail))
 
     def _open_backward(self) -> None:
+        inside = self.passes.current is not Pass.IDLE
         self.passes.begin(Pass.BACKWARD)
         self._makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
             unit.tell_version()
-        self.prefetch.begin(Pass.BACKWARD)
+        self.gathers.begin("backward", inside=inside)
         self.reductions.waits_for_room = streams.has_streams(self.device) or not self._may_share_backward()
         self.reductions.begin()
 
@@ -379,7 +363,15 @@ class Runtime:
         others = [other for other in _runtimes if other is not self and other._forward > self._settled]
         return any(unit.calls for other in others for unit in other.units)
 
-    def reduce(self, unit: Unit) -> None:
+    def offer(self, unit: Unit) -> None:
+        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
+        self.reductions.offer_main_gradients(unit)
+
+    def expect_more(self, more: bool) -> None:
+        """Whether a schedule has further microbatches to reduce."""
+        self.reductions.more_to_come = more
+
+    def ready(self, unit: Unit) -> None:
         """Pack the gradients of `unit`, and reduce them if that is due."""
         if self._makes_graph and unit.awaits_reduction:
             raise RuntimeError(
@@ -412,15 +404,15 @@ class Runtime:
         for unit in reversed(units):
             arrived = any(group.gradients.arrived for group in unit.trainable_groups)
             if arrived or self.reductions.left_over(unit):
-                self.reduce(unit)
-        late = [unit for unit in units if unit.other_groups and any(group.trainable for group in unit.other_groups)]
+                self.ready(unit)
+        late = [unit for unit in units if unit.others and any(unit.groups[number].trainable for number in unit.others)]
         for unit in late:  # the ranks have yet to hear that one of them trains these
-            self.reductions.pack_groups(unit, [group for group in unit.other_groups if group.gradients.arrived])
+            self.reductions.pack(unit.number, unit.unreduced())
         due = any((unit.trainable_groups or unit in late) and not self.reductions.defers(unit) for unit in units)
         if due:
             self._settle(units)
         self.reductions.drain()
-        self.prefetch.end_backward()
+        self.gathers.end_backward()
         for unit in units:
             for group in unit.trainable_groups:
                 group.gradients.is_owed = self.reductions.defers(unit)
@@ -456,7 +448,7 @@ class Runtime:
 
     def _settle(self, units: Sequence[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
-        self.reductions.complete_order()
+        self.reductions.complete()
         groups = self.groups
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
             for group in (group for group in groups if group.trainable):
@@ -476,17 +468,17 @@ class Runtime:
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting)
-        others = [(unit, unit.other_groups) for unit in reversed(units) if unit.other_groups]
+        others = [(unit, unit.others) for unit in reversed(units) if unit.others]
         self._reduce_groups(agreed.trains)
-        for unit, groups in others:
+        for unit, numbers in others:
             if not self.reductions.defers(unit):
-                self.reductions.start_groups(unit, [group for group in groups if group.agreed])
+                self.reductions.start(unit.number, [number for number in numbers if unit.groups[number].agreed])
         for unit, resharded in zip(units, agreed.resharded):
             unit.resharded = False
             if resharded and USER in unit.holders:  # the unit did not run here
                 unit.release(USER)
         if agreed.same_order and self.reductions.arrived:
-            self.reductions.follow(self.reductions.arrived)
+            self.reductions.agreed = tuple(self.reductions.arrived)
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
         """Whether gradients of the group, which is frozen here, wait for their reduction somewhere."""
@@ -546,7 +538,7 @@ class Runtime:
             call.abandon()
         self._calls.clear()
         self._agreement.forget()
-        self.prefetch.forget()
+        self.gathers.forget()
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
@@ -571,8 +563,37 @@ class Runtime:
 
     def _plan(self) -> None:
         weights = self.channels.weights
-        weights.end_step(self.prefetch.foreseen() if weights.outdated else None)
+        weights.end_step(self._foreseen() if weights.outdated else None)
         self.channels.gradients.end_step()
+
+    def _foreseen(self) -> Callable[[Transient, Transient], bool]:
+        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
+        unit_of = {each: unit for unit in self.units for group in unit.groups for each in group.transients}
+        plan = self.plan()
+
+        def meet(one: Transient, other: Transient) -> bool:
+            units = unit_of[one], unit_of[other]
+            short, long = sorted((unit.name for unit in units), key=len)
+            nested = not short or long == short or long.startswith(f"{short}.")
+            return nested or plan.meet(units[0].number, units[1].number)
+
+        return meet
+
+    def plan(self) -> Plan:
+        """What the next step will do, if its passes are those of the last one of their kind."""
+        facts = facts_of(self.units, self._buckets)
+        return compile_plan(self.gathers.traces, facts, self._limits(self.gathers.depth), self.gathers.off_plan)
+
+    def _limits(self, depth: int) -> Limits:
+        options = self.options
+        return Limits(
+            options.prefetch_bytes,
+            options.bucket_bytes,
+            options.max_live_reduce_buffers,
+            depth,
+            checked=options.check_collectives,
+            order=self.reductions.agreed,
+        )
 
     def _before_gather(self, unit: Unit) -> None:
         self._freshness.reach(unit)
