@@ -414,8 +414,8 @@ class Runtime:
         self.reductions.drain()
         self.gathers.end_backward()
         for unit in units:
-            for group in unit.trainable_groups:
-                group.gradients.is_owed = self.reductions.defers(unit)
+            for group in unit.groups:
+                group.gradients.is_owed = group.agreed and self.reductions.defers(unit)
             unit.end_holds(UNTIL_BACKWARD)
             unit.forget()
         self._come_to_rest()
