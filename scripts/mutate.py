@@ -60,6 +60,9 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+VISITS = "moe/test_visits.py::"
+HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
+
 MUTATIONS = [
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
@@ -270,7 +273,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what travels together is summed from this rank on",
-        "comm/buckets.py",
+        "comm/gloo/transport.py",
         "column.unbind()",
         "column.roll(-rank, 0).unbind()",
         BUCKETS + "test_the_bits_are_those_of_units_that_travel_by_themselves[4-optim_grads_params-1]",
@@ -445,6 +448,74 @@ MUTATIONS = [
         "return ticket.wait() or Arrival(output, ticket, rows)",
         "overlap/test_events.py::"
         "test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it[2]",
+    ),
+    # --- one row per rank, halves, and what goes first ----------------------------------------------------------------
+    Mutation(
+        "a token's last row is dropped on its way back",
+        "moe/visits.py",
+        "< visited.sum(1, keepdim=True)",
+        "< visited.sum(1, keepdim=True) - 1",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a token travels once for each of its experts",
+        "moe/visits.py",
+        "    counts = visited.sum(0)\n",
+        "    counts = torch.bincount(rank.flatten(), minlength=ranks + 1)[:ranks]\n",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a weight is applied twice",
+        "moe/layer.py",
+        "        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived)",
+        "        return weigh(self.experts(rows, handle.offsets), weights * weights, handle.arrived)",
+        "moe/test_layer.py::test_experts_over_ranks_equal_one_process_with_all_of_them[2]",
+    ),
+    Mutation(
+        "gradients of weights stay where the experts are",
+        "moe/visits.py",
+        "        beside = _bits(for_weights, ctx.dtype)",
+        "        beside = _bits(torch.zeros_like(for_weights), ctx.dtype)",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a half leaves before its counts are here",
+        "moe/dispatch.py",
+        "    handle.ready()\n    return handle",
+        "    handle.sent_to = handle.received_from = [0] * handle._ranks\n"
+        "    handle.sent = handle.received = 0\n    return handle",
+        HALVES,
+    ),
+    Mutation(
+        "experts compute when both halves are here",
+        "overlap/layer_pass.py",
+        "        for part in self._parts:\n            part.arrived",
+        "        for part in self._parts:\n            [each.moving.wait() for each in self._parts if each.moving]\n"
+        "            part.arrived",
+        HALVES,
+    ),
+    Mutation(
+        "what stands alone goes in one piece",
+        "overlap/run.py",
+        "halves=place in self._halves",
+        "halves=False",
+        HALVES,
+    ),
+    Mutation(
+        "a lane yields to no exchange",
+        "comm/lanes.py",
+        "gate = priority.gate_of(self.name) if tagged else None",
+        "gate = None",
+        "overlap/test_events.py::"
+        "test_an_exchange_that_is_about_to_leave_goes_before_the_reduction_of_the_layer_above[2]",
+    ),
+    Mutation(
+        "delayed weight gradients of attention wait behind the last exchange",
+        "overlap/order.py",
+        '    (BEFORE, "attend.weights"),',
+        '    (BACKWARD, "attend.weights"),',
+        "overlap/test_order.py::"
+        "test_the_last_backward_computes_the_weight_gradients_of_the_layer_before_under_its_exchange",
     ),
     Mutation(
         "a schedule gathers nothing ahead",
@@ -726,8 +797,8 @@ MUTATIONS = [
     Mutation(
         "rows arrive in memory that was the computation's",
         "moe/dispatch.py",
-        "rows.new_empty(size) if behind is None else lane.memory(rows, *size)",
-        "rows.new_empty(size)",
+        "        if behind is None or not rows.is_contiguous():",
+        "        if True:",
         STREAMS + ROWS,
     ),
     Mutation(
@@ -943,7 +1014,7 @@ MUTATIONS = [
         "fsdp/runtime/runtime.py",
         "group.gradients.discard()",
         "pass",
-        SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains]",
+        SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains-optim_grads_params-0]",
     ),
     Mutation(
         "fully_shard does not look at its mesh",
@@ -956,8 +1027,8 @@ MUTATIONS = [
     Mutation(
         "decays are rounded like other weights",
         "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter)",
-        "keep=False",
+        "keep=keeps_dtype(parameter))\n            key",
+        "keep=False)\n            key",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -970,7 +1041,7 @@ MUTATIONS = [
     Mutation(
         "a prediction depth reads the same tokens",
         "models/model.py",
-        "embed(shifted(tokens, number + 1, 0))",
+        "embed(shifted(tokens, number + 1, 0, documents))",
         "embed(tokens)",
         "models/test_prediction.py::test_loss_and_gradients_are_those_of_transformers[2]",
     ),
@@ -984,8 +1055,8 @@ MUTATIONS = [
     Mutation(
         "sinks take no part in the softmax",
         "models/layers/attention.py",
-        "window=self.window, sinks=self.sinks",
-        "window=self.window, sinks=None",
+        '"sinks": self.sinks}',
+        '"sinks": None}',
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
     ),
     Mutation(
@@ -1090,8 +1161,8 @@ MUTATIONS = [
     Mutation(
         "gradients of units that do not run in the last microbatch are left over",
         "fsdp/runtime/runtime.py",
-        "if unit.awaits_reduction or self.reductions.left_over(unit):",
-        "if unit.awaits_reduction:",
+        "if arrived or self.reductions.left_over(unit):",
+        "if arrived:",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
     Mutation(
@@ -1153,9 +1224,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what is added after sharding trains on each rank for itself",
-        "fsdp/hooks.py",
-        "        _refuse_parameters_in_no_unit(modules, units)\n",
-        "",
+        "fsdp/construction/inventory.py",
+        "            if parameter.requires_grad:",
+        "            if False:",
         WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
     ),
     # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def demanded(program, budget):
 def counted(model, schedule):
     """A call: how often each unit is gathered, its gradients reduced, and the most bytes that are here at a visit."""
     gathers, reduced, program, most = Counter(), Counter(), [], 0
+    watched = units_under(model)
     gather, reduce, visit, plan = Unit._gather, GroupGradients.reduce, GatherOrder.use, ModelUnits.program
 
     def gathered(unit):
@@ -75,7 +76,7 @@ def counted(model, schedule):
     def visited(prefetch, *args):
         nonlocal most
         visit(prefetch, *args)
-        most = max(most, sum(unit.gathered_bytes for unit in units_under(model) if unit.resident))
+        most = max(most, sum(unit.gathered_bytes for unit in watched if unit.resident))
 
     def planned(units, steps):
         program.extend(plan(units, steps))

@@ -24,7 +24,7 @@ import weft
 from tests.overlap.small import build, config, gradients, plain
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.layout.gathers import GatherOrder

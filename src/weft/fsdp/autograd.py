@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.debug.guard import guards_memory
 from weft.dtensor.uneven import local_of
+from weft.errors import WeightsGone, WeightsWritten
 from weft.fsdp.gradients.direct import home_of
 
 _numbers = itertools.count(1_000_000_000)
@@ -37,14 +38,6 @@ _REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+);
 _version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
 """Inside, a parameter may be handled whatever its class says."""
-
-
-class WeightsGone(RuntimeError):
-    """Somebody reads gathered weights that have gone; the message names unit and parameter."""
-
-
-class WeightsWritten(RuntimeError):
-    """Somebody wrote to gathered weights, which are copies; the message names unit and parameter."""
 
 
 # --- weights that have gone -------------------------------------------------------------------------------------------

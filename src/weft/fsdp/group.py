@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm import collectives
+from weft.comm.backends import transport_of
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
@@ -238,7 +239,7 @@ class ParameterGroup:
             and not self.refreshes
             and self.offload is None
             and self.piece is None
-            and collectives.sends_directly(self.groups[-1], self.device)
+            and transport_of(self.groups[-1], self.device).capabilities.bundles
         )
 
     def open_full(self, channels: Channels) -> torch.Tensor:

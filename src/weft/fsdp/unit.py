@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -377,7 +377,8 @@ class Unit:
     @cached_property
     def is_addressed(self) -> bool:
         """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
-        return all(group.transient is None or sends_directly(group.groups[-1], group.device) for group in self.groups)
+        gathered = (group for group in self.groups if group.transient is not None)
+        return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
     @property
     def awaits_reduction(self) -> bool:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
-from weft.comm.watch.rules import CollectiveMismatch, mismatch
+from weft.comm.watch.rules import mismatch
+from weft.errors import CollectiveMismatch
 
 _WORD = 62
 

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial
 
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import transport_of
 from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
@@ -270,7 +270,8 @@ class GroupGradients:
             return None
         group = group_of(plan.mesh, 0)
         travels_as_it_is = plan.recipe.reduce == plan.recipe.main_grad
-        return (group, plan.recipe.reduce) if travels_as_it_is and sends_directly(group, plan.device) else None
+        bundles = travels_as_it_is and transport_of(group, plan.device).capabilities.bundles
+        return (group, plan.recipe.reduce) if bundles else None
 
     @property
     def bucket_kind(self) -> Any:

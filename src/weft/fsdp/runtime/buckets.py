@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from weft.comm.buckets import all_gather_bucket
+from weft.comm.collectives import all_gather_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -74,7 +74,7 @@ class Bucket:
     def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
             return self._channels.gathers.run(
-                all_gather_bucket,
+                all_gather_bundle,
                 fulls,
                 [group.model_weight.local for unit in self._units for group in unit.groups],
                 self.group,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.watch.agreement import Agreement
 from weft.comm.watch.lookout import Lookout, keep_lookout
@@ -46,7 +46,7 @@ class Joins:
         trains = agreement.same_structure(said, groups, trains)
         for unit in units:
             for number, group in enumerate(unit.groups):
-                if not sends_directly(group.groups[-1], group.device):
+                if not transport_of(group.groups[-1], group.device).capabilities.helpers:
                     continue
                 join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.transient is not None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from weft.comm.buckets import reduce_scatter_bucket
+from weft.comm.collectives import reduce_scatter_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -180,7 +180,7 @@ class Reductions(ReductionOrder):
         with _without_graph(), profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
             outputs, partials, adds = zip(*[group.gradients.open_reduction() for group in groups])
             return self._channels.reductions.run(
-                reduce_scatter_bucket, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
+                reduce_scatter_bundle, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
             )
 
     def finish_group(self, unit: int, group: int, under_way: Ticket) -> None:
