@@ -104,8 +104,8 @@ MUTATIONS = [
     Mutation(
         "gradients that only some ranks have unfrozen are left where they are",
         "fsdp/runtime/runtime.py",
-        "if unit.other_groups and not self.reductions.defers(unit):",
-        "if False:",
+        "[number for number in numbers if unit.groups[number].agreed])\n",
+        "[])\n",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(

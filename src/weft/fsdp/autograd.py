@@ -203,14 +203,15 @@ def _name_of(parameter: Any) -> str:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-first_backwards: list[weakref.ref[Any]] = []
-"""The root units that have run forward, and whose backward is the first."""
+first_backwards: list[tuple[weakref.ref[Any], int]] = []
+"""The root units that have run forward and whose first backward is to come, and how many others came before it."""
 
 
-def install(look_around: Callable[..., None], settle: Callable[[], None]) -> None:
+def install(look_around: Callable[..., list], settle: Callable[[], None]) -> None:
     """Wrap torch's function that runs a backward, once.
 
-    `look_around(roots, outputs)` is called before one is the first of some roots, `settle()` when one has run."""
+    `look_around(roots, outputs)` is called before one that may be the first of some roots and returns those of which it
+    is not, `settle()` when one has run."""
     run = torch.autograd._engine_run_backward
     if hasattr(run, "_explains_sharded_weights"):
         return
@@ -220,9 +221,7 @@ def install(look_around: Callable[..., None], settle: Callable[[], None]) -> Non
         asked = {number: each for number, each in enumerate(inputs) if _waits_for_backward(each)}
         before = {number: _state_of_gradient(each) for number, each in asked.items()}
         if first_backwards and not inputs:
-            roots = first_backwards.copy()
-            first_backwards.clear()
-            look_around(roots, outputs)
+            first_backwards[:] = look_around(first_backwards, outputs)
         try:
             found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
         except RuntimeError as error:

@@ -64,8 +64,8 @@ class ParameterGroup:
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload = plan.device, plan.home, plan.offload
         self.slots = list(slots)
-        self.trainable = parameters[0].requires_grad
-        """Whether this rank has gradients of it."""
+        self.trains = self.trainable = parameters[0].requires_grad
+        """Whether some of it is not frozen here; and whether it has gradients here, which may be from before that."""
         self.agreed = self.trainable
         """Whether all ranks reduce its gradients, since some rank may have some."""
         self.tensor_parallel = list(tensor_parallel)
@@ -365,13 +365,14 @@ class ParameterGroup:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
         that would not run."""
         trains = [*map(_trains, self.sharded_parameters)]
+        self.trains = any(trains)
         with behind_classes():
             for full, flag in zip(self.full_parameters, trains):
                 if full.requires_grad != flag:
                     full.requires_grad_(flag)
         # Gradients that wait for their reduction, here or elsewhere, are still reduced when their parameters are frozen
         # meanwhile.
-        self.trainable = any(trains) or self.gradients.is_owed or self.gradients.accumulates()
+        self.trainable = self.trains or self.gradients.is_owed or self.gradients.accumulates()
         for slot, sharded in zip(self.slots, self.sharded_parameters):
             if sharded._backward_hooks or IN_BACKWARD in vars(sharded):
                 raise RuntimeError(f"{slot.name!r} of {self.owner()}: {never_runs(sharded)}")

@@ -361,8 +361,8 @@ class Unit:
         """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
         """Their numbers."""
-        self.other_groups = [group for group in self.groups if not group.agreed]
-        """The others; a rank that has unfrozen one tells the others at the end of its backward."""
+        self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
+        """Those of the others; a rank that has unfrozen one tells the others at the end of its backward."""
 
     @property
     def reduces_each_microbatch(self) -> bool:

@@ -132,15 +132,6 @@ class Reductions(ReductionOrder):
                 return True
         return False
 
-    def unagreed(self, unit: Unit, *, here: bool) -> list[int]:
-        """The groups of `unit`, by number, that the ranks do not all reduce and that have gradients, on this rank or on
-        any."""
-        return [
-            number
-            for number, group in enumerate(unit.groups)
-            if not group.agreed and (group.trainable if here else any(group.gradients.present))
-        ]
-
     def abandon(self) -> None:
         """Let transfers end, and do nothing with what they brought."""
         for ticket in self.drop():

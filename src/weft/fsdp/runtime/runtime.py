@@ -232,7 +232,7 @@ class Runtime:
                 unit.tell_version()
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
-            first_backwards.append(weakref.ref(units[0]))
+            first_backwards.append((weakref.ref(units[0]), 0))
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
@@ -404,9 +404,10 @@ class Runtime:
         for unit in reversed(units):
             if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):
                 self.ready(unit)
-        late = [unit for unit in units if unit.other_groups and self.reductions.unagreed(unit, here=True)]
+        late = [unit for unit in units if unit.others and any(unit.groups[number].trainable for number in unit.others)]
         for unit in late:  # the ranks have yet to hear that one of them trains these
-            self.reductions.pack(unit.number, self.reductions.unagreed(unit, here=True))
+            arrived = [number for number in unit.others if unit.groups[number].gradients.arrived]
+            self.reductions.pack(unit.number, arrived)
         deferring = [*map(self.reductions.defers, units)]
         due = False
         for unit, defers in zip(units, deferring):
@@ -416,8 +417,8 @@ class Runtime:
         self.reductions.drain()
         self.gathers.end_backward()
         for unit, defers in zip(units, deferring):
-            for group in unit.trainable_groups:
-                group.gradients.is_owed = defers
+            for group in unit.groups:
+                group.gradients.is_owed = group.agreed and defers
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD)
             unit.forget()
@@ -464,23 +465,30 @@ class Runtime:
             self.reductions.waiting,
             [unit.name for unit in units],
             self._process_groups,
-            trains=[group.trainable for group in groups],
+            trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
             resharded=[unit.resharded for unit in units],
         )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting)
-        for unit in reversed(units):
-            if unit.other_groups and not self.reductions.defers(unit):
-                self.reductions.start(unit.number, self.reductions.unagreed(unit, here=False))
+        others = [(unit, unit.others) for unit in reversed(units) if unit.others]
         self._reduce_groups(agreed.trains)
+        for unit, numbers in others:
+            if not self.reductions.defers(unit):
+                self.reductions.start(unit.number, [number for number in numbers if unit.groups[number].agreed])
         for unit, resharded in zip(units, agreed.resharded):
             unit.resharded = False
             if resharded and USER in unit.holders:  # the unit did not run here
                 unit.release(USER)
         if agreed.same_order and self.reductions.arrived:
             self.reductions.agreed = tuple(self.reductions.arrived)
+
+    def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
+        """Whether gradients of the group, which is frozen here, wait for their reduction somewhere."""
+        if not group.agreed:
+            return group.trainable
+        return not (unit.requires_all_reduce and self.reductions.is_last) or self.reductions.defers(unit)
 
     def _reduce_groups(self, trains: Sequence[bool]) -> None:
         """From now on reduce the gradients of these groups: those that some rank trains, where the ranks agree."""
