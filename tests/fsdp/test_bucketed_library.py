@@ -12,7 +12,7 @@ import pytest
 
 from tests.fsdp import test_behaviour, test_conditional, test_frozen
 from tests.fsdp.seams import test_failures, test_freshness, test_multimodal, test_two_roots, test_ways_in
-from weft.comm.buckets import all_gather_bucket, reduce_scatter_bucket
+from weft.comm.collectives import all_gather_bundle, reduce_scatter_bundle
 from weft.comm.lanes import Lane
 from weft.fsdp.runtime import options
 
@@ -81,7 +81,7 @@ def together(module: str, name: str, given: dict[str, Any]) -> None:
 
     with mock.patch.object(options, "BUCKET_BYTES", 1 << 18), mock.patch.object(Lane, "run", note):
         getattr(body, "body", body)(**given)
-    assert collectives & {all_gather_bucket, reduce_scatter_bucket}
+    assert collectives & {all_gather_bundle, reduce_scatter_bundle}
 
 
 @pytest.mark.slow

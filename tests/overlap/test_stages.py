@@ -17,7 +17,7 @@ import weft.debug
 from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
 from tests.programs import run_programs
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 from weft.models import HybridModel, shard
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
