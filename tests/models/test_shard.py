@@ -192,7 +192,7 @@ def test_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
     assert bool(load[2:].any()) == (chosen == "all experts")
 
     mine = [batch[:, rank::ranks] for batch in (tokens, labels)]
-    for ep, (strategy, run, flat) in zip(itertools.cycle(sorted({2, ranks})), WAYS):
+    for ep, (strategy, run, flat) in zip(itertools.cycle(sorted({2, ranks}, reverse=True)), WAYS):
         meshes = init_meshes("cpu", ep=ep)
         model = shard(with_experts(cfg, meshes), meshes, strategy=strategy)
         if flat:
