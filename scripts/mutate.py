@@ -67,7 +67,7 @@ MUTATIONS = [
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
         "what a method sets before the root is sharded is lost",
-        "fsdp/hooks.py",
+        "fsdp/roots.py",
         "        around.options = around.options.joined(self._given, changed)\n",
         "        del changed\n",
         ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
@@ -237,6 +237,14 @@ MUTATIONS = [
     ),
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
+        "units that compute in different dtypes travel together",
+        "fsdp/runtime/buckets.py",
+        "return group.groups[-1], group.recipe.compute",
+        "return group.groups[-1], torch.float32",
+        "fsdp/test_mixed_bundles.py::"
+        "test_fp32_units_between_bf16_ones_compute_with_weights_that_nothing_has_rounded[2-optim_grads_params]",
+    ),
+    Mutation(
         "small units never travel together",
         "fsdp/runtime/buckets.py",
         "for run in runs if len(run) > 1",
@@ -396,7 +404,8 @@ MUTATIONS = [
         "each reduction is waited for at once",
         "fsdp/runtime/reductions.py",
         "return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)",
-        "return [ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes), ticket.wait()][0]",
+        "return [ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes), "
+        "ticket.wait()][0]",
         REDUCED_BESIDE + "[2-optim_grads_params]",
     ),
     Mutation(
