@@ -118,3 +118,8 @@ def test_errors_keep_what_they_say_between_processes():
     ):
         again = pickle.loads(pickle.dumps(error))
         assert str(again) == str(error) and vars(again) == vars(error) and isinstance(again, weft.errors.WeftError)
+
+
+def test_rooms_that_may_not_know_stages_ask_in_one_place_how_a_model_is_cut():
+    asks = {name_of(file) for file in files() if re.search(r'getattr\([^)]*"cut"', file.read_text())}
+    assert asks == {"mesh.py", "overlap/arguments.py"}

@@ -180,11 +180,8 @@ def _name_of(parameter: Any) -> str:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def install(settle: Callable[[], None]) -> None:
-    """Wrap torch's function that runs a backward, once. `settle()` is called when one has run."""
-    run = torch.autograd._engine_run_backward
-    if hasattr(run, "_explains_sharded_weights"):
-        return
+def explaining(run: Callable[..., Any], settle: Callable[[], None]) -> Callable[..., Any]:
+    """`run`, torch's function that runs a backward, with refusals that name weights; `settle()` at its end."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,8 +201,7 @@ def install(settle: Callable[[], None]) -> None:
         settle()
         return found
 
-    explained._explains_sharded_weights = True  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = explained  # type: ignore[assignment]
+    return explained
 
 
 def _waits_for_backward(tensor: Any) -> bool:

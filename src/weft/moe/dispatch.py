@@ -154,7 +154,7 @@ class AllToAll:
         self.experts = range(rank * local, (rank + 1) * local)
         self.group = group
         self._counts_group = second_communicator(group)
-        self._channel = next_channel(group)
+        self.channel = next_channel(group)
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
         keep_lookout()
 
@@ -166,7 +166,7 @@ class AllToAll:
         lane, _ = self._lanes_of(counts.device)
         received = torch.empty_like(counts)
         host = streams.host_memory(2, counts.numel(), dtype=counts.dtype, device=counts.device)
-        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self._channel)
+        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self.channel)
         return _ExchangeHandle(self.size, counts, received, host, ticket)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
@@ -192,7 +192,7 @@ class AllToAll:
         _, lane = self._lanes_of(rows.device)
         size = sum(arriving), *rows.shape[1:]
         output = rows.new_empty(size) if behind is None else lane.memory(rows, *size)
-        ticket = lane.run(all_to_all, output, rows, arriving, leaving, self.group, channel=self._channel, behind=behind)
+        ticket = lane.run(all_to_all, output, rows, arriving, leaving, self.group, channel=self.channel, behind=behind)
         return Arrival(output, ticket, rows)
 
     def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
