@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from weft.errors import CheckpointMismatch
 
+_ZIP = b"PK\x03\x04"
+"""How an archive begins."""
 Stored = TensorStorageMetadata | BytesStorageMetadata
 
 _BARE_STORAGE = "torch.storage UntypedStorage"
@@ -41,7 +43,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def unpack(stream: IO[bytes]) -> Any:
     """What `torch.save` wrote; runs nothing, and takes no more memory than the stream is long."""
+    stream.seek(0)
+    if stream.read(4) != _ZIP:  # torch reads other beginnings as its legacy format, whatever archive lies behind them
+        raise ValueError("it is not in torch's zip format")
     with zipfile.ZipFile(stream) as archive:
+        if archive.comment or min((entry.header_offset for entry in archive.infolist()), default=1):
+            raise ValueError("its archive does not fill it")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed")
         for entry in archive.infolist():

@@ -33,6 +33,7 @@ from weft.fsdp.diagnostics import (
     describe,
     find_nonfinite,
     memory_report,
+    plan_of,
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
@@ -66,6 +67,7 @@ __all__ = [
     "keep_dtype",
     "memory_report",
     "padding_of",
+    "plan_of",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

@@ -42,6 +42,7 @@ from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.plan import GroupPlan
+from weft.layout.plan import GradientFacts
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool
 
@@ -124,6 +125,11 @@ class GroupGradients:
                     return True
             return bool(self._written) or any(says_it_wrote(self._full[number]) for number in self._declared)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a buffer to pack into."""
+        return self._stages[0].buffer is not None
+
     def accumulates(self, finishing: bool = True) -> bool:
         """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
@@ -153,6 +159,19 @@ class GroupGradients:
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
         return self._stages[0].views()[number], accumulate
+
+    def facts(self) -> GradientFacts:
+        """What the plan of a step must know of these gradients."""
+        recipe = self._plan.recipe
+        strip = self._plan.home_numel * recipe.main_grad.itemsize if self._plan.offload is not None else 0
+        return GradientFacts(
+            kind=self.bucket_kind,
+            sent=self._plan.layout.numel * recipe.reduce.itemsize,
+            narrows=recipe.narrows,
+            declared=self.declared,
+            stages=tuple(stage.facts() for stage in self._stages),
+            download=strip,
+        )
 
     # --- packing ------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ KEPT = frozenset(
 TRAINING = frozenset(
     (
         *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
-        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel"),
+        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel", "moe_rows_per"),
     )
 )
 """Our fields that no result depends on."""
