@@ -114,7 +114,7 @@ def _checksum(microbatches: Pairs) -> int:
     word = 0
     for pair in microbatches:
         for tensor in pair:
-            word = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), word)
+            word = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, word)
     return word
 
 
