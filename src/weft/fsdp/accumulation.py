@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weft.fsdp.hooks import drivers_under
+from weft.fsdp.roots import drivers_under
 
 
 @contextmanager

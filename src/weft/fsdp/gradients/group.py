@@ -42,7 +42,7 @@ from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.plan import GroupPlan
-from weft.layout.plan import GradientFacts
+from weft.layout.facts import GradientFacts
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool
 

@@ -19,7 +19,7 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import has_less_range
-from weft.layout.plan import StageFacts
+from weft.layout.facts import StageFacts
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.unit import Unit
-from weft.layout.plan import UnitFacts
+from weft.layout.facts import UnitFacts
 
 
 def facts_of(units: Sequence[Unit], buckets: Mapping[int, Bucket]) -> list[UnitFacts]:
