@@ -173,8 +173,9 @@ def twin_group(group: dist.ProcessGroup) -> Any:
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
     """What carries messages beside those of `group`: `group` itself where all its messages have tags, else a twin."""
-    transports = (transport_of(group, device) for device in group._device_types)
-    return group if all(each.capabilities.tags for each in transports) else twin_group(group)
+    tagged = transport_of(group, torch.device("cpu")).capabilities.tags
+    of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
+    return group if tagged and of_hosts else twin_group(group)
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
