@@ -68,7 +68,7 @@ MUTATIONS = [
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
         "what a method sets before the root is sharded is lost",
-        "fsdp/hooks.py",
+        "fsdp/roots.py",
         "        around.options = around.options.joined(self._given, changed)\n",
         "        del changed\n",
         ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
