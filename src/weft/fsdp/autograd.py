@@ -207,14 +207,14 @@ first_backwards: list[tuple[weakref.ref[Any], int]] = []
 """The root units that have run forward and whose first backward is to come, and how many others came before it."""
 
 
-def install(look_around: Callable[..., list], settle: Callable[[], None]) -> None:
-    """Wrap torch's function that runs a backward, once.
+def explaining(
+    run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
+) -> Callable[..., Any]:
+    """`run`, torch's function that runs a backward, with refusals that name weights.
 
     `look_around(roots, outputs)` is called before one that may be the first of some roots and returns those of which it
-    is not, `settle()` when one has run."""
-    run = torch.autograd._engine_run_backward
-    if hasattr(run, "_explains_sharded_weights"):
-        return
+    is not, `settle()` when one has run.
+    """
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,8 +236,7 @@ def install(look_around: Callable[..., list], settle: Callable[[], None]) -> Non
         settle()
         return found
 
-    explained._explains_sharded_weights = True  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = explained  # type: ignore[assignment]
+    return explained
 
 
 def _waits_for_backward(tensor: Any) -> bool:

@@ -22,7 +22,7 @@ from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.channels import Channels, check_separate, separate_gathers
 from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
@@ -64,7 +64,7 @@ class Runtime:
         self.options = options
         self.passes = Passes(str(units[0]))
         self.channels = Channels(
-            device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
+            device, planned=options.allocator == "trace", separate=bool(options.separate_all_gather_group)
         )
         self.units = tuple(units)
         """Root first. One whose module was replaced stays: when it is collected is a matter of each rank, and all ranks
@@ -111,6 +111,7 @@ class Runtime:
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
+        check_separate(self._process_groups, options.separate_all_gather_group)
         shared = any(group.size() > 1 for group in self._process_groups)
         self._agrees = shared and options.check_collectives
         """Whether ranks tell each other what they have."""
@@ -131,9 +132,8 @@ class Runtime:
     def change(self, **options: Any) -> None:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
-        if self.options.separate_all_gather_group:
-            separate_gathers(self._process_groups)
-        self.channels.separate = self.options.separate_all_gather_group
+        separate_gathers(self._process_groups, self.options.separate_all_gather_group)
+        self.channels.separate = bool(self.options.separate_all_gather_group)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
     def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
