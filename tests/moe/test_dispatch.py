@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.pool import distributed
 from weft.comm.groups import exchange_objects
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 from weft.moe import AllToAll, LocalDispatcher, MoE, exchange
 
 LOCAL = 3

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 import torch
 
-from weft.comm.collectives import Pending
+from weft.comm.pending import Pending
 
 GOODBYE_S = 2.0
 """How long the end of a process waits for threads that wait for transfers."""

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm import streams
 from weft.comm.collectives import all_to_all, all_to_all_counts
-from weft.comm.groups import group_of, next_channel, twin_group
+from weft.comm.groups import group_of, next_channel, second_communicator
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.lookout import keep_lookout
 from weft.moe.kinds import ROWS_PER
@@ -174,7 +174,7 @@ class AllToAll:
     `rows_per`: "rank", a token travels once to each rank that has experts of it; or "expert", once to each of its
     experts, which adds up as one process does, bit for bit.
 
-    Collective: every rank of the world builds it, in the same order. Rows travel on an exchange lane; the
+    Collective: every rank of the group builds it, in the same order. Rows travel on an exchange lane; the
     counts have a lane and, where communicators run one thing after another, a communicator of their own, so
     that they never wait behind rows. A rank that waits for an exchange which another never begins, because they run
     different numbers of expert layers, gets a CollectiveMismatch within seconds (on CPU, over gloo).
@@ -197,7 +197,7 @@ class AllToAll:
         rank = dist.get_rank(group)
         self.experts = range(rank * local, (rank + 1) * local)
         self.group = group
-        self._counts_group = group if dist.get_backend(group) == "gloo" else twin_group(group)
+        self._counts_group = second_communicator(group)
         self._channel = next_channel(group)
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
         keep_lookout()

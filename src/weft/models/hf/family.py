@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.depths import Depths
-from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.errors import listed
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.model import HybridModel
 from weft.models.pattern import LAYER_KEYS, TERMINAL

@@ -9,13 +9,16 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.train.files import replace_text
+from weft.train.files import parse_json, replace_text
 from weft.train.record.loggers import Logger, open_loggers
 
 FILE = "metrics.jsonl"
+_LONGEST = 64 << 20
+"""Bytes of a line; one with the norms of all parameters of a large model has a few million."""
 
 
 class Metrics:
@@ -108,17 +111,18 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
     """The records of a run in order; lines that a killed process or machine left broken are passed over, and what no
     run writes."""
-    try:
-        lines = (Path(run_directory) / FILE).read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    lines.pop()  # what follows the last newline: nothing, or a line that was not finished
-    return [record for line in lines if (record := _record(line)) is not None]
+    records = []
+    with suppress(FileNotFoundError), (Path(run_directory) / FILE).open("rb") as stream:
+        # A line without its end is one that was not finished, or is longer than any that `Metrics` writes.
+        while line := stream.readline(_LONGEST):
+            if line.endswith(b"\n") and (record := _record(line.decode(errors="replace"))) is not None:
+                records.append(record)
+    return records
 
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and _is_whole(record) else None
