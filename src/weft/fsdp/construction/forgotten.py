@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,7 @@ from weft.fsdp.gradients.direct import home_of
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
-def look_around(roots: Sequence["weakref.ref[Any]"], outputs: Iterable[torch.Tensor]) -> None:
+def look_around(roots: Sequence["weakref.ref[Any]"], outputs: Iterable[torch.Tensor | GradientEdge]) -> None:
     """Raise RuntimeError for a parameter that a backward of `outputs` reaches, if it is in no unit and a module around
     one of `roots`, the root units, has it."""
     suspects = {leaf for leaf in _leaves(outputs) if _is_suspect(leaf)}
@@ -47,9 +48,10 @@ def look_around(roots: Sequence["weakref.ref[Any]"], outputs: Iterable[torch.Ten
                     )
 
 
-def _leaves(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
     """The tensors whose gradients a backward of `outputs` accumulates."""
-    ahead: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    nodes = (each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs)  # a schedule has edges
+    ahead: list[Any] = [node for node in nodes if node is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
