@@ -396,7 +396,8 @@ MUTATIONS = [
         "each reduction is waited for at once",
         "fsdp/runtime/reductions.py",
         "return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)",
-        "return [ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes), ticket.wait()][0]",
+        "return [ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes), "
+        "ticket.wait()][0]",
         REDUCED_BESIDE + "[2-optim_grads_params]",
     ),
     Mutation(
