@@ -26,6 +26,7 @@ from weft.train.task.task import Task
 from weft.train.toml_values import show
 
 _WITH_EFFECT = (
+    "train.cross_documents",
     "train.global_batch_size",
     "train.microbatch_size",
     "train.precision",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.models.documents import Documents
+from weft.models.context import Borders, Slices
 
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 RULE = ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
@@ -45,8 +45,13 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         C: Tensor,
         state: Tensor | None,
         size: int,
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Any:
+        if isinstance(documents, Slices):
+            _refuse_slices(asked, SCAN)
+            x, dt, B, C = map(documents.rows, (x, dt, B, C))
+            y, last = chunked(x, dt, A, B, C, None, size, slices=documents)
+            return documents.unrows(y), last
         kernel = _chosen(asked, SCAN, x)
         numbers = None if documents is None else documents.numbers(x.device)
         if kernel is None:
@@ -70,8 +75,12 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         g: Tensor,
         beta: Tensor,
         state: Tensor | None,
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Any:
+        if isinstance(documents, Slices):
+            _refuse_slices(asked, RULE)
+            o, last = chunked(*map(documents.rows, (q, k, v, g, beta)), slices=documents)
+            return documents.unrows(o), last
         kernel = _chosen(asked, RULE, q, _not_for_fla(q))
         if kernel is None:
             return chunked(q, k, v, g, beta, state, None if documents is None else documents.numbers(q.device))
@@ -85,6 +94,11 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         return o.view(shape).to(g.dtype), last
 
     return rule
+
+
+def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
+    if asked == place[0]:
+        raise KernelError(f"{place[0]} cannot be used: it is not called with context ranks; choose 'auto' or 'torch'")
 
 
 def _not_for_fla(q: Tensor) -> str:
