@@ -23,12 +23,13 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch
-from weft.fsdp.construction.parameters import is_ignored
+from weft.fsdp.construction.inventory import Inventory
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import in_backward
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
-from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold, Unit
+from weft.fsdp.unit import Unit
 
 
 class ForwardCall:
@@ -74,8 +75,8 @@ class ForwardCall:
         self._stretch.begin(unit.name, "backward")
         driver.backwards += 1
         if unit.unshard_in_backward:
-            runtime.visit(unit, self, driver.backward_prefetch)
-        runtime.reductions.offer_main_gradients(unit)
+            runtime.use(unit, self, _alive(driver.backward_prefetch))
+        runtime.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
         """The gradient of what an output is a view of has come: the output's own does not if its caller wrote to it."""
@@ -99,13 +100,13 @@ class ForwardCall:
             return
         self.abandon()
         unit, runtime = self.unit, self.driver.started
-        runtime.reduce(unit)
+        runtime.ready(unit)
         if unit.reshard_after_backward:
             unit.end_holds(UNTIL_BACKWARD, USER)
-        elif UNTIL_NEXT_PASS not in unit.holders and self in unit.holders:
-            unit.acquire(UNTIL_NEXT_PASS)
+        elif self in unit.holders:
+            runtime.keep(unit, UNTIL_NEXT_PASS)
         if self in unit.holders:
-            runtime.leave(unit, self)
+            runtime.done(unit, self)
 
     def abandon(self) -> None:
         """The backward is not under way any more."""
@@ -197,14 +198,14 @@ class HookDriver:
                         f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
                         "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
                     )
-        _refuse_parameters_in_no_unit(modules, units)
+        inventory = Inventory(modules, units)
         for driver in drivers:
             if driver._asked not in (None, self._given):
                 raise ValueError(
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"
                 )
-        runtime = self._own = Runtime(units, drivers, self.unit.device, self.options)
+        runtime = self._own = Runtime(units, drivers, inventory, self.unit.device, self.options)
         for driver in drivers:
             driver._known = weakref.ref(runtime)
         return runtime
@@ -241,7 +242,7 @@ class HookDriver:
                 "around plain calls only. Transform a plain copy of the module, or a part of it that fully_shard does "
                 "not see"
             )
-        runtime.enter_forward(self.unit)
+        runtime.begin_forward(self.unit)
         try:
             return self._before(module, args, kwargs)
         except BaseException as error:
@@ -257,7 +258,7 @@ class HookDriver:
         except BaseException as error:
             self._fail(error)
             raise
-        self.started.leave_forward()
+        self.started.end_forward()
         return output
 
     @torch.compiler.disable
@@ -267,14 +268,14 @@ class HookDriver:
         try:
             self.abandon()
         finally:
-            self.started.leave_forward(error)
+            self.started.end_forward(error)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked, and what to call behind the forward."""
         unit = self.unit
         if not self._entered:
             self._stretch.begin(unit.name, "forward")
-            self.started.visit(unit, self._hold, self.forward_prefetch)
+            self.started.use(unit, self._hold, _alive(self.forward_prefetch))
             self._call = ForwardCall(self) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         finish = _nothing
@@ -315,7 +316,7 @@ class HookDriver:
         if self._entered:
             self._leave()
         elif self._hold in self.unit.holders:  # it failed before it began
-            self.started.leave(self.unit, self._hold)
+            self.started.done(self.unit, self._hold)
         self._stretch.end()
 
     def _leave(self) -> None:
@@ -325,16 +326,13 @@ class HookDriver:
         self._entered.clear()
         recomputing = in_backward()
         if call is not None and (recomputing or not self._reshards()):
-            if UNTIL_BACKWARD not in unit.holders:
-                unit.acquire(UNTIL_BACKWARD)
+            runtime.keep(unit, UNTIL_BACKWARD)
         elif not recomputing:
             if call is not None:
                 unit.leave_pieces()
             unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:
-            runtime.leave(unit, self._hold)
-        if call is not None and not recomputing:
-            runtime.prefetch.finish(unit)
+            runtime.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
     def _reshards(self) -> bool:
         """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""
@@ -352,20 +350,6 @@ def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
             if "_weft_driver" in vars(child)
         )
     )
-
-
-def _refuse_parameters_in_no_unit(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
-    """What was added after `fully_shard` would be trained by each rank for itself."""
-    groups = [group for unit in units for group in unit.groups]
-    known = {id(each) for group in groups for each in (*group.sharded_parameters, *group.full_parameters)}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known and not is_ignored(parameter):
-                raise RuntimeError(
-                    f"parameter {name!r} was added to {units[0]} after fully_shard and is in no unit: "
-                    "each rank would train it for itself. Add it before, call fully_shard on its module, or name it in "
-                    "ignored_params"
-                )
 
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
@@ -392,6 +376,11 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
 
 def _nothing() -> None:
     """There is nothing to give back."""
+
+
+def _alive(units: "list[weakref.ref[Unit]] | None") -> list[Unit] | None:
+    """What the user named to be gathered ahead, as far as it is still there."""
+    return None if units is None else [unit for ref in units if (unit := ref()) is not None]
 
 
 _LAZY = (Iterator, Coroutine, AsyncIterator)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.errors import KernelError
 from weft.models.context import Borders, Slices
 
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
@@ -28,10 +29,6 @@ HALVES, WIDEST = (torch.bfloat16, torch.float16), 256
 """What fla computes in, and the widest head of keys that it takes."""
 
 log = logging.getLogger(__name__)
-
-
-class KernelError(RuntimeError):
-    """A kernel that was asked for by its name does not run here."""
 
 
 def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
