@@ -55,7 +55,8 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
             moved()
             losses = task.validation_losses([move(microbatch, device) for microbatch in several])
             for (loss, own), weight in zip(losses, weights):
-                total += loss.double() * weight
+                if weight:  # else it has no label, and a mean of nothing
+                    total += loss.double() * weight
                 numbers.add(own)
     finally:
         for module, training in modes.items():
