@@ -8,6 +8,7 @@ from pathlib import Path
 
 import weft
 from weft import errors
+from weft.fsdp.driver import Engine
 
 PACKAGE = Path(__file__).parents[1] / "src" / "weft"
 COLLECTIVES = re.compile(
@@ -118,3 +119,14 @@ def test_errors_keep_what_they_say_between_processes():
     ):
         again = pickle.loads(pickle.dumps(error))
         assert str(again) == str(error) and vars(again) == vars(error) and isinstance(again, weft.errors.WeftError)
+
+
+def test_drivers_use_the_protocol_of_the_engine_and_nothing_else_of_it():
+    faces = {"weft.fsdp.driver", "weft.fsdp.module", "weft.fsdp.precision", "weft.fsdp.trees"}
+    for driver in ("fsdp/hooks.py", "overlap/units.py", "overlap/run.py", "overlap/chunk_pass.py"):
+        text = (PACKAGE / driver).read_text()
+        used = set(re.findall(r"^\s*(?:from|import) (weft\.fsdp[\w.]*)", text, re.MULTILINE))
+        assert used <= faces, (driver, used - faces)
+    said = set(re.findall(r"\b(?:engine|self\.engine|driver\.engine)\.(\w+)", (PACKAGE / "fsdp/hooks.py").read_text()))
+    said |= set(re.findall(r"\bengine\.(\w+)", (PACKAGE / "overlap/units.py").read_text()))
+    assert said <= {name for name in vars(Engine) if not name.startswith("_")}, said

@@ -406,7 +406,7 @@ class Pair:
             assert not unit.holders, f"{unit} is held by {[holder.name for holder in unit.holders]}"
             for group in unit.groups:
                 assert group.gradients.where is Where.NOWHERE, f"gradients of {unit} are {group.gradients.where.value}"
-        assert self.sharded._weft_driver.started.passes.current is Pass.IDLE
+        assert self.sharded._weft_driver.engine.passes.current is Pass.IDLE
         live = {role: each["live"] for role, each in weft.memory_report(self.sharded)["transient"].items()}
         assert set(live.values()) == {0}, f"transient bytes: {live}"
 

@@ -56,7 +56,7 @@ def write(net: nn.Module) -> None:
 
 
 def runtime_of(net: nn.Module) -> Runtime:
-    return net._weft_driver.started
+    return net._weft_driver.engine
 
 
 @contextmanager

@@ -26,11 +26,15 @@ note_failure(what, error)            `what` ended in `error`, which may end the 
 recover()                            what a failed pass has left goes
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.layout.trace import Trace
 
 
@@ -46,6 +50,53 @@ USER = Hold("the user's unshard()", computes=False)
 UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
 RETURNED = Hold("what its evaluation returned", computes=False)
 UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward: a forward inside one is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class DrivenUnit(Protocol):
+    """A unit as a driver sees it: what it is called, what its user chose, and who holds its weights."""
+
+    name: str
+    number: int
+    kind: str
+    policy: MixedPrecisionPolicy
+    calls: "weakref.WeakSet[Any]"
+    """Forwards whose backward has not ended."""
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool
+    unshard_in_backward: bool
+
+    @property
+    def holders(self) -> Collection[Any]:
+        """Who holds the full weights."""
+        ...
+
+    @property
+    def moves(self) -> int:
+        """How often the gathered weights have moved."""
+        ...
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether gradients arrived that no reduction has taken."""
+        ...
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the memory of gathered weights."""
+        ...
+
+    def acquire(self, holder: Any) -> None:
+        """Hold weights that are here."""
+
+    def end_holds(self, *holders: Hold) -> None:
+        """Let those of these go that hold the weights."""
+
+    def leave_pieces(self) -> None:
+        """When the memory goes, pieces stay until backward if that is asked for."""
 
 
 class BackwardCall(Protocol):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.fsdp.runtime.passes import in_backward
+from weft.fsdp.driver import in_backward
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.fsdp.runtime.passes import in_backward
+from weft.fsdp.driver import in_backward
 from weft.moe.dispatch import Dispatcher, Halves, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts
 from weft.moe.kinds import CLAMP, Clamp

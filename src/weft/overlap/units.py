@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.comm.watch.lookout import lookout
-from weft.fsdp.driver import Engine, Hold
+from weft.fsdp.driver import DrivenUnit, Engine, Hold
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.fsdp.unit import Unit
 from weft.layout.trace import Event, Trace
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, Step
@@ -33,8 +32,8 @@ AHEAD = 2
 class LayerUnits:
     """The units of one layer: those held throughout, and those for `experts` only. `policy`: casts at its border."""
 
-    whole: tuple[Unit, ...]
-    experts: tuple[Unit, ...]
+    whole: tuple[DrivenUnit, ...]
+    experts: tuple[DrivenUnit, ...]
     policy: MixedPrecisionPolicy
 
 
@@ -42,7 +41,7 @@ class LayerUnits:
 class DepthUnits:
     """The units of a prediction depth around those of its layers, numbered `layers`. `policy`: casts at its border."""
 
-    whole: tuple[Unit, ...]
+    whole: tuple[DrivenUnit, ...]
     layers: range
     policy: MixedPrecisionPolicy
 
@@ -51,9 +50,9 @@ class Around(NamedTuple):
     """A step, and the units to acquire before it, to release after it, each with its holder, and to reduce then."""
 
     step: Step
-    acquire: list[tuple[Unit, Hold]]
-    release: list[tuple[Unit, Hold]]
-    reduce: list[Unit]
+    acquire: list[tuple[DrivenUnit, Hold]]
+    release: list[tuple[DrivenUnit, Hold]]
+    reduce: list[DrivenUnit]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ class ModelUnits:
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
-    outside: tuple[Unit, ...]
+    outside: tuple[DrivenUnit, ...]
     policy: MixedPrecisionPolicy
     engine: Engine | None
 
@@ -117,7 +116,7 @@ class ModelUnits:
             around[-1].release.extend(holds)
         return around
 
-    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[Unit, ...]]]:
+    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[DrivenUnit, ...]]]:
         """What `step` is a part of, and the units that are held for all of it."""
         if step.layer is None:
             return
@@ -181,7 +180,7 @@ class ModelUnits:
             watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
 
-def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
+def _hold(held: Sequence[DrivenUnit], mine: Sequence[Around]) -> None:
     """Units held for all of `mine`, the steps of one microbatch in one direction."""
     data = [each for each in mine if "." not in each.step.slot]
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}")) for unit in held]

@@ -24,7 +24,7 @@ from weft.fsdp.autograd import first_backwards
 from weft.fsdp.channels import Channels, separate_gathers
 from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import fill_buckets
@@ -32,7 +32,7 @@ from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backward
+from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
