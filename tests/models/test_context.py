@@ -13,7 +13,7 @@ from tests.models.test_documents import MIXERS, config
 from tests.pool import distributed
 from weft.comm.timeline import Timeline
 from weft.models import Documents, HybridModel, context_part, shard
-from weft.models.context import _Gathering
+from weft.models.gathering import Gathering
 from weft.overlap import evaluate, forward_backward
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -147,7 +147,7 @@ def test_recurrences_send_as_much_for_long_rows_as_for_short_ones():
     sent = {}
     for kind in "MG*+":
         for seq in (32, 128):
-            with mock.patch.object(_Gathering, "send", autospec=True, side_effect=_Gathering.send) as send:
+            with mock.patch.object(Gathering, "send", autospec=True, side_effect=Gathering.send) as send:
                 model = build(config(kind), meshes)
                 model(**context_part(batch(None, seq), meshes)).backward()
             sent[kind, seq] = sum(part.numel() for call in send.call_args_list for part in call.args[1])
@@ -166,13 +166,13 @@ def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes(
     queries.weight.register_hook(lambda _: events.append("gradient of queries"))
 
     def noted(name):
-        function = getattr(_Gathering, name)
+        function = getattr(Gathering, name)
 
         def called(*args):
             events.append(name)
             return function(*args)
 
-        return mock.patch.object(_Gathering, name, called)
+        return mock.patch.object(Gathering, name, called)
 
     with noted("send"), noted("receive"), noted("send_back"), noted("receive_back"), Timeline() as timeline:
         model(**context_part(batch(None), meshes)).backward()

@@ -76,13 +76,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.schedule.check(self.train.steps)
-        require(
-            "train.cross_documents",
-            self.train.cross_documents,
-            self.data.packing == "whole" or not self.train.cross_documents,
-            'has no effect with data.packing = "stream", which takes the text as one; set data.packing = "whole", or '
-            "leave it out",
-        )
+        crosses, packs = self.train.cross_documents, self.data.packing == "whole"
+        rule = 'has no effect with data.packing = "stream", where it is so; set data.packing = "whole", or leave it out'
+        require("train.cross_documents", crosses, packs or not crosses, rule)
         if isinstance(self.model, HybridConfig):
             self._check_pattern(self.model)
         else:
