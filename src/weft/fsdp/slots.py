@@ -21,7 +21,14 @@ class Slot:
         """Register the parameter in more places."""
         known = [(module(), name) for module, name in self.owners]
         self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
-        register([(self, self.there)])
+        self.put(self.there)
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        """Register `parameter` in every place that shares it, in the place of anything else."""
+        for owner, name in self.owners:
+            if (module := owner()) is not None:
+                module._parameters[name] = parameter
+        self.there = parameter
 
 
 def register(parameters: Iterable[tuple[Slot, nn.Parameter | None]]) -> None:

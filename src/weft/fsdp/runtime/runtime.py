@@ -28,7 +28,7 @@ from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.runtime.buckets import fill_buckets
+from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
 from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
@@ -74,7 +74,8 @@ class Runtime:
         for number, unit in enumerate(units):
             unit.number = number
         budget = options.prefetch_bytes
-        most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
+        self._bundle_bytes = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
+        most = self._bundle_bytes if budget is None else min(budget, self._bundle_bytes)
         self._buckets = fill_buckets(units, self.channels, most)
         self.gathers = GatherOrder(self.units, self._buckets, budget)
         channel = min((group.channel for group in groups), default=0)
@@ -83,7 +84,7 @@ class Runtime:
             self.units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
-            bucket_bytes=options.bucket_bytes,
+            bucket_bytes=self._bundle_bytes,
             checked=options.check_collectives,
             note=self._agreement.note,
             gathers=self.gathers,
@@ -592,7 +593,7 @@ class Runtime:
         options = self.options
         return Limits(
             options.prefetch_bytes,
-            options.bucket_bytes,
+            self._bundle_bytes,
             options.max_live_reduce_buffers,
             depth,
             checked=options.check_collectives,
