@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -34,7 +35,7 @@ _LOOKS = 3
 """For how many backwards a root is looked for: a model may run forward and never backward."""
 
 
-def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor]) -> "list[Root]":
+def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError for a parameter that a backward of `outputs` reaches, if it is in no unit and a module around
     one of `roots`, the root units, has it. Returns the roots that it does not reach, for the next backward."""
     leaves = set(_leaves(outputs))
@@ -62,9 +63,10 @@ def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
                     )
 
 
-def _leaves(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
     """The tensors whose gradients a backward of `outputs` accumulates."""
-    ahead: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    nodes = (each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs)  # a schedule has edges
+    ahead: list[Any] = [node for node in nodes if node is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
