@@ -428,7 +428,7 @@ def test_norms_count_complex_unsharded_and_frozen_gradients(norm_type):
     for other in (ignoring, root_plain):
         other.load_state_dict(plain.state_dict())
     weft.fully_shard(ignoring, ignored_params=[ignoring[1].weight])
-    weft.fully_shard(root_plain[0])
+    weft.fully_shard(root_plain[0], ignored_params=[*root_plain[1].parameters()])
     plain(torch.ones(2, 3)).sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
     for model in (ignoring, root_plain):

@@ -539,8 +539,8 @@ class Census(list):
     def plan(self, plan):
         """A dispatcher's `plan`, whose handles are counted."""
 
-        def counted(dispatcher, counts):
-            handle = plan(dispatcher, counts)
+        def counted(dispatcher, *counts):
+            handle = plan(dispatcher, *counts)
             self.handles.append(weakref.ref(handle))
             return handle
 

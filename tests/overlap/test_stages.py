@@ -401,6 +401,7 @@ dist.init_process_group("gloo", store=dist.FileStore({store!r}, 2), rank=rank, w
 meshes = weft.init_meshes("cpu", pp=2)
 model = HybridModel(HybridConfig(pattern="[*-][*-]", vocab_size=37, hidden_size=32), meshes)
 model = weft.models.shard(model, meshes, strategy="optim_grads")
+torch.manual_seed(0)  # the same on both
 microbatches = [torch.randint(37, (2, 2, 16)).unbind() for _ in range(4)]
 forward_backward(model, microbatches, schedule="1f1b")
 if rank == 1:

@@ -163,6 +163,7 @@ class LayerPass:
         if gradients:
             self._rows.gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         self._nodes["attend"].backward()
+        self._handle, self._parts = None, []  # delayed weight gradients, which may be computed later, need neither
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
