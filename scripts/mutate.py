@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation(
         "what is registered follows every holder",
         "fsdp/unit.py",
-        "            if holder.computes or _is_users(holder):\n                self._shows_full = True\n",
+        "            if holder.computes or is_users(holder):\n                self._shows_full = True\n",
         "            self._shows_full = True\n",
         BETWEEN + "test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameters[2-optim_grads_params]",
     ),
@@ -440,7 +440,7 @@ MUTATIONS = [
     Mutation(
         "weights that stay are made anew one at a time",
         "fsdp/runtime/freshness.py",
-        "        if self._ahead and self._made and self._made[-1] is unit:",
+        "        if self.ahead and self._made and self._made[-1] is unit:",
         "        if False:",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
@@ -651,8 +651,8 @@ MUTATIONS = [
     Mutation(
         "staging is not given back",
         "fsdp/group.py",
-        "self._staging.give()",
-        "pass",
+        "    def _give_staging(self) -> None:\n        if self._staging is not None:\n            self._staging.give()\n",
+        "    def _give_staging(self) -> None:\n        pass\n",
         SEAMS + "test_transients.py::"
         "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
     ),
@@ -954,7 +954,7 @@ MUTATIONS = [
     Mutation(
         "a user's hold is evicted after a failed pass",
         "fsdp/unit.py",
-        "for holder in [each for each in self.holders if not _is_users(each)]:",
+        "for holder in [each for each in self.holders if not is_users(each)]:",
         "for holder in list(self.holders):",
         SEAMS + "test_holds.py::test_a_users_unshard_outlives_a_pass_that_fails[2]",
     ),
@@ -1207,8 +1207,8 @@ MUTATIONS = [
     Mutation(
         "gradients of units that do not run in the last microbatch are left over",
         "fsdp/runtime/runtime.py",
-        "if arrived or self.reductions.left_over(unit):",
-        "if arrived:",
+        "if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):",
+        "if unit.awaits_reduction_in_turn:",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
     Mutation(
