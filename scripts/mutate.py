@@ -800,8 +800,9 @@ MUTATIONS = [
     Mutation(
         "staging is not given back",
         "fsdp/group.py",
-        "self._staging.give()",
-        "pass",
+        "    def _give_staging(self) -> None:\n"
+        "        if self._staging is not None:\n            self._staging.give()\n",
+        "    def _give_staging(self) -> None:\n        pass\n",
         SEAMS + "test_transients.py::"
         "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
     ),
