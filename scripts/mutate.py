@@ -39,6 +39,7 @@ class Mutation(NamedTuple):
 ORDER = "fsdp/test_order.py::"
 STEPS = "dtensor/test_steps.py::"
 BUCKETS = "fsdp/test_buckets.py::"
+AGREED = "overlap/test_agreed.py::"
 SEAMS = "fsdp/seams/"
 MEMBERSHIP = "fsdp/test_membership.py::"
 BETWEEN = "fsdp/test_between_passes.py::"
@@ -67,7 +68,7 @@ MUTATIONS = [
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
         "what a method sets before the root is sharded is lost",
-        "fsdp/hooks.py",
+        "fsdp/roots.py",
         "        around.options = around.options.joined(self._given, changed)\n",
         "        del changed\n",
         ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
@@ -104,8 +105,8 @@ MUTATIONS = [
     Mutation(
         "gradients that only some ranks have unfrozen are left where they are",
         "fsdp/runtime/runtime.py",
-        "if unit.other_groups and not self.reductions.defers(unit):",
-        "if False:",
+        "[number for number in numbers if unit.groups[number].agreed])\n",
+        "[])\n",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(
@@ -146,16 +147,16 @@ MUTATIONS = [
     ),
     Mutation(
         "torch's clipping takes the norm of DTensors, one for each gradient",
-        "dtensor/clipping.py",
-        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm",
-        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _torchs_norm",
+        "fsdp/patches.py",
+        'Patch("nn.utils.clip_grad", "_get_total_norm", norm_at_once)',
+        'Patch("nn.utils.clip_grad", "_get_total_norm", lambda theirs: theirs)',
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
         "torch's clipping multiplies DTensors",
-        "dtensor/clipping.py",
-        "torch.nn.utils.clip_grads_with_norm_ = _clipping",
-        "torch.nn.utils.clip_grads_with_norm_ = _torchs_clipping",
+        "fsdp/patches.py",
+        'Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", clipping_at_once)',
+        'Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", lambda theirs: theirs)',
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
@@ -237,6 +238,14 @@ MUTATIONS = [
     ),
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
+        "units that compute in different dtypes travel together",
+        "fsdp/runtime/buckets.py",
+        "return group.groups[-1], group.recipe.compute",
+        "return group.groups[-1], torch.float32",
+        "fsdp/test_mixed_bundles.py::"
+        "test_fp32_units_between_bf16_ones_compute_with_weights_that_nothing_has_rounded[2-optim_grads_params]",
+    ),
+    Mutation(
         "small units never travel together",
         "fsdp/runtime/buckets.py",
         "for run in runs if len(run) > 1",
@@ -288,7 +297,7 @@ MUTATIONS = [
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
         "fsdp/runtime/joins.py",
-        "watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))",
+        "watch.can_join(self, key, functools.partial(weakly(self.take_part_in_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
@@ -577,7 +586,7 @@ MUTATIONS = [
     Mutation(
         "copies of what two stages share count twice in a norm",
         "optim/norms.py",
-        "if stages is not None and cut.has_copies:",
+        "if cut is not None and stages is not None and cut.has_copies:",
         "if False:",
         "overlap/test_stages_sharded.py::test_clipped_steps_equal_those_of_one_process[True-2]",
     ),
@@ -831,6 +840,42 @@ MUTATIONS = [
         "return f'{name}/{len(c10d._world.pg_names)}'",
         "comm/test_groups.py::"
         "test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others[4]",
+    ),
+    # --- what the ranks agree on --------------------------------------------------------------------------------------
+    Mutation(
+        "stages do not compare their tokens",
+        "overlap/agreed.py",
+        'f"{shapes} {checksum}".encode()',
+        'f"{shapes}".encode()',
+        AGREED + "test_stages_that_read_different_data_say_so_before_anything_runs[2-tokens]",
+    ),
+    Mutation(
+        "a model that was converted crosses stages in its old dtype",
+        "pipeline/transport.py",
+        "        self._known.clear()\n",
+        "        pass\n",
+        AGREED + "test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype[2]",
+    ),
+    Mutation(
+        "what is known of a model's gathers stays when the model goes",
+        "comm/watch/lookout.py",
+        "MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()",
+        "MutableMapping[Any, dict[str, Callable[[], bool]]] = {}",
+        "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
+    ),
+    Mutation(
+        "a torch that lacks a name is patched in part",
+        "fsdp/patches.py",
+        "    if missing:\n",
+        "    if False:\n",
+        "fsdp/test_patches.py::test_a_torch_that_lacks_a_name_is_refused_and_left_as_it_is",
+    ),
+    Mutation(
+        "small units travel one by one without tags",
+        "comm/builtin.py",
+        "helpers=False, bundles=True",
+        "helpers=False, bundles=False",
+        "fsdp/test_untagged.py::test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags[2]",
     ),
     # --- weights -----------------------------------------------------------------------------------------------------
     Mutation(

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -192,3 +192,24 @@ def _fit(world: int, **axes: int) -> int:
             f"dp_shard={factors['dp_shard']} = {data_parallel} (world size {world}); choose ep from {fits}"
         )
     return factors["dp_shard"]
+
+
+class Parts(Protocol):
+    """What rooms that know no stages may ask of a model that lies in parts on several ranks (`weft.pipeline.Cut`)."""
+
+    group: Any
+    """The process group of these ranks, None where all parts are on this one."""
+    channel: int
+    """Keeps what they tell each other apart from what those of another model do."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether this rank has copies, `model.shared_ends`, of what another rank has."""
+
+    def stages_of(self, model: Any) -> dict[str, int]:
+        """The part of each parameter, by name."""
+
+
+def parts_of(model: Any) -> Parts | None:
+    """How `model` is cut into parts, None for one in one piece."""
+    return getattr(model, "cut", None)

@@ -1,18 +1,13 @@
 """What a schedule is given, and what it refuses."""
 
 import math
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm.groups import exchange_objects
-from weft.comm.watch.control import agree
-from weft.comm.watch.rules import mismatch
 from weft.overlap.layer import STAGES, StagedDepth, StagedLayer, StagedModel, StagedPredictor, beside_forward
 from weft.pipeline import Table, check
 from weft.pipeline import table as named_table
@@ -173,27 +168,6 @@ def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
             f"model with placement={found.placement!r}"
         )
     return found
-
-
-def require_same(
-    model: nn.Module, cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tensor]], order: Any = ()
-) -> None:
-    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same: `what`, in which order, with all
-    stages in one mode."""
-    if cut.group is None:
-        return
-    mode = "training" if model.training else "evaluation"
-    said = f"{what} in {mode} mode of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
-    word = zlib.crc32(f"{said} {order}".encode())
-    (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule", channel=cut.channel)
-    if highest != -lowest:
-        everyone = exchange_objects(said, cut.group, "arguments of a schedule")
-        ranks = dist.get_process_group_ranks(cut.group)
-        raise mismatch(
-            "of one pipeline run different things",
-            dict(zip(ranks, everyone)),
-            "each calls with the same schedule, in the same mode, and as many microbatches of the same shapes",
-        )
 
 
 @lru_cache(maxsize=16)

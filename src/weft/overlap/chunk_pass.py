@@ -143,7 +143,16 @@ class ChunkPass:
     # --- where the model ends -----------------------------------------------------------------------------------------
 
     def _embed_forward(self) -> None:
-        (self._hidden,) = self._embed.forward(lambda: [self._model.embed(self._tokens)], [], self._owner(self._model))
+        (self._hidden,) = self._embed.forward(self._embedded, [], self._owner(self._model))
+
+    def _embedded(self) -> list[Tensor]:
+        hidden = self._model.embed(self._tokens)
+        if not isinstance(hidden, Tensor):
+            raise TypeError(
+                f"{self._name}: embed of {type(self._model).__name__} returned a {type(hidden).__name__}, not a "
+                "tensor: return the hidden states alone"
+            )
+        return [hidden]
 
     def _head_forward(self) -> None:
         depths = len(self._previous)

@@ -43,7 +43,10 @@ class ScheduledRun:
         cut: Cut,
         microbatches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[float],
+        *,
+        converted: bool = False,
     ) -> None:
+        """`converted`: the model computes in other dtypes than before, on some rank."""
         self._model = model
         self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
@@ -52,6 +55,8 @@ class ScheduledRun:
         self._units = ModelUnits.of(model, layers, depths)
         self._device = microbatches[0][0].device
         self._transport = _transport_of(model, cut, self._device)
+        if self._transport is not None and converted:
+            self._transport.forget_shapes()
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from weft.comm import priority
+from weft.overlap.agreed import agree_on_schedule
 from weft.overlap.arguments import (
     checked_microbatches,
     checked_scales,
     cut_of,
     depths_of,
     layers_of,
-    require_same,
     table_of,
 )
 from weft.overlap.order import Step
@@ -68,7 +68,8 @@ def forward_backward(
             without one row per rank, factors that are not finite, or not as many as microbatches; a table that does not
             fit the model or the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
-        CollectiveMismatch: the ranks of a pipeline were called with different microbatches or schedules.
+        CollectiveMismatch: ranks of a pipeline, or of a set of experts, were called with different schedules, or those
+            of a pipeline with different tokens or labels.
     """
     layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)
@@ -100,8 +101,9 @@ def forward_backward(
     if schedule is None:
         schedule = "combined" if overlap else "1f1b"
     table = table_of(schedule, cut, len(microbatches))
-    require_same(model, cut, f"schedule {table.name!r}", microbatches, table.ranks)
-    run = ScheduledRun(model, layers, depths, cut, microbatches, scales)
+    order = table.ranks, overlap, delay_wgrad, early_release, halves
+    converted = agree_on_schedule(model, everything, cut, f"schedule {table.name!r}", microbatches, order)
+    run = ScheduledRun(model, layers, depths, cut, microbatches, scales, converted=converted)
     try:
         run.forward_backward(
             table,
@@ -124,10 +126,11 @@ def evaluate(model: Any, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[
 
     Raises what `forward_backward` does about `model` and `microbatches`.
     """
-    layers = layers_of(model)
+    layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)
     microbatches = checked_microbatches(microbatches)
-    require_same(model, cut, "an evaluation", microbatches)
-    run = ScheduledRun(model, layers, depths_of(model), cut, microbatches, [1.0] * len(microbatches))
+    everything = [*layers, *(layer for depth in depths for layer in depth)]
+    converted = agree_on_schedule(model, everything, cut, "an evaluation", microbatches)
+    run = ScheduledRun(model, layers, depths, cut, microbatches, [1.0] * len(microbatches), converted=converted)
     run.evaluate()
     return run.losses()

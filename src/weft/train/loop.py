@@ -246,7 +246,7 @@ class Trainer:
     def _stop_before_first_step(self) -> None:
         """Raise Interrupted on all ranks if one of them was asked to stop before there was anything to save."""
         asked = torch.tensor(float(self.stop.requested), device=self.device)
-        dist.all_reduce(asked)
+        reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
         if asked.item():
             step = self.position.step
             state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"

@@ -28,6 +28,18 @@ class ShardingConfig:
     """Whether weights go after forward, or over how many neighbours they stay cut; unset: yes, but not the root's."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
+    prefetch_bytes: int | None = None
+    """How many bytes of weights may be gathered ahead; unset: the next unit."""
+    bucket_bytes: int | None = None
+    """Neighbouring units that are no larger together are gathered together; 0: each by itself; unset: weft's choice."""
+    max_live_reduce_buffers: int = 2
+    """How many units' partial gradients may be alive at once; with 1 nothing is reduced beside the computation."""
+    separate_all_gather_group: bool = False
+    """Gather over communicators of their own, beside reductions."""
+    allocator: Literal["trace", "caching"] = "trace"
+    """ "trace" plans one slab of transient memory from the first step, "caching" asks torch each time."""
+    check_collectives: bool = True
+    """Compare after each backward what every rank issued."""
 
     def __post_init__(self) -> None:
         require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
@@ -67,6 +79,12 @@ class ShardingConfig:
             choice is None or choice >= 1 or choice is False,
             "must be true, false, or a number of ranks of at least 1",
         )
+
+        for name in ("prefetch_bytes", "bucket_bytes"):
+            size = getattr(self, name)
+            require(f"sharding.{name}", size, size is None or size >= 0, "must be a number of bytes, 0 or more")
+        most = self.max_live_reduce_buffers
+        require("sharding.max_live_reduce_buffers", most, most >= 1, "must be at least 1")
 
     def check(self, ranks: int) -> None:
         """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks."""
