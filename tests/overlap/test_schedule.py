@@ -399,7 +399,7 @@ def test_wrong_calls_are_refused_with_the_fix():
         forward_backward(model, [], overlap=False)
     with pytest.raises(TypeError, match=r"one tensor as microbatches: pass a sequence of pairs"):
         forward_backward(model, torch.stack(batch), overlap=False)
-    with pytest.raises(TypeError, match=r"microbatch 1 is a dict, not a pair of tensors"):
+    with pytest.raises(TypeError, match=r"microbatch 1: 'tokens' is missing"):
         forward_backward(model, [batch, {}], overlap=False)
     with pytest.raises(ValueError, match=r"early_release=True without overlap"):
         forward_backward(model, [batch], overlap=False, early_release=True)

@@ -163,6 +163,7 @@ class Lane:
         "stage": 107,
         "gathers": 108,
         "reductions": 109,
+        "context": 110,
     }
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 

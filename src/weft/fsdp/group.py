@@ -337,7 +337,7 @@ class ParameterGroup:
         if self.piece is not None:
             self.piece.drop()
         if self._staging is not None:
-            self._staging.give()
+            self._give_staging()
         self.fulls.come(self.main_weight.local._version)
 
     def free(self) -> None:

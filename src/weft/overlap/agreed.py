@@ -23,9 +23,9 @@ from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
 from weft.comm.watch.rules import mismatch
 from weft.overlap.layer import StagedLayer
+from weft.overlap.microbatch import Microbatch
 from weft.pipeline.placement import Cut
 
-Pairs = Sequence[tuple[Tensor, Tensor]]
 _MOMENT = "beginning of a schedule"
 _RULE = (
     "each calls with the same schedule and switches, in the same mode, and as many microbatches; on the ranks of one "
@@ -51,7 +51,12 @@ class _Word:
 
 
 def agree_on_schedule(
-    model: nn.Module, layers: Sequence[StagedLayer], cut: Cut, what: str, microbatches: Pairs, order: Any = ()
+    model: nn.Module,
+    layers: Sequence[StagedLayer],
+    cut: Cut,
+    what: str,
+    microbatches: Sequence[Microbatch],
+    order: Any = (),
 ) -> bool:
     """Raise CollectiveMismatch on all ranks that exchange anything with one that was called differently.
 
@@ -67,8 +72,8 @@ def agree_on_schedule(
     converted, bad, anywhere = False, False, bool(experts)
     if cut.group is not None:
         checksum = _checksum(microbatches)
-        shapes = [list(tokens.shape) for tokens, _ in microbatches]
-        said += f" of shape {shapes}, whose tokens and labels have the checksum {checksum:08x}"
+        shapes = ", ".join(each.said() for each in microbatches)
+        said += f" of shape {shapes}, whose tensors have the checksum {checksum:08x}"
         own = _Word(zlib.crc32(f"{shapes} {checksum}".encode()))
         dtypes = _dtypes(model)
         flags = (_computes_in.get(model) != dtypes) + 2 * anywhere
@@ -109,12 +114,14 @@ def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup,
     return found
 
 
-def _checksum(microbatches: Pairs) -> int:
-    """Of all tokens and labels; on a device the host waits for them."""
+def _checksum(microbatches: Sequence[Microbatch]) -> int:
+    """Of all tensors; on a device the host waits for them."""
     word = 0
-    for pair in microbatches:
-        for tensor in pair:
-            word = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, word)
+    for each in microbatches:
+        beside = [value for _, value in sorted(each.beside.items(), key=lambda item: item[0])]
+        for value in (each.tokens, each.labels, *beside):
+            if isinstance(value, Tensor):
+                word = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, word)
     return word
 
 

@@ -60,6 +60,8 @@ class LoopConfig:
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
     watchdog: float = 600.0
     """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
+    cross_documents: bool = False
+    """With `data.packing = "whole"`: let the documents of a sequence see each other, as if they were one text."""
     expert_bias_rate: float = 1e-3
     """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
 

@@ -14,7 +14,12 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
     """The ranks, laid out."""
     sizes = config.sharding
     return weft.init_meshes(
-        device.type, pp=sizes.pp, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, ep=sizes.ep
+        device.type,
+        pp=sizes.pp,
+        dp_replicate=sizes.dp_replicate,
+        dp_shard=sizes.dp_shard,
+        cp=sizes.cp,
+        ep=sizes.ep,
     )
 
 
