@@ -52,6 +52,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.gradient_clip",
             "train.stop_after",
             "train.expert_bias_rate",
+            "train.buffers",
         ),
         TOLD,
     ),

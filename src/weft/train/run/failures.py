@@ -3,12 +3,20 @@
 import errno
 
 from weft.checkpoint import CheckpointError
+from weft.checkpoint.storage import StorageError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
 """Exit codes. INTERRUPTED: it was asked to stop, and what it reached is saved. NOT_BEGUN: it was asked to stop before
 there was anything to save."""
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+_OF_CONNECTIONS = (
+    *("connection closed", "connection reset", "broken pipe", "socket"),
+    *("nccl", "gloo", "timed out"),
+)
+"""What errors of communication say."""
 
 
 class Refused(RuntimeError):
@@ -23,13 +31,25 @@ class Interrupted(Exception):
         self.exit_code = INTERRUPTED if is_saved else NOT_BEGUN
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether `error` says no more than that another rank is gone."""
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in said for word in _OF_CONNECTIONS)
+
+
+def as_one_line(error: BaseException) -> str:
+    """As `in_one_line`; where the traceback is what helps, the error's own words."""
+    return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
 def in_one_line(error: BaseException) -> str | None:
     """What to say of `error` in place of its traceback; None where the traceback is what helps."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _STORAGE:
+    if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}: make room; what was saved before is as it was"
+        room = ": make room" if error.errno in _STORAGE else ""
+        return f"{error.strerror}{where}{room}; what was saved before is as it was"
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if no_memory or "can't allocate memory" in str(error):
         first = " ".join(str(error).split())[:200]
