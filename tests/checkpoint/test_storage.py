@@ -13,7 +13,8 @@ import torch.distributed as dist
 from tests.pool import distributed
 from weft.checkpoint import CheckpointError, CheckpointManager, committed_steps, locking, probe, storage, verify
 from weft.checkpoint.locking import LEASE, Lease, lock
-from weft.checkpoint.storage import StorageError, operation, running
+from weft.checkpoint.storage import operation, running
+from weft.errors import StorageError
 
 STATE = {"model": {"weight": torch.arange(6.0)}}
 
@@ -53,7 +54,7 @@ def test_an_error_of_a_save_names_operation_file_and_rank(tmp_path, monkeypatch,
 
 
 def test_an_error_keeps_its_number_on_the_way_between_ranks():
-    error = StorageError.of("write", "a/b", OSError(errno.ENOSPC, "No space left on device"))
+    error = StorageError(errno.ENOSPC, "rank 0: write of a/b: No space left on device")
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.errno, str(copy)) == (errno.ENOSPC, "rank 0: write of a/b: No space left on device")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.pool import distributed
 from tests.train.command import committed, metrics, ranks_of, started, wait_until, write_config
 from weft.checkpoint.storage import operation
-from weft.train.run.failures import is_lost_connection
+from weft.comm.lost import is_lost_connection
 from weft.train.run.watchdog import Watchdog
 
 

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from weft.errors import CheckpointMismatch
+
 _ZIP = b"PK\x03\x04"
 """How an archive begins."""
 Stored = TensorStorageMetadata | BytesStorageMetadata
@@ -26,10 +28,6 @@ _NAMES = {
     *(f"torch {name}" for name in vars(torch) if name.endswith("Storage")),
 }
 """What plain data and tensors are made of; `torch.load` allows more: `bytearray`, with a number, takes any memory."""
-
-
-class CheckpointMismatch(ValueError):
-    """The checkpoint does not fit what it should be loaded into: keys, shapes or dtypes differ."""
 
 
 class LoadPlanner(DefaultLoadPlanner):

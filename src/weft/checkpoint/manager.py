@@ -24,7 +24,7 @@ from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
-from weft.comm.groups import group_beside
+from weft.comm.groups import exchange_objects, first_rank_s, group_beside
 
 Result = TypeVar("Result")
 
@@ -374,9 +374,7 @@ class CheckpointManager:
         """Every rank's `value`, in order of rank."""
         if group is None:
             return [value]
-        of_all: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_all, value, group=group)
-        return of_all
+        return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
         """Run `action` on the first rank; all ranks of `group` (default: the foreground's) get its result or error."""
@@ -388,7 +386,7 @@ class CheckpointManager:
             except Exception as error:
                 answer[1] = error
         if group is not None:
-            dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
+            answer = first_rank_s(answer, group, "the first rank at a checkpoint", watched=group is not self._writers)
         if answer[1] is not None:
             raise answer[1]
         return answer[0]

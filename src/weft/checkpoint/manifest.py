@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.storage import StorageError, operation, written
+from weft.checkpoint.storage import operation, written
+from weft.errors import CheckpointError, CheckpointGone, StorageError
 
 MANIFEST = "weft.json"
 METADATA = ".metadata"
@@ -33,14 +34,6 @@ _LARGEST = 1 << 28
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or one on disk is not what its manifest says."""
-
-
-class CheckpointGone(CheckpointError):
-    """There is no such checkpoint, or no longer: a run that trains removes older ones, whoever reads them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import uuid
 from pathlib import Path
 
 from weft.checkpoint.manifest import CheckpointError
-from weft.checkpoint.storage import StorageError, flush_directory, operation, written
+from weft.checkpoint.storage import flush_directory, operation, written
+from weft.errors import StorageError
 
 PROBE = ".probe-"
 _SEEN_S = 10.0

@@ -17,23 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from weft.errors import StorageError
+
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
 """What file systems answer to an operation that they do not have; no other error is one of these."""
 
 
 def before(name: str, path: str) -> None:
     """Called with the name and the path of each operation before it runs. Tests of faults replace it."""
-
-
-class StorageError(OSError):
-    """A file operation failed; its text names rank, operation and file."""
-
-    @classmethod
-    def of(cls, name: str, path: str | Path, error: OSError) -> "StorageError":
-        return cls(error.errno, f"rank {_rank()}: {name} of {path}: {error.strerror or error}")
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ def operation(name: str, path: str | Path) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError.of(name, path, error) from error
+        raise StorageError(error.errno, f"rank {_rank()}: {name} of {path}: {error.strerror or error}") from error
     finally:
         with _guard:
             del _running[key]

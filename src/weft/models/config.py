@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.models.pattern import Pattern, parse
-from weft.moe.kinds import ACTS, Clamp
+from weft.moe.kinds import ACTS, ROWS_PER, Clamp
 
 ROPE_SCALING: dict[str, tuple[set[str], set[str]]] = {
     "linear": ({"factor"}, set()),
@@ -129,6 +129,9 @@ class HybridConfig:
     """Experts that one token visits."""
     moe_intermediate_size: int = 64
     """Inner width of one expert."""
+    moe_rows_per: str = "rank"
+    """What a token travels to once where experts are spread over ranks: "rank", each rank that has experts of it; or
+    "expert", each of its experts: more rows, added up as in one process, bit for bit."""
     moe_latent_size: int | None = None
     """Width in which tokens travel to experts and are computed there; None: hidden_size."""
     shared_expert_intermediate_size: int = 0
@@ -359,6 +362,7 @@ _CHOICES = {
     "attention_bias": ("none", "qkv", "all"),
     "qk_norm": ("none", "head", "full"),
     "hidden_act": ACTS,
+    "moe_rows_per": ROWS_PER,
     "router_score": ("softmax", "sigmoid"),
     "mamba_kernel": ("auto", "torch", "mamba_ssm"),
     "delta_kernel": ("auto", "torch", "fla"),

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.backends import world
+from weft.comm.collectives import broadcast, reduce_now
+
 Rule = Literal["broadcast", "mean", "own"]
 
 
@@ -51,10 +54,10 @@ class Buffers:
             for (dtype, _), buffers in groups.items():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 if self.rule == "mean" and dtype.is_floating_point:
-                    dist.all_reduce(flat)
+                    reduce_now(flat, dist.ReduceOp.SUM, None, "the mean of buffers")
                     flat /= dist.get_world_size()
                 else:
-                    dist.broadcast(flat, src=0)
+                    broadcast(flat, world(), "the buffers of rank 0")
                 for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
                     buffer.copy_(part.view_as(buffer))
 

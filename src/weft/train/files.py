@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from weft.checkpoint.storage import operation, written
+from weft.errors import NotReadable
 
 
 @contextmanager
@@ -32,10 +33,6 @@ def replace_text(path: Path, text: str) -> None:
     """Make `text` the content of `path`."""
     with replacing(path) as stream:
         stream.write(text.encode())
-
-
-class NotReadable(ValueError):
-    """A file is not an ordinary one, is larger than its kind ever is, or nests deeper than a parser goes."""
 
 
 def read_bounded(path: str | Path, limit: int) -> bytes:

@@ -24,6 +24,9 @@ from weft.checkpoint import (
     OptimizerState,
     RandomState,
 )
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import first_rank_s
+from weft.comm.lost import is_lost_connection
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
@@ -41,7 +44,7 @@ from weft.train.record.profile import ProfilerWindow
 from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
-from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line, is_lost_connection
+from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line
 from weft.train.run.runs import Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
@@ -242,7 +245,7 @@ class Trainer:
                 metrics.log(position.step, "train", **values)
                 skipped, show = self.spikes.in_a_row > 0, _due(config.train.log_every, position.step)
                 if loads := self.experts.after_step(show=show, skipped=skipped):
-                    metrics.log_experts(position.step, loads)
+                    metrics.log_experts(position.step, loads, self.experts.exchanged)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
                 last = position.step == config.train.steps
@@ -268,7 +271,7 @@ class Trainer:
     def _stop_before_first_step(self) -> None:
         """Raise Interrupted on all ranks if one of them was asked to stop before there was anything to save."""
         asked = torch.tensor(float(self.stop.requested), device=self.device)
-        dist.all_reduce(asked)
+        reduce_now(asked, dist.ReduceOp.SUM, None, "whether the run was asked to stop")
         if asked.item():
             step = self.position.step
             state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"
@@ -320,7 +323,7 @@ class Trainer:
         known = torch.stack([mean, router_mean])
         own_count = self.task.count(microbatches)
         shared = torch.cat([known, mean.new_tensor([self.stop.requested, own_count, *marks]), depth_means])
-        dist.all_reduce(shared)
+        reduce_now(shared, dist.ReduceOp.SUM, None, "losses of a step")
         loss_value, router_value, stops, count, *rest = shared.tolist()
         own_values, depths = self.passes.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
         added = 0.0
@@ -419,7 +422,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
             answer[0] = open_run(config.run, resume, command, **kind)
         except ConfigError as error:
             answer[1] = error
-    dist.broadcast_object_list(answer)
+    answer = first_rank_s(answer, what="which run to open")
     if answer[1] is not None:
         raise answer[1]
     return answer[0]

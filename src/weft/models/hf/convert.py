@@ -8,9 +8,9 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import family_for, family_of, raw_of, read_ours
 from weft.models.hf.family import KEPT, Raw
 from weft.models.hf.places import Same, read_into, write

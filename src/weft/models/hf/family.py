@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.depths import Depths
-from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.errors import listed
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.model import HybridModel
 from weft.models.pattern import LAYER_KEYS, TERMINAL
@@ -36,7 +37,7 @@ KEPT = frozenset(
 TRAINING = frozenset(
     (
         *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
-        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel"),
+        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel", "moe_rows_per"),
     )
 )
 """Our fields that no result depends on."""

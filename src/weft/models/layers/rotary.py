@@ -60,13 +60,17 @@ class RotaryEmbedding(nn.Module):
             self.cos = join(cos, cos).to(dtype)
             self.sin = join(-sin, sin).to(dtype)  # (a, b) turns into (a cos - b sin, b cos + a sin)
 
-    def forward(self, x_BSHC: Tensor, start: int = 0) -> Tensor:
-        """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C]."""
+    def forward(self, x_BSHC: Tensor, start: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
+
+        `position_ids` [B, S]: the positions, each below `start` + S, where they do not follow one another.
+        """
         positions = start + x_BSHC.shape[1]
         if positions > self.cos.shape[0]:
             self._fill(1 << (positions - 1).bit_length())
-        cos = self.cos[start:positions, None].to(x_BSHC.dtype)
-        sin = self.sin[start:positions, None].to(x_BSHC.dtype)
+        where: Any = slice(start, positions) if position_ids is None else position_ids
+        cos = self.cos[where].unsqueeze(-2).to(x_BSHC.dtype)
+        sin = self.sin[where].unsqueeze(-2).to(x_BSHC.dtype)
         turning, rest = x_BSHC.split((self.width, x_BSHC.shape[-1] - self.width), dim=-1)
         if self.interleave:
             partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

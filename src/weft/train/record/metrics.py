@@ -2,7 +2,7 @@
 
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
-{"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}}
+{"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}, "exchanged": {...}}
 {"step": 100, "kind": "norms", "weight": {"lm_head.weight": 31.2, ...}, "gradient": {"lm_head.weight": 0.1, ...}}
 """
 
@@ -59,11 +59,17 @@ class Metrics:
         self._write({"step": step, "kind": kind, **_readable(values)})
         self._scalars(step, {f"{kind}/{name}": value for name, value in values.items()})
 
-    def log_experts(self, step: int, loads: dict[str, list[int]]) -> None:
-        """One line for `step` with the assignments per expert of each layer; loggers get a histogram of each."""
+    def log_experts(
+        self, step: int, loads: dict[str, list[int]], exchanged: dict[str, list[int]] | None = None
+    ) -> None:
+        """One line for `step` with the assignments per expert of each layer; loggers get a histogram of each.
+
+        `exchanged`: of each layer, the assignments to experts on other ranks and the rows that travelled for them.
+        """
         if self._file is None:
             return
-        self._write({"step": step, "kind": "experts", "load": loads})
+        moved = {name: rows for name, rows in (exchanged or {}).items() if any(rows)}
+        self._write({"step": step, "kind": "experts", "load": loads, **({"exchanged": moved} if moved else {})})
         for logger in self._loggers:
             for layer, load in loads.items():
                 logger.histogram(step, f"experts/{layer}", load)

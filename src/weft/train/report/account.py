@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm.groups import first_rank_s
 from weft.comm.timeline import Interval
 from weft.models import HybridModel
 from weft.models.stages import Stages
@@ -91,9 +92,7 @@ class Account:
 
     def is_complete(self, position: Position) -> bool:
         """Whether the report of a run that is complete at `position` was written. All ranks call this."""
-        answer = [not self._writes or read_facts(self._folder).get("reported") == position.step]
-        dist.broadcast_object_list(answer)
-        return answer[0]
+        return first_rank_s(not self._writes or read_facts(self._folder).get("reported") == position.step)
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
         """Of a run that is complete; all ranks of the first rank's pipeline call this.

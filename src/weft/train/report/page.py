@@ -8,7 +8,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.storage import StorageError
+from weft.errors import StorageError
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.record.metrics import read_metrics

@@ -3,20 +3,13 @@
 import errno
 
 from weft.checkpoint import CheckpointError
-from weft.checkpoint.storage import StorageError
+from weft.errors import StorageError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
 """Exit codes. INTERRUPTED: it was asked to stop, and what it reached is saved. NOT_BEGUN: it was asked to stop before
 there was anything to save."""
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-
-
-_OF_CONNECTIONS = (
-    *("connection closed", "connection reset", "broken pipe", "socket"),
-    *("nccl", "gloo", "timed out"),
-)
-"""What errors of communication say."""
 
 
 class Refused(RuntimeError):
@@ -29,12 +22,6 @@ class Interrupted(Exception):
     def __init__(self, message: str, *, is_saved: bool = False) -> None:
         super().__init__(message)
         self.exit_code = INTERRUPTED if is_saved else NOT_BEGUN
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether `error` says no more than that another rank is gone."""
-    said = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in said for word in _OF_CONNECTIONS)
 
 
 def as_one_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
+from weft.comm.lost import is_lost_connection
 from weft.train.config import load_config
 from weft.train.errors import is_refusal
 from weft.train.loop import Trainer, beginning, open_run_together
@@ -23,7 +24,6 @@ from weft.train.run.failures import (
     Refused,
     as_one_line,
     in_one_line,
-    is_lost_connection,
 )
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.run.runs import Run

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from weft.comm.groups import exchange_objects
 from weft.models import HybridConfig, HybridModel, shard
 from weft.models.loss import cross_entropy
 from weft.overlap import evaluate
@@ -104,8 +105,7 @@ class TextTask:
 
 def _compare(names: Sequence[str], texts: list[Any]) -> None:
     """Raise ConfigError on every rank where one opened other texts than the first: their orders would not agree."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, texts)
+    everyone = exchange_objects(texts, what="which texts the ranks have")
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(names, everyone[0], theirs):
             if first != other:
