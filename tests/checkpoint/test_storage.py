@@ -49,6 +49,7 @@ def test_an_error_of_a_save_names_operation_file_and_rank(tmp_path, monkeypatch,
             manager.save(2, STATE, asynchronous=False)
         said = str(caught.value)
         assert f"rank 0: {name} of {tmp_path}" in said and file in said and "No space left on device" in said
+    monkeypatch.undo()
     assert committed_steps(tmp_path) == [1]
     verify(tmp_path / "step-00000001")
 

@@ -6,9 +6,10 @@ from torch import nn
 
 from tests.pool import distributed
 from tests.train.command import assert_same_contents, contents
+from weft.models import HybridConfig, HybridModel
 from weft.train import Trainer
-from weft.train.buffers import Buffers
-from weft.train.config import ConfigError, parse_config
+from weft.train.buffers import Buffers, buffers_of
+from weft.train.config import ConfigError
 
 
 class Normalised(nn.Module):
@@ -110,5 +111,8 @@ def test_the_mean_is_that_of_all_ranks_and_counts_are_those_of_rank_0():
 
 
 def test_a_rule_on_a_model_of_a_pattern_is_refused():
+    with torch.device("meta"):
+        model = HybridModel(HybridConfig(pattern="[*-]"))
     with pytest.raises(ConfigError, match=r'train\.buffers = "mean": has no effect on a model that a pattern'):
-        parse_config("", ["train.buffers=mean"])
+        buffers_of(model, "mean")
+    assert buffers_of(model, "broadcast") is None

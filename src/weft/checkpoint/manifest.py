@@ -45,7 +45,7 @@ class File:
 
     @classmethod
     def measure(cls, path: Path) -> "File":
-        digests = []
+        digests: list[str] = []
         with operation("open", path):
             opened = path.open("rb")
         with opened as stream:

@@ -19,8 +19,25 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.backends import world
 from weft.comm.collectives import broadcast, reduce_now
+from weft.models import HybridModel
+from weft.train.errors import ConfigError
 
 Rule = Literal["broadcast", "mean", "own"]
+
+
+def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
+    """Those of `model`; None where a pattern describes it, whose buffers are alike on all ranks by themselves.
+
+    Raises ConfigError for a rule that would have no effect there.
+    """
+    if not isinstance(model, HybridModel):
+        return Buffers(model, rule)
+    if rule != "broadcast":
+        raise ConfigError(
+            f'train.buffers = "{rule}": has no effect on a model that a pattern describes, whose buffers are alike on '
+            "all ranks; leave it out"
+        )
+    return None
 
 
 class Buffers:

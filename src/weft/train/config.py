@@ -120,12 +120,6 @@ class TrainConfig:
             "train.overlap = false",
         )
         self._check_stages()
-        require(
-            "train.buffers",
-            self.train.buffers,
-            self.train.buffers == LoopConfig.buffers,
-            "has no effect on a model that a pattern describes, whose buffers are alike on all ranks; leave it out",
-        )
         has_bias = model.expert_bias and "E" in model.pattern
         require(
             "train.expert_bias_rate",

@@ -30,7 +30,7 @@ from weft.comm.lost import is_lost_connection
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
-from weft.train.buffers import Buffers
+from weft.train.buffers import buffers_of
 from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -97,9 +97,7 @@ class Trainer:
         )
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
-        self.buffers: Buffers | None = None
-        if not isinstance(self.model, HybridModel):  # whose buffers are alike by themselves
-            self.buffers = Buffers(self.model, config.train.buffers)
+        self.buffers = buffers_of(self.model, config.train.buffers)
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
         self.account = Account(run.directory, config, self.task, self.device, self.say, own_task=self._has_own_task)

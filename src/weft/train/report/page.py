@@ -98,8 +98,8 @@ def _tiles(
         points, of = curve(records, "validation", name), "validation"
         if not points:
             points, of = curve(records, "train", name), "training"
-        value = f"{points[-1][1]:.4g} {units.get(name, '')}".strip()
-        tiles.append((value, name.replace("_", " "), of))
+        shown = f"{points[-1][1]:.4g} {units.get(name, '')}".strip()
+        tiles.append((shown, name.replace("_", " "), of))
     if validation:
         last = validation[-1][1]
         tiles.append((f"{last:.3f}", "validation loss", loss_unit(records)))

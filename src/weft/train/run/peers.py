@@ -38,7 +38,7 @@ class Peers:
         self._secret = secrets.token_hex(16)  # no stranger tells ranks that another one has failed
         store = dist.distributed_c10d._get_default_store()
         with suppress(RuntimeError, AttributeError):
-            store = store.clone()  # a connection of its own: the main thread may wait in the other one
+            store = getattr(store, "clone")()  # noqa: B009  a connection of its own: the main thread may wait in the other one
         number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks
         self._store = dist.PrefixStore(f"weft/peers-{number}", store)
         own = {"hosts": hosts, "port": self._listening.getsockname()[1], "secret": self._secret}

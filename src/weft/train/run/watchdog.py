@@ -116,7 +116,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(1.0, self.limit / 5)
-        seen, stack, done, spent = -1, (), None, 0.0
+        seen, spent = -1, 0.0
+        stack: tuple[tuple[str, int], ...] = ()
+        done: tuple[int, ...] | None = None
         while not self._over.wait(tick):
             if self.said is not None:
                 if time.monotonic() - self._said_at > _GRACE_S:
@@ -182,7 +184,9 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Processor time that a thread has spent."""
+    """Processor time that a thread has spent; 0 where there is none any more, which the system must not be asked."""
+    if thread not in sys._current_frames():
+        return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
