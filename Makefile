@@ -8,6 +8,9 @@ STAMP  := $(VENV)/.installed
 # Other libraries: an environment of their own, which sees the one above and holds what that lacks.
 OTHERS := .venv-ecosystem
 
+# Each process of a test would compile weft again, and each mutant the whole copy.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long test-ecosystem kills faults fuzz mutate lint bench
 
 install: $(STAMP)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -103,6 +104,14 @@ def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen]:
         for pid in ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
+
+
+def alone() -> dict[str, str]:
+    """What torchrun tells the only process that it starts."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {**place, "MASTER_PORT": str(free.getsockname()[1])}
 
 
 def ranks_of(supervisor: int) -> dict[int, int]:

@@ -29,6 +29,7 @@ from weft.train.task.task import Task
 from weft.train.toml_values import show
 
 _WITH_EFFECT = (
+    "train.cross_documents",
     "train.global_batch_size",
     "train.microbatch_size",
     "train.precision",
@@ -56,7 +57,8 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
             moved()
             losses = task.validation_losses([move(microbatch, device) for microbatch in several])
             for (loss, own), weight in zip(losses, weights):
-                total += loss.double() * weight
+                if weight:  # else it has no label, and a mean of nothing
+                    total += loss.double() * weight
                 numbers.add(own)
     finally:
         for module, training in modes.items():

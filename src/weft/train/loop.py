@@ -269,7 +269,7 @@ class Trainer:
     def _stop_before_first_step(self) -> None:
         """Raise Interrupted on all ranks if one of them was asked to stop before there was anything to save."""
         asked = torch.tensor(float(self.stop.requested), device=self.device)
-        reduce_now(asked, dist.ReduceOp.SUM, None, "whether the run was asked to stop")
+        reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
         if asked.item():
             step = self.position.step
             state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"

@@ -44,7 +44,7 @@ from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.gradients.direct import home_of
-from weft.fsdp.slots import Slot
+from weft.fsdp.slots import Slot, register
 from weft.memory.blank import blank_storage, has_blank
 
 
@@ -116,7 +116,7 @@ def materialize(
         module._buffers[name] = real[buffer]
     for parameter in filled_in:
         vars(real[parameter]).update(vars(parameter))
-        empty[parameter].register(real[parameter])
+        register([(empty[parameter], real[parameter])])
     return {parameter: real[parameter] for parameter in filled_in}
 
 

@@ -59,7 +59,8 @@ class Bucket:
             if comes:
                 self._channels.on_gather(unit)
                 coming.append(unit)
-            fulls += [group.open_full(self._channels) if comes else None for group in unit.groups]
+            for group in unit.groups:
+                fulls.append(group.open_full(self._channels) if comes else None)
         ticket = self._start(fulls)
         for unit in coming:
             unit.come_by(ticket)

@@ -92,7 +92,8 @@ class Account:
 
     def is_complete(self, position: Position) -> bool:
         """Whether the report of a run that is complete at `position` was written. All ranks call this."""
-        return first_rank_s(not self._writes or read_facts(self._folder).get("reported") == position.step)
+        written = not self._writes or read_facts(self._folder).get("reported") == position.step
+        return first_rank_s(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
         """Of a run that is complete; all ranks of the first rank's pipeline call this.

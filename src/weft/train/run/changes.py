@@ -51,6 +51,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.validation_batches",
             "train.gradient_clip",
             "train.stop_after",
+            "train.cross_documents",
             "train.expert_bias_rate",
             "train.buffers",
         ),
