@@ -800,8 +800,9 @@ MUTATIONS = [
     Mutation(
         "staging is not given back",
         "fsdp/group.py",
-        "self._staging.give()",
-        "pass",
+        "    def _give_staging(self) -> None:\n"
+        "        if self._staging is not None:\n            self._staging.give()\n",
+        "    def _give_staging(self) -> None:\n        pass\n",
         SEAMS + "test_transients.py::"
         "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
     ),
@@ -1489,6 +1490,48 @@ MUTATIONS = [
         "dtensor/test_whole_mesh.py::test_what_does_not_go_together_is_named[4]",
     ),
     # --- checkpoints -------------------------------------------------------------------------------------------------
+    Mutation(
+        "a damaged token file is trained on",
+        "train/data/cache.py",
+        "if _shown(digest) != part.fingerprint:",
+        "if False:",
+        "train/test_token_cache.py::test_a_damaged_token_file_of_the_right_length_is_made_anew[tokens]",
+    ),
+    Mutation(
+        "a checkpoint of another run is taken",
+        "checkpoint/directory.py",
+        "if own and manifest.run and manifest.run != own:",
+        "if False:",
+        "checkpoint/test_trust.py::test_a_checkpoint_of_another_run_is_passed_over_and_named",
+    ),
+    Mutation(
+        "the legacy format is read behind a harmless archive",
+        "checkpoint/loading.py",
+        "if stream.read(4) != _ZIP:",
+        "if False:",
+        "checkpoint/test_trust.py::test_the_legacy_format_in_front_of_a_harmless_archive_is_refused",
+    ),
+    Mutation(
+        "code that a run directory from elsewhere names is imported",
+        "train/run/trust.py",
+        "if trust or not code or _is_marked(directory, code):",
+        "if True:",
+        "train/test_trust_of_runs.py::test_own_directories_are_trusted_and_others_name_their_code",
+    ),
+    Mutation(
+        "a file operation that does not return is not noticed",
+        "train/run/watchdog.py",
+        "if operations and time.monotonic() - operations[0].started > self.limit:",
+        "if False:",
+        "train/test_hangs.py::test_a_file_operation_that_never_returns_is_named_on_all_ranks_though_nothing_else_is_watched[2]",
+    ),
+    Mutation(
+        "buffers of ranks are left as they are",
+        "train/buffers.py",
+        'if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:',
+        "if True:",
+        "train/test_buffers.py::test_the_mean_is_that_of_all_ranks_and_counts_are_those_of_rank_0[2]",
+    ),
     Mutation(
         "a tensor of which a part is missing is loaded",
         "checkpoint/metadata.py",

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 DRIVER = """
-import json, os, sys
+import gc, json, os, sys
 folder, programs = sys.argv[1], json.loads(sys.argv[2])
 exec(sys.argv[3])
 sys.argv[1:] = []
 sys.stdout.flush()
+gc.freeze()
 pids = []
 for number, (program, environment) in enumerate(programs):
     pid = os.fork()

@@ -27,9 +27,9 @@ FROZEN = [
 
 
 def freeze(net: nets.Net, blocks) -> None:
+    """Whole blocks: each is one group."""
     for number, block in enumerate(net.blocks):
-        for name, parameter in block.named_parameters():
-            parameter.requires_grad_(number not in blocks or name == "norm.bias")  # a group that trains in part
+        block.requires_grad_(number not in blocks)
 
 
 def mean_over_ranks(plain: nets.Net, batch: torch.Tensor, frozen) -> None:
@@ -78,9 +78,12 @@ def test_ranks_that_freeze_different_blocks_have_true_gradients_with_every_strat
 
 @pytest.mark.slow
 @distributed(2)
-def test_what_ranks_froze_differently_before_sharding_is_refused_where_it_cuts_differently():
+def test_what_ranks_froze_differently_before_sharding_is_right_and_refused_where_it_cuts_differently():
+    train(from_the_start=[(1,), ()])
+    net = nets.make()
+    net.blocks[1].norm.bias.requires_grad_(dist.get_rank() == 0)  # a group of its own, on one rank
     with pytest.raises(CollectiveMismatch, match="different units"):
-        train(steps=[[(1,), ()]], from_the_start=[(1,), ()])
+        nets.loss_of(nets.shard(net), mine(nets.data(1, 4)[0]))
 
 
 @pytest.mark.slow

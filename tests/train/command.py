@@ -148,7 +148,7 @@ def wait_until(condition: Callable[[], Any], timeout: float = 60, what: str = ""
     return value
 
 
-_SPEEDS = ("tokens_per_second", "samples_per_second", "memory_bytes", "mfu")
+_SPEEDS = ("tokens_per_second", "samples_per_second", "step_seconds", "memory_bytes", "mfu")
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from tests.programs import run_programs
-from tests.train.command import alone, metrics
+from tests.train.command import metrics
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
 from weft.train import Trainer
@@ -26,6 +26,8 @@ from weft.train.loop import train
 from weft.train.run import runs
 from weft.train.source import Source
 from weft.train.task.own import Stream
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 
 def make_model():
@@ -223,32 +225,27 @@ def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
         assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
 
 
-ENDS = """
+@pytest.mark.parametrize(("end", "launched"), [("trainer.run()", False), ("trainer.run()", True), ("1 / 0", False)])
+def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path, end, launched):
+    program = f"""
 import atexit
 import torch.distributed as dist
 from tests.train.test_trainer import Trainer, batches, loss, make_model
 
 atexit.register(lambda: print("there is one:", dist.is_initialized()))
 steps = {{"steps": 1, "microbatch_size": 8, "global_batch_size": 8}}
-config = {{"train": steps, "run": {{"directory": {folder!r}}}}}
+config = {{"train": steps, "run": {{"directory": {str(tmp_path)!r}}}}}
 trainer = Trainer(model=make_model, loss=loss, data=batches, config=config)
 print("there is one:", dist.is_initialized())
 {end}
 """
-
-
-@pytest.mark.slow
-def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path):
-    """Also the one that a launcher asked for."""
-    ends = ["trainer.run()", "trainer.run()", "1 / 0"]
-    ended = run_programs(
-        [ENDS.format(folder=str(tmp_path / str(number)), end=end) for number, end in enumerate(ends)],
-        "import sys; sys.modules['matplotlib'] = None; import tests.train.test_trainer, weft.train.loop, weft.fsdp",
-        [{}, alone(), {}],
-    )
-    for done, end in zip(ended, ends):
-        assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"], done
-        assert done.returncode == (end != "trainer.run()"), done.stderr
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    command = [*(TORCHRUN if launched else [sys.executable]), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
+    assert done.returncode == (end != "trainer.run()"), done.stderr
 
 
 def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():

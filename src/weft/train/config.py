@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.errors import NotReadable
 from weft.models import HybridConfig
 from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
-from weft.train.files import NotReadable, parse_toml, read_bounded
+from weft.train.files import parse_toml, read_bounded
 from weft.train.sections import (
     CheckpointConfig,
     DataConfig,

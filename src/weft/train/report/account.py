@@ -24,6 +24,7 @@ from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, write_timeline
 from weft.train.run.runs import CONFIG, recorded_name
+from weft.train.run.trust import mark_as_own
 from weft.train.state import Position
 from weft.train.task.task import Task
 
@@ -61,6 +62,7 @@ class Account:
                 "versions": versions(),
                 "command": command(),
                 "commit": commit(),
+                "units": dict(self._config.run.units),
                 "resumed": [*resumed, step] if step else [],
             }
             if isinstance(self._task.model, HybridModel):
@@ -85,6 +87,7 @@ class Account:
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
         keep_facts(self._folder, self._facts)
+        mark_as_own(self._folder, self._config)
         self._facts = {}
 
     def is_complete(self, position: Position) -> bool:

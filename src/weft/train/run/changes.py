@@ -53,6 +53,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.stop_after",
             "train.cross_documents",
             "train.expert_bias_rate",
+            "train.buffers",
         ),
         TOLD,
     ),
