@@ -117,7 +117,7 @@ class Pool:
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = _UNKNOWN
-        """The stream that first took memory: the slab is its own, on whatever stream a backward ends."""
+        """The stream that first took or foresaw memory: the slab is its own, on whatever stream a backward ends."""
         self._step = 0
         self._step_peak = 0
         self.outdated = False
@@ -129,8 +129,7 @@ class Pool:
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
-        if self._home is _UNKNOWN:
-            self._home = streams.current(transient.own.device)
+        self._settle(transient)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)
@@ -178,6 +177,11 @@ class Pool:
         place.copy_(transient.own)
         transient.live_in(place)
         transient.own.untyped_storage().resize_(0)
+
+    def _settle(self, transient: Transient) -> None:
+        """Make the current stream the home of the slab, if it has none yet."""
+        if self._home is _UNKNOWN:
+            self._home = streams.current(transient.own.device)
 
     def _own_memory(self, transient: Transient) -> torch.Tensor:
         transient.own.untyped_storage().resize_(transient.nbytes)
@@ -227,6 +231,7 @@ class Pool:
         for alive in together:
             self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
             for one in alive:
+                self._settle(one)
                 self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
                 if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
                     self.outdated = True
