@@ -124,7 +124,7 @@ def ranks_of(supervisor: int) -> dict[int, int]:
     for pid in children:
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         for variable in variables:
             if variable.startswith(b"RANK="):
