@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -191,9 +190,8 @@ def _run_job(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        hidden = {} if pictures else {"matplotlib": None}
         with (
-            mock.patch.dict(sys.modules, hidden),
+            contextlib.nullcontext() if pictures else _without("matplotlib"),
             weft.debug.check_streams() if checked else contextlib.nullcontext() as checker,
         ):
             result = getattr(body, "body", body)(*args, **kwargs)
@@ -202,3 +200,18 @@ def _run_job(
         return result
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Inside, `package` cannot be imported. What else is imported meanwhile stays: torch's modules bear no second
+    import."""
+    before = sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[package]
+        else:
+            sys.modules[package] = before

@@ -216,7 +216,7 @@ def test_ranks_with_unequal_numbers_of_microbatches_that_then_want_full_weights_
 @distributed(2)
 def test_experts_of_a_model_that_nobody_sharded_are_watched_too():
     group = dist.new_group([0, 1])
-    dispatcher = AllToAll(group, num_experts=4)
+    dispatcher = AllToAll(group, num_experts=4, rows_per="expert")
     with patience(ELSEWHERE_S=1.0):
         if dist.get_rank() == 0:
             dispatcher.plan(torch.ones(4, dtype=torch.int64)).ready()

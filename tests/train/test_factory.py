@@ -82,7 +82,7 @@ def broken():
 def test_a_fault_in_one_s_own_code_is_shown_with_its_traceback_and_is_no_wrong_configuration(tmp_path, command):
     path = configured(tmp_path, factory=f'"{__name__}:broken"')
     (tmp_path / "config.toml").write_text(path.read_text())
-    done = weft(command, path if command == "train" else tmp_path)
+    done = weft(*(("train", path) if command == "train" else ("eval", tmp_path, "--trust")))
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "in broken" in done.stderr
     assert "ValueError: invalid literal for int() with base 10: 'no number'" in done.stderr

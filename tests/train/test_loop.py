@@ -25,10 +25,13 @@ class StopAt(StopRequest):
 
     def __init__(self, step):
         super().__init__()
-        self.step, self.trainer = step, None
+        self.step, self.trainer, self.runs = step, None, False
 
     @property
     def requested(self):
+        if not self.runs:  # asked before the first step: nothing was pressed yet
+            self.runs = True
+            return False
         return dist.get_rank() == dist.get_world_size() - 1 and self.trainer.position.step + 1 >= self.step
 
 
