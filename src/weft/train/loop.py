@@ -33,7 +33,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE
-from weft.train.run.runs import Run, open_run, remove_if_unused, resuming
+from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone
@@ -191,6 +191,8 @@ class Trainer:
         if self._is_settled():
             self.say(f"nothing to do: {self._settled()}")
             return True
+        if self.rank == 0 and (origin := getattr(self.model, "origin", None)) is not None:
+            origin.keep(self.run_place.directory / ORIGIN, self.model.cfg)
         self.account.begin(position.step)
         self.moment("start", {"step": position.step})
         stopping = False

@@ -104,7 +104,17 @@ def sequences(part: Part | np.ndarray, length: int, packing: Packing, at_least: 
             f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
             f"fewer than one for each of {at_least} ranks; name more text or lower it"
         )
-    return found
+    if part.conversations is None:
+        return found
+    from weft.train.data.answers import Answered  # which is made of sequences
+
+    answered = Answered(found, part.conversations)
+    if len(answered) < at_least:
+        raise ConfigError(
+            f"data.sequence_length = {length}: of {len(found)} sequences {len(answered)} hold something that an "
+            f"assistant writes, fewer than one for each of {at_least} ranks; name more conversations or raise it"
+        )
+    return answered
 
 
 class Mixture:
@@ -152,8 +162,10 @@ class Mixture:
         return found
 
     def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:
-        rows = torch.from_numpy(self.rows(texts, indices))
-        return rows[:, :-1].clamp(min=0), rows[:, 1:].contiguous()
+        from weft.train.data.answers import split
+
+        tokens, labels = split(self.rows(texts, indices))
+        return torch.from_numpy(np.ascontiguousarray(tokens)), torch.from_numpy(np.ascontiguousarray(labels))
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
