@@ -2,25 +2,35 @@
 
     weft bench experts --ranks 2 -- --link 800mbit      # as root: a network of limited rate between the ranks
     weft bench experts --ranks 2                        # loopback: the exchange costs little, and so does hiding it
+    weft bench experts --ranks 2 -- --link 800mbit --routing zipf:1.0        # or uniform, or the folder of a run
+    weft bench experts --ranks 2 -- --link 800mbit --skew --routing runs/stdlib-moe --picture skew.png
 
 Four attention layers with eight experts each, two per token, spread over all ranks, everything sharded (ZeRO-3). A step
-is forward and backward of all microbatches. An exchange counts as hidden while this rank computes, and as
-exposed while it waits for communication of whatever kind.
+is forward and backward of all microbatches. An exchange counts as hidden while this rank computes, and as exposed while
+it waits for communication of any kind. `--routing` draws the experts of each token from a distribution, the same for
+all sides. `--skew` measures from uniform routing to Zipf's, and `--routing` besides.
 """
 
+import argparse
+import dataclasses
 import statistics
 from collections.abc import Callable
 from functools import partial
 
 import _link
 import _report
+import _routing
+import _skew
 import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline, busy
+from weft.comm.timeline import Timeline, busy, overlap
 from weft.models import HybridConfig, HybridModel
+from weft.moe import exchanged_rows
+from weft.moe.kinds import ROWS_PER
 from weft.overlap import forward_backward, hidden_fraction
+from weft.overlap.order import COMPUTE
 
 ROWS, SEQUENCE, MICROBATCHES = 4, 256, 6
 CONFIG = HybridConfig(
@@ -34,12 +44,14 @@ CONFIG = HybridConfig(
 )
 
 
-def model() -> HybridModel:
+def model(rows_per: str) -> HybridModel:
     """4 M parameters, three quarters of them in experts."""
     meshes = weft.init_meshes("cpu", ep=dist.get_world_size())
     torch.manual_seed(0)
     runtime = weft.RuntimeOptions(separate_all_gather_group=True)
-    return weft.models.shard(HybridModel(CONFIG, meshes=meshes), meshes, runtime=runtime)
+    return weft.models.shard(
+        HybridModel(dataclasses.replace(CONFIG, moe_rows_per=rows_per), meshes=meshes), meshes, runtime=runtime
+    )
 
 
 def plain(net: HybridModel, microbatches: list) -> None:
@@ -72,13 +84,37 @@ def lanes(step: Callable[[], object]) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Measure and print, on rank 0, seconds per step, ratios, what delaying gains, what was hidden, and memory."""
-    options = _report.parser(__doc__, link="800mbit").parse_args()
+    parser = _report.parser(__doc__, link="800mbit")
+    parser.add_argument(
+        "--routing", metavar="NAME", help="uniform, zipf:S, or the folder of a run; default: the router's"
+    )
+    parser.add_argument("--rows-per", choices=ROWS_PER, default="rank", help="what a row travels to")
+    parser.add_argument("--skew", action="store_true", help="measure over routings of growing skew")
+    parser.add_argument("--picture", metavar="FILE", help="with --skew: draw what was measured")
+    options = parser.parse_args()
+    if options.picture and not options.skew:
+        parser.error("--picture without --skew: there is nothing to draw; add --skew")
+    routings = [*(_skew.ROUTINGS if options.skew else ()), *([options.routing] if options.routing else ())]
+    try:
+        shares = {name: _routing.shares_of(name, CONFIG.num_experts) for name in routings}
+    except ValueError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     with _link.process_group(options.link):
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (2, ROWS, SEQUENCE)
         data = [torch.randint(CONFIG.vocab_size, shape, generator=generator).unbind() for _ in range(MICROBATCHES)]
-        nets = {name: model() for name in SIDES}
+        if options.skew:
+            skews = [measured(name, shares[name], data, options) for name in shares]
+            if dist.get_rank() == 0:
+                print(f"{_report.machine()}, on {options.link or 'loopback'}, medians of {options.rounds}")
+                _skew.table(skews)
+                if options.picture:
+                    _skew.picture(skews, options.picture)
+            return
+        nets = {name: model(options.rows_per) for name in SIDES}
+        for net in nets.values() if options.routing else ():
+            _routing.assign(net, shares[options.routing], MICROBATCHES, seed=100 * dist.get_rank())
         steps = {name: partial(run, nets[name], data) for name, run in SIDES.items()}
         taken = _report.in_turn(steps, options.rounds, 1)
         recorded = {name: lanes(step) for name, step in steps.items()}
@@ -87,6 +123,31 @@ def main() -> None:
             print(f"{MICROBATCHES} microbatches of {ROWS} x {SEQUENCE} tokens per rank")
             _report.table(taken, "combined", "s/step")
             report(taken, recorded, nets)
+
+
+def measured(name: str, shares: _routing.Shares, data: list, options: argparse.Namespace) -> _skew.Skew:
+    """The combined schedule and the unpaired nodes under one routing, and what this and the other ranks did."""
+    sides = ("combined", DELAYED, "unpaired nodes")
+    nets = {side: model(options.rows_per) for side in sides}
+    for net in nets.values():
+        _routing.assign(net, shares, MICROBATCHES, seed=100 * dist.get_rank())
+    steps = {side: partial(SIDES[side], nets[side], data) for side in sides}
+    taken = _report.in_turn(steps, options.rounds, 1)
+    exchanged_rows(nets["combined"])
+    dist.barrier()
+    with Timeline() as timeline:
+        steps["combined"]()
+    intervals = timeline.intervals()
+    assignments, rows = sum(exchanged_rows(nets["combined"]).values()).tolist()
+    mine = _skew.OfRank(
+        busy(intervals, COMPUTE) - overlap(intervals, COMPUTE, "wait"),
+        hidden_fraction(intervals),
+        assignments,
+        rows,
+    )
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return _skew.Skew(name, {side: statistics.median(times) for side, times in taken.items()}, ranks)
 
 
 def report(taken: dict, recorded: dict, nets: dict) -> None:

@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
 from weft.comm import collectives
-from weft.comm.collectives import Pending
+from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, busy, overlap, span
 
 REHEARSES = not torch.cuda.is_available() and os.environ.get("WEFT_REHEARSE") == "1"

@@ -40,6 +40,12 @@ ORDER = "fsdp/test_order.py::"
 STEPS = "dtensor/test_steps.py::"
 BUCKETS = "fsdp/test_buckets.py::"
 SEAMS = "fsdp/seams/"
+MEMBERSHIP = "fsdp/test_membership.py::"
+BETWEEN = "fsdp/test_between_passes.py::"
+DIFFERENTLY_FROZEN = (
+    "fsdp/test_differently_frozen.py::"
+    "test_ranks_that_freeze_different_blocks_have_true_gradients_by_themselves_and_in_bundles[2-0]"
+)
 WAYS_IN = SEAMS + "test_ways_in.py::"
 CHECK = "pipeline/test_check.py::"
 SCHEDULES = "pipeline/test_schedules.py::"
@@ -54,14 +60,67 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+VISITS = "moe/test_visits.py::"
+HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
+
 MUTATIONS = [
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
         "what a method sets before the root is sharded is lost",
-        "fsdp/hooks.py",
+        "fsdp/roots.py",
         "        around.options = around.options.joined(self._given, changed)\n",
         "        del changed\n",
         ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
+    ),
+    # --- what changes between passes ----------------------------------------------------------------------------------
+    Mutation(
+        "what comes into a model after its first pass is not looked at",
+        "fsdp/construction/inventory.py",
+        "or _contents(modules) != self._seen",
+        "or False",
+        MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
+    ),
+    Mutation(
+        "a frozen parameter in no unit is not looked at again",
+        "fsdp/construction/inventory.py",
+        "or any(map(_trains, map(call, self._frozen)))",
+        "or False",
+        MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
+    ),
+    Mutation(
+        "a first backward does not look for a forgotten root",
+        "fsdp/autograd.py",
+        "if first_backwards and not inputs:",
+        "if False:",
+        MEMBERSHIP + "test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sharded_then[2]",
+    ),
+    Mutation(
+        "what is reduced is what this rank trains",
+        "fsdp/runtime/runtime.py",
+        "        self._reduce_groups(agreed.trains)\n",
+        "        self._reduce_groups([group.trainable for group in groups])\n",
+        DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "gradients that only some ranks have unfrozen are left where they are",
+        "fsdp/runtime/runtime.py",
+        "[number for number in numbers if unit.groups[number].agreed])\n",
+        "[])\n",
+        DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "what is registered follows every holder",
+        "fsdp/unit.py",
+        "            if holder.computes or _is_users(holder):\n                self._shows_full = True\n",
+        "            self._shows_full = True\n",
+        BETWEEN + "test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameters[2-optim_grads_params]",
+    ),
+    Mutation(
+        "an evaluation inside of another model's backward is taken for a recomputation",
+        "fsdp/runtime/runtime.py",
+        "return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)",
+        "return in_backward()",
+        BETWEEN + "test_a_model_evaluated_in_a_hook_of_another_s_backward_has_the_weights_of_now[2-optim]",
     ),
     # --- optimizers over many small parameters ------------------------------------------------------------------------
     Mutation(
@@ -178,6 +237,14 @@ MUTATIONS = [
     ),
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
+        "units that compute in different dtypes travel together",
+        "fsdp/runtime/buckets.py",
+        "return group.groups[-1], group.recipe.compute",
+        "return group.groups[-1], torch.float32",
+        "fsdp/test_mixed_bundles.py::"
+        "test_fp32_units_between_bf16_ones_compute_with_weights_that_nothing_has_rounded[2-optim_grads_params]",
+    ),
+    Mutation(
         "small units never travel together",
         "fsdp/runtime/buckets.py",
         "for run in runs if len(run) > 1",
@@ -186,9 +253,9 @@ MUTATIONS = [
     ),
     Mutation(
         "small units are reduced one by one",
-        "fsdp/runtime/reductions.py",
-        "goes_on = kind is not None and",
-        "goes_on = False and",
+        "layout/turns.py",
+        "joins = kind is not None and",
+        "joins = False and",
         BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
     ),
     Mutation(
@@ -200,30 +267,30 @@ MUTATIONS = [
     ),
     Mutation(
         "any number of reductions that travel together are under way",
-        "fsdp/runtime/reductions.py",
-        "for group in groups)\n        self._leave_room()",
-        "for group in groups)",
+        "layout/turns.py",
+        "unit, group, handle))\n        self._leave_room()",
+        "unit, group, handle))",
         BUCKETS + "test_few_reductions_that_travel_together_are_under_way_at_once[2]",
     ),
     Mutation(
         "units that share weights do not bring their buckets",
-        "fsdp/runtime/prefetch.py",
+        "layout/gathers.py",
         "            self._gather(tied)",
         "            pass",
         BUCKETS + "test_units_whose_weights_are_shared_bring_their_bucket[2]",
     ),
     Mutation(
         "what travels together is summed from this rank on",
-        "comm/buckets.py",
+        "comm/gloo/transport.py",
         "column.unbind()",
         "column.roll(-rank, 0).unbind()",
         BUCKETS + "test_the_bits_are_those_of_units_that_travel_by_themselves[4-optim_grads_params-1]",
     ),
     Mutation(
         "the next bucket is gathered when it is needed",
-        "fsdp/runtime/prefetch.py",
-        "for number in self._wanted_now():",
-        "for number in () if unit.number in self._buckets else self._wanted_now():",
+        "layout/gathers.py",
+        "for following in self._wanted():",
+        "for following in () if unit.number in self._bundles else self._wanted():",
         BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
     ),
     Mutation(
@@ -235,9 +302,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a bucket is gathered again for one of its units",
-        "fsdp/runtime/buckets.py",
-        "        if self.gathered:\n",
-        "        if False:\n",
+        "layout/gathers.py",
+        " and not self._gathered.issuperset(bundle.numbers):",
+        ":",
         BUCKETS + "test_a_unit_that_is_used_again_travels_by_itself[2]",
     ),
     Mutation(
@@ -265,30 +332,30 @@ MUTATIONS = [
     # --- when things run ---------------------------------------------------------------------------------------------
     Mutation(
         "nothing is gathered ahead",
-        "fsdp/runtime/prefetch.py",
-        "for number in self._wanted_now():",
-        "for number in ():",
+        "layout/gathers.py",
+        "for following in self._wanted():",
+        "for following in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
     Mutation(
         "what the user wants to be gathered ahead is not",
-        "fsdp/runtime/prefetch.py",
-        "        if explicit is not None:",
+        "layout/gathers.py",
+        "        if named is not None:",
         "        if False:",
         ORDER + "test_units_that_the_user_names_are_gathered_ahead_in_place_of_the_next[2]",
     ),
     Mutation(
         "what was gathered ahead stays when the pass leaves its record",
-        "fsdp/runtime/prefetch.py",
-        "            self._free_foretold()\n",
-        "            pass\n",
+        "layout/gathers.py",
+        "                self._units[each].free()\n",
+        "                pass\n",
         ORDER + "test_what_was_gathered_ahead_goes_when_the_pass_leaves_its_record[2-None]",
     ),
     Mutation(
         "reductions wait for the turn of a frozen unit",
         "fsdp/runtime/reductions.py",
-        "if unit.trainable_groups and self._takes_turns(unit)",
-        "if self._takes_turns(unit)",
+        "if unit.trainable_groups and not self.defers(unit)",
+        "if not self.defers(unit)",
         ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
@@ -300,15 +367,15 @@ MUTATIONS = [
     ),
     Mutation(
         "the budget of bytes is ignored",
-        "fsdp/runtime/prefetch.py",
-        "if self.budget is not None and spent > self.budget:",
+        "layout/gathers.py",
+        "if self._budget is not None and spent > self._budget:",
         "if False:",
         ORDER + "test_a_budget_of_bytes_says_how_far_ahead_gathers_go[2]",
     ),
     Mutation(
         "weights do not go after forward",
         "fsdp/runtime/runtime.py",
-        "if not self.prefetch.foretells(each):",
+        "if not self.gathers.stays(each):",
         "if False:",
         ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
     ),
@@ -336,21 +403,22 @@ MUTATIONS = [
     Mutation(
         "each reduction is waited for at once",
         "fsdp/runtime/reductions.py",
-        "self._under_way.append(_Reduction(unit, group, ticket))",
-        "ticket.wait() or self._under_way.append(_Reduction(unit, group, ticket))",
+        "return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)",
+        "return [ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes), "
+        "ticket.wait()][0]",
         REDUCED_BESIDE + "[2-optim_grads_params]",
     ),
     Mutation(
         "max_live_reduce_buffers=1 is ignored",
-        "fsdp/runtime/reductions.py",
+        "layout/turns.py",
         "most = max(most, 0)",
-        "most = len(self._units)",
+        "most = len(self._under_way)",
         REDUCED_BESIDE + "[2-no_shard]",
     ),
     Mutation(
         "partial gradients are reduced in each microbatch",
         "fsdp/runtime/reductions.py",
-        "return not unit.requires_gradient_sync or not (self.is_last or unit.reduces_each_microbatch)",
+        "return not unit.requires_gradient_sync or not unit.reduces_each_microbatch",
         "return not unit.requires_gradient_sync",
         ORDER + "test_partial_gradients_are_reduced_once_in_a_step_and_sharded_ones_after_each_microbatch[2-optim]",
     ),
@@ -377,7 +445,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one reduction starts with the turn of another, not all that wait for it",
-        "fsdp/runtime/reductions.py",
+        "layout/turns.py",
         "while self._turns and self.waiting.issuperset(self._turns[0]):",
         "if self._turns and self.waiting.issuperset(self._turns[0]):",
         ORDER + "test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
@@ -389,6 +457,74 @@ MUTATIONS = [
         "return ticket.wait() or Arrival(output, ticket, rows)",
         "overlap/test_events.py::"
         "test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it[2]",
+    ),
+    # --- one row per rank, halves, and what goes first ----------------------------------------------------------------
+    Mutation(
+        "a token's last row is dropped on its way back",
+        "moe/visits.py",
+        "< visited.sum(1, keepdim=True)",
+        "< visited.sum(1, keepdim=True) - 1",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a token travels once for each of its experts",
+        "moe/visits.py",
+        "    counts = visited.sum(0)\n",
+        "    counts = torch.bincount(rank.flatten(), minlength=ranks + 1)[:ranks]\n",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a weight is applied twice",
+        "moe/layer.py",
+        "        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived)",
+        "        return weigh(self.experts(rows, handle.offsets), weights * weights, handle.arrived)",
+        "moe/test_layer.py::test_experts_over_ranks_equal_one_process_with_all_of_them[2]",
+    ),
+    Mutation(
+        "gradients of weights stay where the experts are",
+        "moe/visits.py",
+        "        beside = _bits(for_weights, ctx.dtype)",
+        "        beside = _bits(torch.zeros_like(for_weights), ctx.dtype)",
+        VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
+    ),
+    Mutation(
+        "a half leaves before its counts are here",
+        "moe/dispatch.py",
+        "    handle.ready()\n    return handle",
+        "    handle.sent_to = handle.received_from = [0] * handle._ranks\n"
+        "    handle.sent = handle.received = 0\n    return handle",
+        HALVES,
+    ),
+    Mutation(
+        "experts compute when both halves are here",
+        "overlap/layer_pass.py",
+        "        for part in self._parts:\n            part.arrived",
+        "        for part in self._parts:\n            [each.moving.wait() for each in self._parts if each.moving]\n"
+        "            part.arrived",
+        HALVES,
+    ),
+    Mutation(
+        "what stands alone goes in one piece",
+        "overlap/run.py",
+        "halves=place in self._halves",
+        "halves=False",
+        HALVES,
+    ),
+    Mutation(
+        "a lane yields to no exchange",
+        "comm/lanes.py",
+        "gate = priority.gate_of(self.name) if tagged else None",
+        "gate = None",
+        "overlap/test_events.py::"
+        "test_an_exchange_that_is_about_to_leave_goes_before_the_reduction_of_the_layer_above[2]",
+    ),
+    Mutation(
+        "delayed weight gradients of attention wait behind the last exchange",
+        "overlap/order.py",
+        '    (BEFORE, "attend.weights"),',
+        '    (BACKWARD, "attend.weights"),',
+        "overlap/test_order.py::"
+        "test_the_last_backward_computes_the_weight_gradients_of_the_layer_before_under_its_exchange",
     ),
     Mutation(
         "a schedule gathers nothing ahead",
@@ -427,16 +563,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a byte budget counts a unit at each of its visits",
-        "fsdp/runtime/prefetch.py",
+        "layout/gathers.py",
         "if number in seen:",
         "if False:",
         "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
     ),
     Mutation(
         "what is needed next is let go and gathered again",
-        "fsdp/runtime/prefetch.py",
-        "return unit.number == following or unit.number in wanted",
-        "return unit.number == following",
+        "layout/gathers.py",
+        "return number == expected[position] or number in self._wanted()",
+        "return number == expected[position]",
         "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
     ),
     Mutation(
@@ -579,7 +715,7 @@ MUTATIONS = [
     Mutation(
         "gradients are used before they are reduced",
         "fsdp/runtime/reductions.py",
-        "            done.ticket.wait()",
+        "            under_way.wait()",
         "            pass",
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
@@ -607,8 +743,8 @@ MUTATIONS = [
     Mutation(
         "reductions of a failed backward are forgotten, not given up",
         "fsdp/runtime/reductions.py",
-        "self._under_way.popleft().ticket.abandon()",
-        "self._under_way.popleft()",
+        "            ticket.abandon()",
+        "            pass",
         STREAMS + GIVEN_UP,
     ),
     Mutation(
@@ -670,8 +806,8 @@ MUTATIONS = [
     Mutation(
         "rows arrive in memory that was the computation's",
         "moe/dispatch.py",
-        "rows.new_empty(size) if behind is None else lane.memory(rows, *size)",
-        "rows.new_empty(size)",
+        "        if behind is None or not rows.is_contiguous():",
+        "        if True:",
         STREAMS + ROWS,
     ),
     Mutation(
@@ -887,7 +1023,7 @@ MUTATIONS = [
         "fsdp/runtime/runtime.py",
         "group.gradients.discard()",
         "pass",
-        SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains]",
+        SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains-optim_grads_params-0]",
     ),
     Mutation(
         "fully_shard does not look at its mesh",
@@ -900,8 +1036,8 @@ MUTATIONS = [
     Mutation(
         "decays are rounded like other weights",
         "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter)",
-        "keep=False",
+        "keep=keeps_dtype(parameter))\n            key",
+        "keep=False)\n            key",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -914,7 +1050,7 @@ MUTATIONS = [
     Mutation(
         "a prediction depth reads the same tokens",
         "models/model.py",
-        "embed(shifted(tokens, number + 1, 0))",
+        "embed(shifted(tokens, number + 1, 0, documents))",
         "embed(tokens)",
         "models/test_prediction.py::test_loss_and_gradients_are_those_of_transformers[2]",
     ),
@@ -965,7 +1101,7 @@ MUTATIONS = [
         "train/data/conversations.py",
         "written |= (begins < end) & (ends > begin)",
         "written |= True",
-        "train/test_messages.py::test_tokens_and_masks_of_forty_conversations_are_those_of_transformers[chatml]",
+        "train/test_conversations.py::test_tokens_and_masks_of_forty_conversations_are_those_of_transformers[chatml]",
     ),
     Mutation(
         "a text goes on behind its end",
@@ -978,8 +1114,8 @@ MUTATIONS = [
     Mutation(
         "sinks take no part in the softmax",
         "models/layers/attention.py",
-        "window=self.window, sinks=self.sinks",
-        "window=self.window, sinks=None",
+        '"sinks": self.sinks}',
+        '"sinks": None}',
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
     ),
     Mutation(
@@ -1084,8 +1220,8 @@ MUTATIONS = [
     Mutation(
         "gradients of units that do not run in the last microbatch are left over",
         "fsdp/runtime/runtime.py",
-        "if unit.awaits_reduction or self.reductions.left_over(unit):",
-        "if unit.awaits_reduction:",
+        "if arrived or self.reductions.left_over(unit):",
+        "if arrived:",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
     Mutation(
@@ -1118,8 +1254,8 @@ MUTATIONS = [
     ),
     Mutation(
         "what has no room is gathered ahead",
-        "fsdp/runtime/prefetch.py",
-        "if not following.fits(self._weights):",
+        "layout/gathers.py",
+        "if not ahead.has_room():",
         "if False:",
         "memory/test_memory.py::test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead[2]",
     ),
@@ -1147,9 +1283,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what is added after sharding trains on each rank for itself",
-        "fsdp/hooks.py",
-        "        _refuse_parameters_in_no_unit(modules, units)\n",
-        "",
+        "fsdp/construction/inventory.py",
+        "            if parameter.requires_grad:",
+        "            if False:",
         WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
     ),
     # --- in the place of torch's FSDP2 -------------------------------------------------------------------------------

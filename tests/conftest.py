@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -31,6 +32,11 @@ def world():
     yield start
     if started:
         dist.destroy_process_group()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # a collection that a test asks for need not visit the objects of every import
 
 
 def pytest_collection_modifyitems(items):

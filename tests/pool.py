@@ -137,9 +137,13 @@ class Pool:
 
 
 def _serve(pipe: Any) -> None:
+    import gc
+
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection that a test asks for need not visit the objects of every import
     while True:
         try:
             job = pipe.recv()

@@ -70,6 +70,7 @@ _ROOMS = [
     "comm",
     "debug",
     "dtensor",
+    "errors",
     "fsdp",
     "layout",
     "memory",

@@ -37,7 +37,7 @@ def load(manager):
 
 
 def names(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+    return sorted(path.name for path in directory.iterdir() if path.name not in (".lock", ".run"))
 
 
 def flip(path, places, seed=0):

@@ -200,7 +200,7 @@ def test_debris_is_ignored_and_removed_by_the_next_save(tmp_path):
     manager.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
     manager.close()
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".lock", "notes", "step-00000001", "step-00000002"]
+    assert names == [".lock", ".run", "notes", "step-00000001", "step-00000002"]
 
 
 def test_a_step_is_never_overwritten(tmp_path):
@@ -264,7 +264,7 @@ def test_the_error_of_a_background_save_surfaces_and_older_checkpoints_stay(tmp_
         manager.save(3, {"numbers": {"value": torch.ones(2)}})
     monkeypatch.undo()
     assert manager.steps() == [1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".run", "step-00000001"]
     manager.save(3, {"numbers": {"value": torch.ones(2)}})
     manager.close()
     assert manager.steps() == [1, 3]

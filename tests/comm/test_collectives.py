@@ -5,7 +5,9 @@ import torch.distributed as dist
 
 from tests.pool import distributed
 from weft.comm import collectives
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import moving_by
+from weft.comm.builtin import BuiltIn
+from weft.comm.gloo import Gloo
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
 
@@ -201,7 +203,6 @@ class Noting:
 
 
 def test_receives_are_posted_first_so_that_both_directions_of_a_link_are_used_at_once(monkeypatch):
-    monkeypatch.setattr(collectives, "sends_directly", lambda group, device: True)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
     whole, part, inbox = torch.zeros(3), torch.zeros(1), torch.zeros(2)
     starts = {
@@ -213,7 +214,8 @@ def test_receives_are_posted_first_so_that_both_directions_of_a_link_are_used_at
     }
     for name, start in starts.items():
         group = Noting()
-        start(group)
+        with moving_by(Gloo()):
+            start(group)
         assert group.posted == ["receive"] * 2 + ["send"] * 2, name
 
 
@@ -252,18 +254,17 @@ def test_sums_only_never_ask_the_backend_for_an_average():
         asked.append(op)
         return torch_s(*args, op=op, **kwargs)
 
-    torch_s, backend_of = dist.reduce_scatter_tensor, collectives.backend_of
+    torch_s = dist.reduce_scatter_tensor
     try:
-        dist.reduce_scatter_tensor, collectives.sends_directly = reduce_scatter, lambda group, device: False
-        collectives.backend_of = lambda group, device: "nccl"  # the only one that is asked for averages
+        dist.reduce_scatter_tensor = reduce_scatter
         results = []
-        inbox = torch.empty(collectives.inbox_numel(collectives.reduce_scatter, partial.numel(), group, partial.device))
+        inbox = torch.empty(32)
         for sum_only in (False, True):
             options = {"scale": 0.5, "accumulate": False, "inbox": inbox, "sum_only": sum_only}
-            lane("reduce").run(collectives.reduce_scatter, output, partial, group, **options).wait()
+            with moving_by(BuiltIn(averages=True)):
+                lane("reduce").run(collectives.reduce_scatter, output, partial, group, **options).wait()
             results.append(output.clone())
     finally:
-        dist.reduce_scatter_tensor, collectives.sends_directly = torch_s, sends_directly
-        collectives.backend_of = backend_of
+        dist.reduce_scatter_tensor = torch_s
     assert asked == [dist.ReduceOp.AVG, dist.ReduceOp.SUM]
     torch.testing.assert_close(*results)

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pool import distributed
-from weft.comm.collectives import sends_directly
-from weft.comm.groups import backend_of, host_group
+from weft.comm.backends import backend_of, transport_of
+from weft.comm.groups import host_group
 from weft.comm.watch.control import agree
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 
 
 def test_pretended_ranks_agree_with_the_only_real_one():
@@ -25,7 +25,7 @@ def test_pretended_ranks_agree_with_the_only_real_one():
 def test_a_group_of_torch_s_default_backends_sends_as_directly_as_one_of_gloo():
     cpu, group = torch.device("cpu"), dist.new_group(backend="cpu:gloo")
     assert backend_of(group, cpu) == "gloo" and backend_of(group, torch.device("cuda")) == ""
-    assert sends_directly(group, cpu) and host_group(group) is group
+    assert transport_of(group, cpu).capabilities.direct_sends and host_group(group) is group
 
 
 @pytest.mark.parametrize("apart", ["moment", "model"])

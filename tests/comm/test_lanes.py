@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from tests.pool import distributed
 from weft.comm import collectives, streams, transfers
-from weft.comm.collectives import Pending, all_reduce, inbox_numel
+from weft.comm.collectives import all_reduce, inbox_numel
 from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
+from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, labelled, span
 from weft.comm.watch.lookout import keep_lookout
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60

@@ -21,7 +21,7 @@ from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
 from weft.comm.watch import lookout, rules
 from weft.comm.watch.control import agree
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 from weft.moe.dispatch import AllToAll
 
 

@@ -14,6 +14,7 @@ from tests.memory import test_offload
 from tests.moe import test_sharded
 from tests.optim import test_flat
 from tests.overlap import test_events, test_main_grad, test_schedule
+from tests.pairs import pairwise
 
 Z3 = {"strategy": "optim_grads_params"}
 
@@ -34,13 +35,13 @@ CASES = [
         recompute="non-reentrant",
         microbatches=3,
         flagged=True,
+        some=slice(2, None, 3),
         slow=True,
     ),
     case(
         test_numbers.test_bf16_with_fp32_main_weights_equals_one_process_that_casts_at_the_same_places,
         4,
         recompute=None,
-        microbatches=3,
         slow=True,
     ),
     case(test_behaviour.test_options_for_speed_give_bit_equal_results, slow=True),
@@ -65,8 +66,17 @@ CASES = [
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
     case(test_two_roots.test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other),
     *(
-        case(test_failures.test_going_on_after_an_exception, fails=each, then=test_failures.trains, slow=True)
-        for each in test_failures.FAILURES[:3]
+        case(
+            test_failures.test_going_on_after_an_exception,
+            fails=fails,
+            then=test_failures.trains,
+            strategy=strategy,
+            known=known,
+            slow=True,
+        )
+        for fails, strategy, known in pairwise(
+            fails=test_failures.FAILURES[:3], strategy=["optim_grads_params", "optim_grads", "optim"], known=[0, 2]
+        )
     ),
     # experts, schedules, optimizers
     case(test_sharded.test_sharded_experts_train_as_one_process_does, 4, slow=True),

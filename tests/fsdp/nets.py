@@ -127,7 +127,7 @@ def train(
     """
     opt = optimizer(net)
     losses, norms = [], []
-    for batch in batches:
+    for step, batch in enumerate(batches, 1):
         opt.zero_grad()
         for number, part in enumerate(batch.chunk(microbatches)):
             on_microbatch(number == microbatches - 1)
@@ -135,7 +135,8 @@ def train(
             (loss / microbatches).backward()
             losses.append(loss.detach())
         norms.append(full(clip(net, 0.5)))
-        gradients = {name: full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+        if step == len(batches):
+            gradients = {name: full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
         opt.step()
     weights = {name: full(value) for name, value in net.state_dict().items()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.watch.agreement import Agreed, Agreement, CollectiveMismatch
+from weft.comm.watch.agreement import Agreed, Agreement
+from weft.errors import CollectiveMismatch
 
 NAMES = ("", "blocks.0", "blocks.1")
 
@@ -98,7 +99,8 @@ def test_ranks_on_two_axes_are_all_told_of_different_units_whichever_group_sees_
 @distributed(2)
 def test_equal_steps_agree_and_compare_the_units_once():
     net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(check_collectives=True))
-    with mock.patch.object(Agreement, "same_structure", autospec=True) as compared:
+    compare = Agreement.same_structure
+    with mock.patch.object(Agreement, "same_structure", autospec=True, side_effect=compare) as compared:
         for seed in range(3):
             nets.loss_of(net, nets.data(1, 4, seed + dist.get_rank())[0]).backward()
     assert compared.call_count == 1

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fsdp import test_behaviour, test_conditional, test_frozen
 from tests.fsdp.seams import test_failures, test_freshness, test_multimodal, test_two_roots, test_ways_in
-from weft.comm.buckets import all_gather_bucket, reduce_scatter_bucket
+from weft.comm.collectives import all_gather_bundle, reduce_scatter_bundle
 from weft.comm.lanes import Lane
 from weft.fsdp.runtime import options
 
@@ -46,9 +46,24 @@ CASES = [
         checked=True,
     ),
     case(test_conditional.test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have),
-    case(test_multimodal.test_images_on_some_ranks_only, frozen="nothing", who="ranks in turn", microbatches=2),
+    case(
+        test_multimodal.test_images_on_some_ranks_only,
+        strategy="optim_grads",
+        who="ranks in turn",
+        frozen="nothing",
+        microbatches=2,
+    ),
     case(test_freshness.test_an_optimizer_that_steps_between_microbatches, strategy="optim_grads"),
-    case(test_failures.test_going_on_after_an_exception, fails=test_failures.FAILURES[0], then=test_failures.trains),
+    *(
+        case(
+            test_failures.test_going_on_after_an_exception,
+            fails=test_failures.FAILURES[0],
+            then=test_failures.trains,
+            strategy=strategy,
+            known=2,
+        )
+        for strategy in ("optim_grads", "optim_grads_params")
+    ),
     case(test_ways_in.test_a_backward_is_noticed_by_whatever_tensor_it_comes_in, nested=True, **Z3),
     case(test_two_roots.test_a_parameter_tied_across_two_roots, runs="in turn", **Z3),
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
@@ -66,7 +81,7 @@ def together(module: str, name: str, given: dict[str, Any]) -> None:
 
     with mock.patch.object(options, "BUCKET_BYTES", 1 << 18), mock.patch.object(Lane, "run", note):
         getattr(body, "body", body)(**given)
-    assert collectives & {all_gather_bucket, reduce_scatter_bucket}
+    assert collectives & {all_gather_bundle, reduce_scatter_bundle}
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
+from weft.fsdp.driver import Hold
 from weft.fsdp.module import runtime_of
-from weft.fsdp.unit import Hold
+from weft.layout.trace import Event, Trace
 
 WIDTH = 13
 
@@ -173,15 +174,17 @@ def test_weight_gradients_may_come_after_backward_before_the_reduction():
         sharded.zero_grad()
         (plain(x[0]) / 2).backward()
         (plain(x[1]) / 2).backward()
-        with runtime.scheduled([unit], 1, lambda: [[unit]]):  # hooks stand back
-            runtime.visit(unit, hold)
+        with runtime.scheduled(
+            Trace("schedule", (Event("use", unit.number), Event("done", unit.number))), 1
+        ):  # hooks stand back
+            runtime.use(unit, hold)
             sharded(x[dist.get_rank()]).backward()
-            runtime.leave(unit, hold)
+            runtime.done(unit, hold)
             with torch.no_grad():
                 for dy, inputs in queue:
                     by_helper(sharded.weight, dy, inputs)
             queue.clear()
-            runtime.reduce(unit)
+            runtime.ready(unit)
         torch.testing.assert_close(gradients(sharded), {name: p.grad for name, p in plain.named_parameters()})
 
 

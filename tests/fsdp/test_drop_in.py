@@ -46,7 +46,8 @@ def trained(fsdp, optimizer, options):
     net.blocks[1].up.register_forward_pre_hook(lambda *_: seen.update({"in a block's forward": kinds(net)}))
     for batch in batches():
         loss = net.loss(batch)
-        seen["after forward"] = kinds(net)
+        if options["reshard_after_forward"]:  # else torch registers what stays, and weft the sharded parameters
+            seen["after forward"] = kinds(net)
         loss.backward()
         seen["after backward"] = kinds(net)
         numbers.append((loss.detach(), whole(net)))

@@ -252,8 +252,8 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
     plain, model = make(), make()
     for part in (*model, model):
         weft.fully_shard(part)
-    prefetch, visits = runtime_of(model).prefetch, []
-    visit, prefetch.visit = prefetch.visit, lambda unit, ahead: (visits.append(unit.name), visit(unit, ahead))
+    gathers, visits = runtime_of(model).gathers, []
+    use, gathers.use = gathers.use, lambda unit, named: (visits.append(unit.name), use(unit, named))
     plain(tokens).square().mean().backward()
     for needed in (True, False):
         model[0].set_unshard_in_backward(needed)

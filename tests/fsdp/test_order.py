@@ -325,13 +325,13 @@ def test_what_is_said_before_the_root_is_sharded_holds_in_its_model():
     net[1].set_reduce_scatter_max_input_buffers(3, recurse=False)
     weft.fully_shard(net[0])
     weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
-    runtime = net[1]._weft_driver.started
-    assert runtime is net._weft_driver.started
+    runtime = net[1]._weft_driver.engine
+    assert runtime is net._weft_driver.engine
     assert (runtime.options.max_live_reduce_buffers, runtime.reductions.most_alive) == (4, 4)
     assert runtime.options.separate_all_gather_group and runtime.channels.separate
     assert runtime.options.bucket_bytes == 0
     weft.fully_shard(alone := nn.Sequential(weft.fully_shard(nn.Linear(4, 4))), runtime=weft.RuntimeOptions())
-    assert alone._weft_driver.started.options == weft.RuntimeOptions()
+    assert alone._weft_driver.engine.options == weft.RuntimeOptions()
 
 
 @pytest.mark.slow

@@ -183,11 +183,20 @@ class Reset(NamedTuple):
 
 
 class Freeze(NamedTuple):
-    """A block, or make it train again."""
+    """A block, or make it train again; on one rank alone, or on all (None)."""
 
     model: int
     block: int
     trains: bool
+    rank: int | None = None
+
+
+class Adapt(NamedTuple):
+    """A block by parameters that no unit has; on one rank alone, or on all (None). The next pass refuses them."""
+
+    model: int
+    block: int
+    rank: int | None
 
 
 WAYS = ("add_", "data", "local", "copy_")
@@ -252,7 +261,8 @@ def _part_of(r: Random, m: int) -> tuple:
         "write": lambda: Write(m, r.randrange(30), r.choice(WAYS)),
         "fail": lambda: Fail(m, r.randrange(DEPTH), r.choice(FAILURES)),
         "reset": lambda: Reset(m),
-        "freeze": lambda: Freeze(m, r.randrange(DEPTH), flag()),
+        "freeze": lambda: Freeze(m, r.randrange(DEPTH), flag(), r.choice([None, *range(RANKS)])),
+        "adapt": lambda: Adapt(m, r.randrange(DEPTH), r.choice([None, *range(RANKS)])),
     }
     some = lambda *names: makes[r.choice(names or list(makes))]()  # noqa: E731
     run = lambda: some("train", "evaluate", "forward")  # noqa: E731
@@ -265,6 +275,7 @@ def _part_of(r: Random, m: int) -> tuple:
             lambda: (some("forward"), some("forward"), some(), some("backward"), some("backward"), some("step")),
             lambda: (some("train"), some("fail"), some("zero", "step", "evaluate", "train"), some("train")),
             lambda: (Forward(0), some(), Forward(1), some("backward of both")),
+            lambda: (some("freeze"), some("train"), some("freeze", "adapt"), some("train"), some("step")),
         ]
     )()
 
@@ -304,6 +315,8 @@ class Pair:
         self.held: dict[int, bool] = {}
         """The units that the user unsharded, and whether what is registered is what the main weights are."""
         self.batches = 0
+        self.frozen: list[set[int]] = [set() for _ in range(RANKS)]
+        """The blocks that each rank has frozen."""
 
     @property
     def truth(self) -> dict[str, nn.Parameter]:
@@ -314,8 +327,10 @@ class Pair:
         self.batches += 1
         return torch.randint(0, 11, (2 * RANKS, 5), generator=torch.Generator().manual_seed(self.batches))
 
-    def plain_outputs(self, rows: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        weights = {name: p.double() for name, p in module.named_parameters()}
+    def plain_outputs(self, rows: torch.Tensor, module: nn.Module, rank: int) -> torch.Tensor:
+        """Of the plain model with what `rank` has frozen."""
+        frozen = {id(p) for block in self.frozen[rank] for p in self.plain.blocks[block].parameters()}
+        weights = {n: (p.detach() if id(p) in frozen else p).double() for n, p in module.named_parameters()}
         if module is self.plain:
             weights["head.weight"] = weights["embedding.weight"]
         return torch.func.functional_call(module, weights, (rows,))
@@ -326,8 +341,8 @@ class Pair:
         self.begins()
         parts = rows.chunk(RANKS)
         plain = [
-            F.cross_entropy(self.plain_outputs(part[:, :-1], self.plain).flatten(0, 1), part[:, 1:].flatten())
-            for part in parts
+            F.cross_entropy(self.plain_outputs(part[:, :-1], self.plain, rank).flatten(0, 1), part[:, 1:].flatten())
+            for rank, part in enumerate(parts)
         ]
         sharded = nets.loss_of(self.sharded, parts[dist.get_rank()])
         close(sharded.detach(), plain[dist.get_rank()].detach(), self.setup, "the loss")
@@ -391,7 +406,7 @@ class Pair:
             assert not unit.holders, f"{unit} is held by {[holder.name for holder in unit.holders]}"
             for group in unit.groups:
                 assert group.gradients.where is Where.NOWHERE, f"gradients of {unit} are {group.gradients.where.value}"
-        assert self.sharded._weft_driver.started.passes.current is Pass.IDLE
+        assert self.sharded._weft_driver.engine.passes.current is Pass.IDLE
         live = {role: each["live"] for role, each in weft.memory_report(self.sharded)["transient"].items()}
         assert set(live.values()) == {0}, f"transient bytes: {live}"
 
@@ -477,10 +492,13 @@ class Program:
         if action.block in pair.held:
             pair.held[action.block] = True
         pair.says(True)
-        inputs.requires_grad_()  # the block may be frozen
-        part = inputs.detach().chunk(RANKS)[dist.get_rank()].requires_grad_()
-        pair.plain_outputs(inputs, pair.plain.blocks[action.block]).square().mean().backward()
-        pair.sharded.blocks[action.block](part).square().mean().backward()
+        for rank, part in enumerate(inputs.chunk(RANKS)):
+            part = part.detach().requires_grad_()  # the block may be frozen
+            plain = pair.plain_outputs(part, pair.plain.blocks[action.block], rank)
+            (plain.square().mean() / RANKS).backward()
+            if rank == dist.get_rank():
+                mine = part.detach().requires_grad_()
+        pair.sharded.blocks[action.block](mine).square().mean().backward()
         pair.has_run(True)
 
     def _Keep(self, action: Keep) -> None:
@@ -496,7 +514,7 @@ class Program:
         if action.unit != ROOT:
             rows = torch.linspace(-1, 1, 2 * RANKS * 5, dtype=torch.float64).view(2 * RANKS, 5)
         with torch.no_grad():
-            expected = pair.plain_outputs(rows, plain)
+            expected = pair.plain_outputs(rows, plain, 0)
             close(module(rows), expected, self.setup, "the output")
 
     def _ForwardAlone(self, action: ForwardAlone) -> None:
@@ -611,10 +629,28 @@ class Program:
     def _Freeze(self, action: Freeze) -> None:
         pair = self.pairs[action.model]
         pair.waiting.clear()
-        for net in (pair.plain, pair.sharded):
-            net.blocks[action.block].requires_grad_(action.trains)
+        here = dist.get_rank()
+        alone = action.rank is not None and self.setup.check_collectives  # else nothing tells them apart
+        for rank in [action.rank] if alone else range(RANKS):
+            (pair.frozen[rank].discard if action.trains else pair.frozen[rank].add)(action.block)
+        trains = action.block not in pair.frozen[here]
+        pair.sharded.blocks[action.block].requires_grad_(trains)
         for name, parameter in pair.mine.items():  # also where the user has unsharded them
-            parameter.requires_grad_(pair.truth[name].requires_grad)
+            if name.startswith(f"blocks.{action.block}."):
+                parameter.requires_grad_(trains)
+        pair.plain.blocks[action.block].requires_grad_(any(action.block not in each for each in pair.frozen))
+
+    def _Adapt(self, action: Adapt) -> None:
+        pair = self.pairs[action.model]
+        rows = pair.rows()
+        if action.rank in (None, dist.get_rank()):
+            block = pair.sharded.blocks[action.block]
+            block.up = nn.Sequential(block.up, nn.Linear(7, 7).double())
+            try:
+                with pytest.raises(RuntimeError, match=r"'blocks\.\d\.up\.1\.weight' was added to"):
+                    nets.loss_of(pair.sharded, rows[:1])
+            finally:
+                block.up = block.up[0]
 
 
 def run(setup: Setup, actions: list) -> str | None:
@@ -685,7 +721,7 @@ RANDOM = st.randoms(use_true_random=True)
 
 
 @pytest.mark.slow
-@settings_of(25)
+@settings_of(12)
 @given(random=RANDOM)
 def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=4)

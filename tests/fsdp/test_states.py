@@ -19,12 +19,14 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later, throw
 from weft.fsdp import unit as weights
+from weft.fsdp.driver import UNTIL_BACKWARD, USER, Hold
 from weft.fsdp.gradients import group as gradients
 from weft.fsdp.gradients.group import GroupGradients, Where
 from weft.fsdp.runtime import passes
 from weft.fsdp.runtime.passes import Pass, Passes
 from weft.fsdp.runtime.runtime import Runtime
-from weft.fsdp.unit import UNTIL_BACKWARD, USER, Hold, State, Unit
+from weft.fsdp.unit import State, Unit
+from weft.layout.trace import Event, Trace
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def write(net: nn.Module) -> None:
 
 
 def runtime_of(net: nn.Module) -> Runtime:
-    return net._weft_driver.started
+    return net._weft_driver.engine
 
 
 @contextmanager
@@ -65,6 +67,11 @@ def hooked(module: nn.Module, hook: Callable, behind: bool = False) -> Iterator[
         yield
     finally:
         handle.remove()
+
+
+def visits(units: list[Unit]) -> Trace:
+    """What a schedule that uses these units in turn says before it begins."""
+    return Trace("schedule", tuple(Event(what, unit.number) for unit in units for what in ("use", "done")))
 
 
 def rows_of(table: str) -> dict[tuple[str, str], str]:
@@ -296,11 +303,11 @@ def is_scheduled(net: nets.Net) -> None:
     """A driver that visits units itself, as a schedule does."""
     runtime, units = runtime_of(net), [block._weft_unit for block in net.blocks]
     for _ in range(2):
-        with runtime.scheduled(units, 2, lambda: [units]):
+        with runtime.scheduled(visits(units), 2):
             for unit in units:
-                runtime.visit(unit, DRIVER)
+                runtime.use(unit, DRIVER)
             for unit in units:
-                runtime.leave(unit, DRIVER)
+                runtime.done(unit, DRIVER)
 
 
 def is_crowded(net: nets.Net) -> None:
@@ -357,8 +364,8 @@ def leaks(module: nn.Module, args: Any) -> None:
 
 
 def leak_in_a_schedule(net: nets.Net) -> None:
-    with runtime_of(net).scheduled([net.blocks[1]._weft_unit], 2, list):
-        runtime_of(net).visit(net.blocks[1]._weft_unit, LEAK)
+    with runtime_of(net).scheduled(visits([net.blocks[1]._weft_unit]), 2):
+        runtime_of(net).use(net.blocks[1]._weft_unit, LEAK)
 
 
 def leak_in_a_forward(net: nets.Net) -> None:
@@ -618,7 +625,7 @@ def test_the_passes_of_a_model_are_what_its_calls_are(around, net):
         loss.backward()
         look()
         assert seen[3:] == [Pass.IDLE, Pass.BACKWARD, Pass.IDLE]
-    with runtime_of(net).scheduled([], 2, list):
+    with runtime_of(net).scheduled(visits([]), 2):
         look()
     look()
     assert seen[-2:] == [Pass.SCHEDULE, Pass.IDLE]
@@ -685,8 +692,8 @@ def fails_in_a_backward_inside_of_a_forward(net: nets.Net) -> None:
 
 def fails_in_a_schedule(net: nets.Net) -> None:
     runtime, unit = runtime_of(net), net.blocks[1]._weft_unit
-    with pytest.raises(Oops), runtime.scheduled([unit], 2, list):
-        runtime.visit(unit, DRIVER)
+    with pytest.raises(Oops), runtime.scheduled(visits([unit]), 2):
+        runtime.use(unit, DRIVER)
         raise Oops
 
 

@@ -19,8 +19,8 @@ from tests.gpu.cards import (
     takes_time,
 )
 from weft.comm import collectives
-from weft.comm.collectives import Pending
 from weft.comm.lanes import Lane
+from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, overlap, span
 from weft.fsdp.module import runtime_of, units_under
 from weft.memory.buffer import FlatBuffer

@@ -19,8 +19,8 @@ from tests.gpu.cards import (
     takes_time,
 )
 from weft.comm import collectives
-from weft.comm.collectives import Pending
 from weft.comm.lanes import Ticket
+from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, overlap
 from weft.models import HybridConfig, HybridModel
 from weft.moe.experts import GroupedExperts

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.pool import distributed
 from weft.comm.groups import exchange_objects
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 from weft.moe import AllToAll, LocalDispatcher, MoE, exchange
 
 LOCAL = 3
@@ -47,7 +47,7 @@ def expected_arrival(counts, experts):
 @distributed(2, 4)
 def test_rows_arrive_grouped_by_rank_and_expert_and_return_to_their_places():
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAll(init_device_mesh("cpu", (ranks,)), LOCAL * ranks)
+    dispatcher = AllToAll(init_device_mesh("cpu", (ranks,)), LOCAL * ranks, rows_per="expert")
     assert dispatcher.experts == range(rank * LOCAL, (rank + 1) * LOCAL)
     for case in range(24):
         counts = some_counts(case, dispatcher.num_experts, ranks)
@@ -70,7 +70,7 @@ def test_rows_arrive_grouped_by_rank_and_expert_and_return_to_their_places():
 @distributed(2, 4)
 def test_many_exchanges_under_way_do_not_mix():
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks)
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
     tables = [some_counts(case, dispatcher.num_experts, ranks) for case in range(6)]
     first, later = tables[:3], tables[3:]
 
@@ -97,7 +97,7 @@ def test_many_exchanges_under_way_do_not_mix():
 @distributed(2)
 def test_exchanges_that_nobody_waits_for_leave_nothing_for_the_next():
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks)
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
     for case in range(0, 18, 6):
         counts = some_counts(case, dispatcher.num_experts, ranks)
         abandoned = dispatcher.plan(counts.flip(1)[rank])
@@ -113,7 +113,7 @@ def test_exchanges_that_nobody_waits_for_leave_nothing_for_the_next():
 @distributed(2, 4)
 def test_the_backward_of_an_exchange_is_the_reverse_exchange_once():
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks)
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
     for case in range(6):
         counts = some_counts(case, dispatcher.num_experts, ranks)
         handle = dispatcher.plan(counts[rank])
@@ -136,7 +136,7 @@ def test_the_backward_of_an_exchange_is_the_reverse_exchange_once():
 @distributed(4)
 def test_ranks_in_several_expert_groups_exchange_within_their_own():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))
-    dispatcher = AllToAll(mesh["ep"], 2 * LOCAL)
+    dispatcher = AllToAll(mesh["ep"], 2 * LOCAL, rows_per="expert")
     rank = dist.get_rank()
     counts = some_counts(rank // 2, dispatcher.num_experts, 2)
     handle = dispatcher.plan(counts[rank % 2])
@@ -149,7 +149,7 @@ def test_ranks_in_several_expert_groups_exchange_within_their_own():
 @pytest.mark.slow
 @distributed(2)
 def test_one_dispatcher_serves_copies_of_a_model_and_wrong_numbers_of_experts_are_refused():
-    dispatcher = AllToAll(dist.group.WORLD, 4)
+    dispatcher = AllToAll(dist.group.WORLD, 4, rows_per="expert")
     layer = MoE(8, 8, 4, 2, dispatcher=dispatcher)
     assert copy.deepcopy(layer).dispatcher is dispatcher
     with pytest.raises(ValueError, match=r"num_experts=6: num_experts must be the dispatcher's, 4"):
@@ -190,13 +190,23 @@ def test_ranks_that_wait_for_different_exchanges_are_told():
 
 @distributed(2)
 def test_rows_that_were_not_planned_are_refused():
-    dispatcher = AllToAll(dist.group.WORLD, 2)
+    dispatcher = AllToAll(dist.group.WORLD, 2, rows_per="expert")
     handle = dispatcher.plan(torch.tensor([2, 1]))
     handle.ready()
     with pytest.raises(ValueError, match=r"4 rows to send, but the counts of this handle's plan say 3"):
         dispatcher.dispatch(torch.ones(4, 8), handle)
     with pytest.raises(ValueError, match=rf"5 rows to send, but .* say {handle.received}, .*pass plan"):
         dispatcher.combine(torch.ones(5, 8), handle)
+    with pytest.raises(ValueError, match=r"plan\(\) got numbers of rows per rank, and rows_per='expert'"):
+        dispatcher.plan(torch.tensor([2, 1]), torch.tensor([2, 1]))
+    with pytest.raises(ValueError, match=r"rows_per='token': rows_per must be 'rank' or 'expert'"):
+        AllToAll(dist.group.WORLD, 2, rows_per="token")
+    per_rank = AllToAll(dist.group.WORLD, 2)
+    with pytest.raises(ValueError, match=r"plan\(\) got no numbers of rows per rank, and rows_per='rank'"):
+        per_rank.plan(torch.tensor([2, 1]))
+    handle = per_rank.plan(torch.tensor([2, 1]), torch.tensor([2, 1]))
+    with pytest.raises(ValueError, match=r"2 rows to send, but the counts of this handle's plan say 3"):
+        per_rank.dispatch(torch.ones(2, 8), handle)
 
 
 def test_one_rank_moves_nothing_and_keeps_its_handle_on_the_device():

@@ -1,5 +1,8 @@
 """The layer, on one process and spread over several, against its definition."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.moe.reference import enlarge, plain
 from tests.pool import distributed
 from weft.moe import AllToAll, MoE, load_statistics, router_losses
+from weft.moe.kinds import ROWS_PER
 
 # Whole vectors of the processor in every row: what is left over at a tensor's end is computed with other roundings.
 HIDDEN, INNER, EXPERTS, K, SEQ = 32, 32, 8, 3, 7
@@ -30,6 +34,7 @@ LAYERS = {
     "unused experts, idle ranks": {"score": "sigmoid", "expert_bias": True, "aux_loss_coef": 0.1},
     "one after another": {"backend": "loop"},
 }
+SPREAD = {**LAYERS, "latent": {"latent_size": 16}}
 IDLE = LAYERS["unused experts, idle ranks"]
 
 
@@ -91,8 +96,8 @@ def test_the_layer_is_its_definition(options, only_deterministic):
 @distributed(2, 4)
 def test_experts_over_ranks_equal_one_process_with_all_of_them():
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
-    for options in LAYERS.values():
+    for rows_per, options in itertools.product(ROWS_PER, SPREAD.values()):
+        dispatcher = AllToAll(dist.group.WORLD, EXPERTS, rows_per=rows_per)
         whole, layer = make(options), make(options, dispatcher)
         everything = batch().requires_grad_()
         expected, expected_loss = whole(everything)
@@ -102,7 +107,9 @@ def test_experts_over_ranks_equal_one_process_with_all_of_them():
         output, loss = layer(mine)
         backward(output, loss)
 
-        if layer.shared_expert is None:  # it multiplies other numbers of rows at once
+        # Other layers multiply other numbers of rows at once, and one row per rank adds up in another order.
+        exact = rows_per == "expert" and layer.shared_expert is None and layer.latent_in is None
+        if exact:
             assert torch.equal(output, expected.chunk(ranks)[rank])
         assert_close(output, expected.chunk(ranks)[rank])
         assert_close(mine.grad, everything.grad.chunk(ranks)[rank])
@@ -114,7 +121,7 @@ def test_experts_over_ranks_equal_one_process_with_all_of_them():
         for name, weight in layer.named_parameters():
             if name.startswith("experts."):
                 expected_gradient = gradients[name][dispatcher.experts.start : dispatcher.experts.stop]
-                if layer.shared_expert is None:
+                if exact:
                     assert torch.equal(weight.grad, expected_gradient)
                 assert_close(weight.grad, expected_gradient)
             else:
@@ -127,11 +134,12 @@ def test_experts_over_ranks_equal_one_process_with_all_of_them():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows_per", ROWS_PER)
 @distributed(2)
-def test_a_rank_without_tokens_takes_part():
+def test_a_rank_without_tokens_takes_part(rows_per):
     rank = dist.get_rank()
     options = {"capacity_factor": 1.0, "shared_intermediate_size": 8}
-    whole, layer = make(options), make(options, AllToAll(dist.group.WORLD, EXPERTS))
+    whole, layer = make(options), make(options, AllToAll(dist.group.WORLD, EXPERTS, rows_per=rows_per))
     everything = batch().requires_grad_()
     expected, _ = whole(everything)
     backward(expected, None)
@@ -139,18 +147,20 @@ def test_a_rank_without_tokens_takes_part():
     output, _ = layer(mine)
     backward(output, None)
     held = layer.dispatcher.experts
+    same = functools.partial(assert_close, **({"rtol": 0, "atol": 0} if rows_per == "expert" else {}))
     if rank == 0:
-        assert torch.equal(output, expected)
-        assert torch.equal(mine.grad, everything.grad)
-        assert torch.equal(layer.router.weight.grad, whole.router.weight.grad)
+        same(output, expected)
+        same(mine.grad, everything.grad)
+        same(layer.router.weight.grad, whole.router.weight.grad)
     for name, weight in layer.experts.named_parameters():
-        assert torch.equal(weight.grad, whole.experts.get_parameter(name).grad[held.start : held.stop])
+        same(weight.grad, whole.experts.get_parameter(name).grad[held.start : held.stop])
 
 
+@pytest.mark.parametrize("rows_per", ROWS_PER)
 @distributed(2)
-def test_the_parts_driven_by_a_schedule_give_what_forward_gives_bit_for_bit():
+def test_the_parts_driven_by_a_schedule_give_what_forward_gives_bit_for_bit(rows_per):
     rank = dist.get_rank()
-    dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+    dispatcher = AllToAll(dist.group.WORLD, EXPERTS, rows_per=rows_per)
     options = {**LAYERS["losses"], "shared_intermediate_size": 8}
     mine = batch().chunk(2)[rank]
     plainly, scheduled = make(options, dispatcher), make(options, dispatcher)
@@ -165,11 +175,8 @@ def test_the_parts_driven_by_a_schedule_give_what_forward_gives_bit_for_bit():
     sent = scheduled.send(source)
     here = border(dispatcher.dispatch(sent.rows, sent.handle).wait())
     mixed = scheduled.run_experts(here, sent.handle)
-    rows, weights, shared = (
-        border(dispatcher.combine(mixed, sent.handle).wait()),
-        border(sent.weights),
-        border(sent.shared),
-    )
+    rows, shared = border(dispatcher.combine(mixed, sent.handle).wait()), border(sent.shared)
+    weights = None if sent.weights is None else border(sent.weights)  # they travel in the rows
     output = scheduled.receive(rows, weights, shared, sent.handle)
     assert torch.equal(output, expected) and torch.equal(sent.loss, expected_loss)
 
@@ -177,9 +184,10 @@ def test_the_parts_driven_by_a_schedule_give_what_forward_gives_bit_for_bit():
     there = dispatcher.dispatch(rows.grad, sent.handle)  # the backward of combine
     torch.autograd.backward(mixed, there.wait())
     back = dispatcher.combine(here.grad, sent.handle)
-    torch.autograd.backward(
-        [sent.rows, sent.weights, sent.shared, sent.loss], [back.wait(), weights.grad, shared.grad, None]
-    )
+    sources, found = [sent.rows, sent.shared, sent.loss], [back.wait(), shared.grad, None]
+    if weights is not None:
+        sources, found = [*sources, sent.weights], [*found, weights.grad]
+    torch.autograd.backward(sources, found)
     assert torch.equal(source.grad, hidden.grad)
     for name, weight in scheduled.named_parameters():
         assert torch.equal(weight.grad, plainly.get_parameter(name).grad), name

@@ -4,6 +4,8 @@ Equal results show none of it, and no clock is asked: the order of events is the
 """
 
 import dataclasses
+import functools
+import itertools
 from contextlib import ExitStack
 from unittest import mock
 
@@ -32,19 +34,32 @@ class Events(list):
         super().__init__()
         self.issued, self.awaited = {}, {}  # ticket -> number of the step
         self.lanes = {}  # ticket -> lane
+        self.begun = {}  # ticket -> how many transfers had begun before
+        self.order = itertools.count()
         self.products = {}  # step -> how many weight gradients were computed in it
 
     def recording(self):
         """While entered, events are noted."""
         run, wait, weights = Lane.run, Ticket.wait, DelayedWeights.run
 
-        def issue(lane, *args, **kwargs):
-            ticket = run(lane, *args, **kwargs)
+        def issue(lane, collective, *args, **kwargs):
+            begun = []
+
+            @functools.wraps(collective)
+            def begin(*args, **kwargs):
+                begun.append(next(self.order))
+                return collective(*args, **kwargs)
+
+            ticket = run(lane, begin, *args, **kwargs)
+            self.begun[ticket] = begun
             self.issued[ticket], self.lanes[ticket] = len(self) - 1, lane.name
+            self.note("issue", ticket)
             return ticket
 
         def await_(ticket):
-            self.awaited.setdefault(ticket, len(self) - 1)
+            if ticket not in self.awaited:
+                self.awaited[ticket] = len(self) - 1
+                self.note("wait", ticket)
             wait(ticket)
 
         def compute(delayed):
@@ -57,6 +72,9 @@ class Events(list):
         for kind, name, function in ((Lane, "run", issue), (Ticket, "wait", await_), (DelayedWeights, "run", compute)):
             stack.enter_context(mock.patch.object(kind, name, function))
         return stack
+
+    def note(self, what, ticket):
+        """What happened to a transfer, "issue" or "wait"."""
 
     def exchanges(self):
         """Each transfer of rows: the step that issued it and the step that waited for it, by number."""
@@ -104,8 +122,10 @@ def test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_
                 ]
                 if others:  # the first forward and the last backward stand alone
                     hidden += 1
-                    weights = [f"{under}.weights"] if delay_wgrad and step.direction == FORWARD else []
+                    weights = ["experts.weights"] if delay_wgrad and step[0::3] == (FORWARD, "dispatch") else []
                     assert others == [under, *weights]
+                if delay_wgrad and (step.direction, step.slot, step.layer) == (BACKWARD, "combine", 0):
+                    assert Step(BACKWARD, step.microbatch, 1, "attend.weights", "compute") in computed
                 if delay_wgrad and (step.direction, step.slot) == (BACKWARD, "dispatch"):
                     assert Step(BACKWARD, step.microbatch, step.layer, "experts.weights", "compute") in computed
             assert hidden == 2 * 2 * 4  # of three microbatches there are two pairs
@@ -130,15 +150,18 @@ def test_without_overlap_nothing_of_another_microbatch_runs_beside_an_exchange()
 
 
 @distributed(2)
-def test_the_sizes_of_an_exchange_are_awaited_when_rows_leave_after_the_shared_expert():
-    events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2))
-    counts = [ticket for ticket, lane in events.lanes.items() if lane == "counts"]
-    assert len(counts) == 2 * 2
-    for ticket in counts:
-        step = events[events.issued[ticket]]
-        assert (step.direction, step.slot) == (FORWARD, "attend")
-        assert events.awaited[ticket] == events.issued[ticket] + 1
-        assert events[events.awaited[ticket]] == Step(FORWARD, step.microbatch, step.layer, "dispatch", "exchange")
+def test_the_sizes_of_an_exchange_are_awaited_when_rows_leave_after_the_shared_expert_and_delayed_weights():
+    for delay_wgrad in (False, True):
+        events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2), delay_wgrad=delay_wgrad)
+        counts = [ticket for ticket, lane in events.lanes.items() if lane == "counts"]
+        assert len(counts) == 2 * 2
+        for ticket in counts:
+            step, meanwhile = events[events.issued[ticket]], []
+            assert (step.direction, step.slot) == (FORWARD, "attend")
+            if delay_wgrad and step[1:3] == (1, 2):  # a pair that is not the first
+                meanwhile = [Step(BACKWARD, 0, 1, "attend.weights", "compute")]
+            assert events[events.issued[ticket] + 1 : events.awaited[ticket]] == meanwhile
+            assert events[events.awaited[ticket]] == Step(FORWARD, step.microbatch, step.layer, "dispatch", "exchange")
 
 
 @distributed(2)
@@ -147,6 +170,26 @@ def test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute():
     for lane, waits in (("gather", 0), ("reduce", -1)):  # for the first unit, and the last one, there is nothing else
         beside = [events.issued[t] < events.awaited[t] for t, on in events.lanes.items() if on == lane]
         assert not beside.pop(waits) and len(beside) > 9 and all(beside), lane
+
+
+@distributed(2)
+def test_an_exchange_that_is_about_to_leave_goes_before_the_reduction_of_the_layer_above():
+    model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    events = recorded(model, data(3))
+    held = 0
+    for ticket, lane in events.lanes.items():
+        step = events[events.issued[ticket]]
+        if lane == "reduce" and step[::3] == (BACKWARD, "attend") and step.layer == 1:
+            leaves = events.index(Step(BACKWARD, step.microbatch, 0, "combine", "exchange"))
+            (exchange,) = (
+                t for t, number in events.issued.items() if number == leaves and events.lanes[t] == "exchange"
+            )
+            assert events.issued[ticket] < leaves, "it is issued before"
+            assert events.begun[ticket] > events.begun[exchange], "and begins after"
+            held += 1
+        elif lane == "exchange":
+            assert len(events.begun[ticket]) == 1
+    assert held == 3
 
 
 def due(cfg, model, microbatches):

@@ -38,22 +38,34 @@ def spelled(steps):
 def table():
     """The rows of the module's own table, the exchange before the computation that it runs under."""
     rows = re.findall(
-        r"^    ([BF]\.[a-z.]+)(?: \((?:if delayed|of a depth)\))? *([BF]\.[a-z]+)?$", order.__doc__, re.MULTILINE
+        r"^    ([ABF]\.[a-z.]+)(?: \((?:if delayed|of a depth)\))? *([BF]\.[a-z]+)?$", order.__doc__, re.MULTILINE
     )
     return [entry for compute, exchange in rows for entry in (exchange, compute) if entry]
 
 
 @pytest.mark.parametrize("stages", [EXPERTS, DEPTH])
 def test_a_pair_runs_in_the_order_of_the_table(stages):
-    steps = combined_order(Part(1, layers(stages)), Part(0, layers(stages)), delay_wgrad=True, early_release=False)
-    pair = [step for step in steps if step.layer is not None]
-    said = [f"{step.direction[0].upper()}.{step.slot}" for step in pair]
+    two = layers(stages, stages)
+    steps = list(combined_order(Part(1, two), Part(0, two), delay_wgrad=True, early_release=False))
+    before, last = (Step(BACKWARD, 0, layer, "attend.weights", "compute") for layer in (1, 0))
+    assert steps[-3:-1] == [Part(0, two).before(BACKWARD), last], "what no pair follows is computed at the end"
+    pair = [step for step in steps if (step.direction, step.layer) in ((FORWARD, 1), (BACKWARD, 0)) or step == before]
+    pair.remove(last)
+    said = ["A.attend.weights" if step == before else f"{step.direction[0].upper()}.{step.slot}" for step in pair]
     # An exchange is issued as soon as what it carries is there; within a row that is before the computation.
     expected = [entry for entry in table() if entry[2:].partition(".")[0] in stages]
     assert len(table()) == 17 and len(expected) == (17 if stages == DEPTH else 12)
     assert said == expected
     assert all((step.lane == "exchange") == (step.slot in ("dispatch", "combine")) for step in pair)
     assert all(step.microbatch == (1 if step.direction == FORWARD else 0) for step in pair)
+
+
+def test_the_last_backward_computes_the_weight_gradients_of_the_layer_before_under_its_exchange():
+    three = Part(0, layers(EXPERTS, ALONE, EXPERTS))
+    said = spelled(combined_order(None, three, delay_wgrad=True, early_release=False))
+    apart = [said[said.index(f"B{number}.combine") + 1] for number in (2, 0)]
+    assert apart == ["B2.experts", "B1.attend.weights"]  # nothing ran before the first
+    assert [entry for entry in said if entry.endswith("attend.weights")] == [f"B{n}.attend.weights" for n in (2, 1, 0)]
 
 
 @pytest.mark.parametrize("delay_wgrad, early_release", list(itertools.product([False, True], repeat=2)))

@@ -16,8 +16,8 @@ from tests.overlap.test_stages import CFG, build, data
 from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import runtime_of, units_under
-from weft.fsdp.runtime.prefetch import Prefetch
 from weft.fsdp.unit import State, Unit
+from weft.layout.gathers import GatherOrder
 from weft.models import shard
 from weft.overlap import forward_backward
 from weft.overlap.units import AHEAD, ModelUnits
@@ -62,7 +62,8 @@ def demanded(program, budget):
 def counted(model, schedule):
     """A call: how often each unit is gathered, its gradients reduced, and the most bytes that are here at a visit."""
     gathers, reduced, program, most = Counter(), Counter(), [], 0
-    gather, reduce, visit, plan = Unit._gather, GroupGradients.reduce, Prefetch.visit, ModelUnits.program
+    watched = units_under(model)
+    gather, reduce, visit, plan = Unit._gather, GroupGradients.reduce, GatherOrder.use, ModelUnits.program
 
     def gathered(unit):
         gathers[unit] += 1
@@ -75,7 +76,7 @@ def counted(model, schedule):
     def visited(prefetch, *args):
         nonlocal most
         visit(prefetch, *args)
-        most = max(most, sum(unit.gathered_bytes for unit in units_under(model) if unit.resident))
+        most = max(most, sum(unit.gathered_bytes for unit in watched if unit.resident))
 
     def planned(units, steps):
         program.extend(plan(units, steps))
@@ -84,7 +85,7 @@ def counted(model, schedule):
     with (
         mock.patch.object(Unit, "_gather", gathered),
         mock.patch.object(GroupGradients, "reduce", reduces),
-        mock.patch.object(Prefetch, "visit", visited),
+        mock.patch.object(GatherOrder, "use", visited),
         mock.patch.object(ModelUnits, "program", planned),
     ):
         forward_backward(model, data(MICROBATCHES), schedule=schedule)

@@ -24,10 +24,10 @@ import weft
 from tests.overlap.small import build, config, gradients, plain
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
-from weft.fsdp.runtime.prefetch import Prefetch
+from weft.layout.gathers import GatherOrder
 from weft.models import HybridModel
 from weft.models.layers import Attention
 from weft.models.prediction import PredictionDepth
@@ -185,7 +185,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
     stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
     for switches in SWITCHES:
         trace, events, most = [], [], 0
-        reduce, visit = GroupGradients.reduce, Prefetch.visit
+        reduce, visit = GroupGradients.reduce, GatherOrder.use
 
         def counted(gradients, *args, trace=trace, events=events, reduce=reduce, **kwargs):
             events.append((len(trace), gradients))
@@ -196,7 +196,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
             visit(prefetch, unit, explicit)
             most = max(most, sum(each.resident for each in units_under(model)))
 
-        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(Prefetch, "visit", watched):
+        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(GatherOrder, "use", watched):
             forward_backward(model, data(3), trace=trace, **switches)
         steps = list(one_piece(stages, 3, overlap=True, **switches))
         assert trace == steps

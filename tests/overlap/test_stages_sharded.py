@@ -15,10 +15,10 @@ import weft
 from tests.overlap.small import gradients
 from tests.overlap.test_stages import CFG, build, data
 from tests.pool import distributed
+from weft.errors import ConversionError
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import units_under
 from weft.models import hf, shard
-from weft.models.hf.errors import ConversionError
 from weft.overlap import evaluate, forward_backward
 
 MIXED = dataclasses.replace(CFG, pattern="[*E]*[*-][*E]", aux_loss_coef=0.1)

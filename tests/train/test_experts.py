@@ -50,6 +50,9 @@ def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, 
     assert [line["step"] for line in loads] == [1, 2, 3, 4, 5]
     assert all(line["load"].keys() == {"decoder.layers.0.mlp", "decoder.layers.2.mlp"} for line in loads)
     assert all(sum(load) == 8 * 16 * 2 for line in loads for load in line["load"].values())
+    exchanged = [rows for line in loads for rows in line["exchanged"].values()]
+    assert len(exchanged) == 5 * 2 and all(0 < rows <= assignments < 8 * 16 * 2 for assignments, rows in exchanged)
+    assert all(rows < assignments for assignments, rows in exchanged) == (ranks == 2)  # of four, each has one expert
 
 
 SMALL = {

@@ -175,7 +175,10 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=0)
     pool.run(1, train_on, path, tmp_path / "run", ["train.steps=5"], stop_at=4)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
-    assert "nothing to do: the run is at step 4 of 4; raise train.steps to train longer" in said
+    reached = "the run is at step 4 of 4; raise train.steps to train longer"
+    assert f"nothing is left to train, and the report is missing: {reached}" in said, "it was stopped at step 4 of 5"
+    said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
+    assert f"nothing to do: {reached}" in said
 
 
 def test_only_matrices_decay():
@@ -318,7 +321,7 @@ def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
 def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
-    said = pool.run(1, train_on, path, tmp_path / "run", stop_at=4, resume_from=2)[0][-1]
+    said = pool.run(1, train_on, path, tmp_path / "run", stop_at=5, resume_from=2)[0][-1]
     assert f"going on with {tmp_path / 'run'} from step 3" in said, "another run saved it since"
 
 

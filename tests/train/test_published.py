@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.hf.families import KINDS
 from tests.train.command import weft, write_config
-from tests.train.test_messages import CHATML, tokenizer_in
+from tests.train.test_conversations import CHATML, tokenizer_in
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import continuations

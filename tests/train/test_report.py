@@ -216,6 +216,17 @@ def test_tokens_per_expert_are_drawn_however_many_layers_and_experts_there_are(t
         assert "Tokens per expert over the steps" in page.text and len(pictures(page)) == 2
 
 
+@pytest.mark.parametrize("moved, said", [([[100, 80], [100, 78]], "saves 21% of the rows"), ([[9, 9]], None)])
+def test_rows_that_were_saved_are_told(tmp_path, moved, said):
+    records = [
+        {"step": step, "kind": "experts", "load": {"layer": [1, 3]}, "exchanged": {"layer": rows}}
+        for step, rows in enumerate(moved)
+    ]
+    (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    _, page = read(write_report(tmp_path))
+    assert (said or "over the steps") in page.text and (said is not None) == ("of the rows between ranks" in page.text)
+
+
 def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     intervals = [
         Interval("compute", "microbatch 1/layer 0/forward.attend", 0.0, 0.0, 0.3),

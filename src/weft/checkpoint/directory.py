@@ -6,6 +6,7 @@
         step-00000005.trash-91bc…/    being deleted
         step-00000020.damaged-0c4e…/  damaged; a run that went on from an older one has saved that step anew
         .lock                         held by rank 0 of the run that writes here
+        .run                          the identity of that run, which each of its checkpoints names
 
 A name without a suffix is committed, because the only way to get one is the rename at the end of `commit`.
 """
@@ -17,12 +18,14 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from weft.checkpoint.manifest import CheckpointError, Manifest
+from weft.checkpoint.manifest import IDENTITY, CheckpointError, Manifest
 
 LOCK = ".lock"
+RUN = ".run"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
@@ -45,6 +48,42 @@ def debris(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _DEBRIS.fullmatch(path.name))
+
+
+def identity(directory: Path) -> str:
+    """Of the run whose checkpoints are in `directory`; "" where it has none."""
+    try:
+        with (directory / RUN).open("rb") as stream:
+            text = stream.read(64).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return text if IDENTITY.fullmatch(text) else ""
+
+
+def identify(directory: Path) -> str:
+    """As `identity`; gives the run one where it has none: that of the newest checkpoint, or a new one."""
+    if known := identity(directory):
+        return known
+    found = ""
+    for step in reversed(committed_steps(directory)):
+        with suppress(CheckpointError):
+            found = Manifest.read(path_of(directory, step)).run
+            break
+    found = found or uuid.uuid4().hex
+    temporary = directory / f"{RUN}.{uuid.uuid4().hex[:12]}"
+    temporary.write_text(f"{found}\n")
+    os.replace(temporary, directory / RUN)
+    return found
+
+
+def require_own(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for a checkpoint that another run wrote."""
+    own = identity(checkpoint.parent)
+    if own and manifest.run and manifest.run != own:
+        raise CheckpointError(
+            f"{checkpoint} is of another run (identity {manifest.run[:8]}, that of this run is {own[:8]}); move it "
+            "out of this folder: a new run starts from its weights with --from"
+        )
 
 
 def begin(directory: Path, step: int) -> Path:

@@ -11,6 +11,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from weft.errors import CheckpointMismatch
+
+_ZIP = b"PK\x03\x04"
+"""How an archive begins."""
 Stored = TensorStorageMetadata | BytesStorageMetadata
 
 _BARE_STORAGE = "torch.storage UntypedStorage"
@@ -26,10 +30,6 @@ _NAMES = {
 """What plain data and tensors are made of; `torch.load` allows more: `bytearray`, with a number, takes any memory."""
 
 
-class CheckpointMismatch(ValueError):
-    """The checkpoint does not fit what it should be loaded into: keys, shapes or dtypes differ."""
-
-
 class LoadPlanner(DefaultLoadPlanner):
     """Fills tensors in place and collects everything else in `loaded`."""
 
@@ -43,7 +43,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def unpack(stream: IO[bytes]) -> Any:
     """What `torch.save` wrote; runs nothing, and takes no more memory than the stream is long."""
+    stream.seek(0)
+    if stream.read(4) != _ZIP:  # torch reads other beginnings as its legacy format, whatever archive lies behind them
+        raise ValueError("it is not in torch's zip format")
     with zipfile.ZipFile(stream) as archive:
+        if archive.comment or min((entry.header_offset for entry in archive.infolist()), default=1):
+            raise ValueError("its archive does not fill it")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed")
         for entry in archive.infolist():

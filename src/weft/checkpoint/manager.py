@@ -12,6 +12,7 @@ from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from weft.checkpoint import directory as folder
 from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
@@ -20,7 +21,7 @@ from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
 from weft.checkpoint.writing import Writer
-from weft.comm.groups import group_beside
+from weft.comm.groups import exchange_objects, first_rank_s, group_beside
 
 Result = TypeVar("Result")
 
@@ -71,6 +72,8 @@ class CheckpointManager:
         self.ranks = dist.get_world_size(self._group) if self._group else 1
         self._stager = Stager()
         self._lock: IO[str] | None = None
+        self._identity = ""
+        """Of the run, on the first rank of the one that writes."""
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
@@ -210,7 +213,13 @@ class CheckpointManager:
 
     def _load(self, state: Mapping[str, Any], step: int) -> None:
         path = folder.path_of(self.directory, step)
-        manifest, metadata = self._on_first_rank(lambda: describe(path))
+
+        def described() -> tuple[Manifest, Metadata]:
+            found = describe(path)
+            folder.require_own(path, found[0])
+            return found
+
+        manifest, metadata = self._on_first_rank(described)
         resharded = manifest.ranks != self.ranks
         templates: dict[str, tuple[str, Mapping[str, Any]]] = {}
         expected: dict[str, Any] = {}
@@ -280,6 +289,7 @@ class CheckpointManager:
             if self._lock is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S, say=self._say)
+                self._identity = folder.identify(self.directory)
             folder.discard(folder.debris(self.directory))
             if step is not None and step in self.passed_over and step in folder.committed_steps(self.directory):
                 folder.set_aside(folder.path_of(self.directory, step))
@@ -323,7 +333,7 @@ class CheckpointManager:
                     process_group=self._writers,
                     no_dist=self._writers is None,
                 )
-            manifest = Manifest(step, self.ranks, self._measure(temporary))
+            manifest = Manifest(step, self.ranks, self._measure(temporary), run=self._identity)
             self._on_first_rank(commit, self._writers)
         except BaseException:
             if self.rank == 0:
@@ -351,9 +361,7 @@ class CheckpointManager:
         """Every rank's `value`, in order of rank."""
         if group is None:
             return [value]
-        of_all: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_all, value, group=group)
-        return of_all
+        return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
         """Run `action` on the first rank; all ranks of `group` (default: the foreground's) get its result or error."""
@@ -365,7 +373,7 @@ class CheckpointManager:
             except Exception as error:
                 answer[1] = error
         if group is not None:
-            dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
+            answer = first_rank_s(answer, group, "the first rank at a checkpoint", watched=group is not self._writers)
         if answer[1] is not None:
             raise answer[1]
         return answer[0]

@@ -18,24 +18,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.errors import CheckpointError, CheckpointGone
+
 MANIFEST = "weft.json"
 METADATA = ".metadata"
-FORMAT = 2
+FORMAT = 3
+_WITHOUT_RUN = 2
+"""The format before manifests named their run; it can still be read."""
 BLOCK = 8 << 20
 _KEPT = 4
 """Blocks of an open file that stay in memory: reading a tensor jumps between its first and its last one."""
 _LARGEST = 1 << 28
 """Bytes of a manifest; it takes 70 for each block."""
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+IDENTITY = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or one on disk is not what its manifest says."""
-
-
-class CheckpointGone(CheckpointError):
-    """There is no such checkpoint, or no longer: a run that trains removes older ones, whoever reads them."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,8 @@ class Manifest:
     """How many ranks wrote it."""
     files: dict[str, File]
     format: int = FORMAT
+    run: str = ""
+    """The identity of the run that wrote it; "": of format 2, which has none."""
 
     @property
     def bytes(self) -> int:
@@ -88,7 +87,7 @@ class Manifest:
                 raise ValueError(f"it has {path.stat().st_size} bytes")
             text = path.read_text(encoding="utf-8")
             fields = json.loads(text)
-            if fields["format"] != FORMAT:
+            if fields["format"] not in (_WITHOUT_RUN, FORMAT):
                 raise CheckpointError(f"{checkpoint} has format {fields['format']!r}, this version reads {FORMAT}")
             step, ranks = fields["step"], fields["ranks"]
             if not (_is_count(step) and _is_count(ranks) and ranks > 0):
@@ -98,7 +97,10 @@ class Manifest:
             if METADATA not in fields["files"]:
                 raise ValueError(f"it does not list {METADATA}")
             files = {name: File.from_plain(file) for name, file in fields["files"].items()}
-            manifest = cls(step, ranks, files)
+            run = fields["run"] if fields["format"] == FORMAT else ""
+            if not (isinstance(run, str) and (not run or IDENTITY.fullmatch(run))):
+                raise ValueError(f"{run!r} is no identity of a run")
+            manifest = cls(step, ranks, files, fields["format"], run)
             if manifest.text() != text:
                 raise ValueError("its own checksum differs")
             return manifest
@@ -108,6 +110,8 @@ class Manifest:
     def text(self) -> str:
         """The file's content, which no change of one byte leaves valid."""
         fields = asdict(self)
+        if self.format == _WITHOUT_RUN:
+            del fields["run"]
         return json.dumps({**fields, "sha256": _digest(json.dumps(fields).encode())}, indent=1) + "\n"
 
     def write(self, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from weft.cli.schedule import draw
 from weft.cli.train import start
 
 EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
-3 interrupted and saved: go on with --resume"""
+3 interrupted and saved: resume with --resume, 4 interrupted before anything was saved"""
 
 
 class _Parser(argparse.ArgumentParser):

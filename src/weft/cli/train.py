@@ -10,7 +10,7 @@ def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
-    from weft.train.run.runs import CONFIG, open_run, refuse_other_directories, resuming, run_directory
+    from weft.train.run.runs import CONFIG, open_run, refuse_no_run, refuse_other_directories, resuming, run_directory
     from weft.train.run.world import place_from
 
     config_path = options.config
@@ -18,6 +18,7 @@ def start(options: argparse.Namespace) -> int:
         directory = run_directory(options.resume)
         if directory.is_dir():
             refuse_other_directories(directory, f"--resume {options.resume}")
+            refuse_no_run(directory, f"--resume {options.resume}")
             config_path = str(directory / CONFIG)
         else:  # `--resume CONFIG.toml`: the only path there is names the configuration
             if Path(options.resume).suffix != ".toml":

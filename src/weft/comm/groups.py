@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of, world
 from weft.comm.watch.lookout import keep_lookout, watching
 
 CHANNEL_STRIDE = 1000
@@ -46,22 +47,6 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
         raise RuntimeError(_GONE) from error
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of what moves tensors on `device` between the ranks of `group`, "" for nothing.
-
-    A group may have one backend for each kind of device: torch's default, "cpu:gloo,cuda:nccl", is of that kind.
-    """
-    try:
-        return group._get_backend(device).name()
-    except RuntimeError:
-        return ""
-
-
-def is_pretended(group: dist.ProcessGroup) -> bool:
-    """Whether the other ranks do not exist, but count as being all like this one."""
-    return backend_of(group, torch.device("cpu")) == "fake"
 
 
 def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -178,23 +163,17 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """A second communicator over exactly the ranks of `group`. Every rank of the world calls this in the same order.
+    """A second communicator over exactly the ranks of `group`, which all call this; no other rank does.
 
     One communicator runs its collectives one after another; on a twin they run beside those of the first.
     """
-    twin = None
-    for ranks, mine in _everywhere(group, "the ranks of a twin group"):
-        made = _made_like(group, ranks)
-        twin = made if mine else twin
-    return twin
+    return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
-def _everywhere(group: dist.ProcessGroup, what: str) -> Iterator[tuple[list[int], bool]]:
-    """The ranks of this group and of those like it elsewhere in the world, in one order; whether it is this one."""
-    mine, world = dist.get_process_group_ranks(group), dist.group.WORLD
-    assert world is not None
-    for ranks in sorted({tuple(ranks) for ranks in exchange_objects(mine, world, what)}):
-        yield list(ranks), list(ranks) == mine
+def second_communicator(group: dist.ProcessGroup) -> Any:
+    """What carries messages beside those of `group`: `group` itself where all its messages have tags, else a twin."""
+    transports = (transport_of(group, device) for device in group._device_types)
+    return group if all(each.capabilities.tags for each in transports) else twin_group(group)
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
@@ -210,32 +189,29 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
     return made[size]
 
 
-def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> list[Any]:
+def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
     """A communicator for each of `pairs` of ranks of `group`, None where this rank is in none of the two.
 
-    Every rank of the world calls this in the same order, with the same pairs. By tags one communicator serves all that
-    is asked for the same two; without tags, where one thing runs after another, each has its own.
+    Every rank of `group` calls this in the same order, with the same pairs. By tags one communicator serves all that is
+    asked for the same two; without tags, where one thing runs after another, each has its own. None of them is `group`:
+    a broken wait ends its communicator for good.
     """
-    tagged = backend_of(group, torch.device("cpu")) == "gloo"
-    if tagged and group.size() == 2:
-        return [group for _ in pairs]
+    tagged = transport_of(group, device).capabilities.tags
+    ranks = dist.get_process_group_ranks(group)
+    call = _next(group, "pairs")
     made: dict[Any, Any] = {}
-    found: list[Any] = [None] * len(pairs)
-    for ranks, mine in _everywhere(group, "the ranks of pipelines"):
-        for number, pair in enumerate(pairs):
-            two = tuple(sorted(ranks[each] for each in pair))
-            key = (two, 0 if tagged else number)
-            if key not in made:
-                made[key] = _made_like(group, list(two))
-            if mine and group.rank() in pair:
-                found[number] = made[key]
-    return found
+    for number, pair in enumerate(pairs):
+        key = (*sorted(pair), 0 if tagged else number)
+        if group.rank() in pair and key not in made:
+            two = sorted(ranks[each] for each in pair)
+            made[key] = _made_within(group, two, f"pair {call}.{key[-1]}")
+    return [made.get((*sorted(pair), 0 if tagged else number)) for number, pair in enumerate(pairs)]
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
     """A new gloo group of the ranks of `group`, which all ask for one in the same order for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
-    return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend="gloo", timeout=timeout)
+    return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
@@ -243,23 +219,48 @@ def host_group(group: dist.ProcessGroup) -> Any:
 
     Collective over the ranks the first time, where it must be made.
     """
-    if backend_of(group, torch.device("cpu")) == "gloo":
+    if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
     made = _made.setdefault(group, {})
     if "hosts" not in made:
-        made["hosts"] = _made_within(group, dist.get_process_group_ranks(group), "hosts", backend="gloo")
+        made["hosts"] = _made_within(group, dist.get_process_group_ranks(group), "hosts", backend=HOSTS)
     return made["hosts"]
 
 
-def exchange_objects(value: Any, group: dist.ProcessGroup, what: str = "what the ranks tell each other") -> list[Any]:
+def exchange_objects(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+    what: str = "what the ranks tell each other",
+    *,
+    watched: bool = True,
+) -> list[Any]:
     """Every rank's `value`, in rank order, over the hosts' network. For errors and construction, not for every step.
 
-    `what`: what a person calls it.
+    `group`: default is the world. `what`: what a person calls it. Not `watched`: on a thread of its own, beside which
+    the main thread may wait for something else.
     """
+    group = group or world()
     everyone: list[Any] = [value] * group.size()
     if is_pretended(group):
         return everyone
     host = host_group(group)
-    with watching("objects", what, host):
+    with watching("objects", what, host) if watched else nullcontext():
         dist.all_gather_object(everyone, value, group=host)
     return everyone
+
+
+def first_rank_s(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+    what: str = "what the first rank says",
+    *,
+    watched: bool = True,
+) -> Any:
+    """The `value` of the first rank of the group, on all; the arguments are those of `exchange_objects`."""
+    group = group or world()
+    if is_pretended(group):
+        return value
+    host, shared = host_group(group), [value]
+    with watching("object", what, host) if watched else nullcontext():
+        dist.broadcast_object_list(shared, group=host, group_src=0)
+    return shared[0]

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm import streams
-from weft.comm.collectives import Pending
+from weft.comm import priority, streams
+from weft.comm.backends import transport_of
 from weft.comm.groups import CHANNEL_STRIDE
+from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, recording, span
 from weft.comm.transfers import Transfer
 from weft.comm.watch.lookout import Call, explain, lookout, watched
@@ -215,7 +216,13 @@ class Lane:
                     raise
 
             earlier = after._transfer if after is not None else None
-            return Ticket(Transfer(begin, (group, self.tag, channel), earlier), call=call, after=after)
+            tagged = group is not None and transport_of(group, self._device).capabilities.tags
+            if earlier is not None and group is not None and not tagged:
+                # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
+                # one later would not keep it.
+                earlier.complete()
+            gate = priority.gate_of(self.name) if tagged else None
+            return Ticket(Transfer(begin, (group, self.tag, channel), earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:
             self.stream.wait_stream(home)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.comm.collectives import Pending
+from weft.comm.pending import Pending
 from weft.comm.transfers import in_background
 
 

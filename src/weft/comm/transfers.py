@@ -4,6 +4,7 @@
     -------------------------------------------  ---------------------------------------------------------
     a collective behind nothing                  at once, on the thread that asks
     a collective behind another                  when that has ended, on a thread of the crew
+    a collective behind a gate                   when that opens, on a thread of the crew (`weft.comm.priority`)
     the second round of a collective             when the first has ended, on a thread of the crew
     any of them, while an earlier one of the     behind that one: messages of one tag pair in the order
       same ranks and tag has not begun             in which they are sent, which is so the same on all ranks
@@ -16,13 +17,13 @@ import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
 
-from weft.comm.collectives import Pending
+from weft.comm.pending import Pending
 
 GOODBYE_S = 2.0
 """How long the end of a process waits for threads that wait for transfers."""
@@ -31,9 +32,16 @@ GOODBYE_S = 2.0
 class Transfer:
     """One collective on its way; ended once, by whoever waits first."""
 
-    def __init__(self, start: Callable[[], Pending], key: Hashable, after: "Transfer | None" = None) -> None:
-        """`key`: of what begins in order."""
+    def __init__(
+        self,
+        start: Callable[[], Pending],
+        key: Hashable,
+        after: "Transfer | None" = None,
+        gate: threading.Event | None = None,
+    ) -> None:
+        """`key`: of what begins in order. `gate`: who waits for the result opens it."""
         self._key = key
+        self._gate = gate
         self._lock = threading.RLock()
         self._put_off: threading.Event | None = None
         """Set when its last transfers have begun, or it has failed; None: they began at once."""
@@ -41,8 +49,10 @@ class Transfer:
         self._failure: BaseException | None = None
         self.has_ended = False
         """Whether its memory is not in use any more; known once somebody has waited."""
-        needs = after.complete if after is not None and not after._ends_at_once() else None
-        if needs is None and key not in _turns:
+        needs: list[Callable[[], object]] = [] if gate is None or gate.is_set() else [gate.wait]
+        if after is not None and not after._ends_at_once():
+            needs.append(after._end)
+        if not needs and key not in _turns:
             self._begin(start())
         else:
             self._put_off = threading.Event()
@@ -51,7 +61,7 @@ class Transfer:
     def _begin(self, pending: Pending) -> None:
         if (second := pending.second) is not None:
             self._put_off = self._put_off or threading.Event()
-            _in_turn((self._key, 2), Pending(pending.works).complete, lambda: self._begin(second()), self._fail)
+            _in_turn((self._key, 2), [Pending(pending.works).complete], lambda: self._begin(second()), self._fail)
             return
         self._pending = pending
         if self._put_off is not None:
@@ -76,6 +86,15 @@ class Transfer:
 
     def complete(self) -> None:
         """Wait for its end. Raises what a transfer raised."""
+        self._open()
+        self._end()
+
+    def _open(self) -> None:
+        if self._gate is not None:
+            self._gate.set()
+
+    def _end(self) -> None:
+        """Wait for the end, without making it begin."""
         self._is_under_way(timeout=None)
         with self._lock:
             pending, self._pending = self._pending, None
@@ -94,11 +113,12 @@ class Transfer:
 
     def _complete_for_nobody(self) -> None:
         with contextlib.suppress(BaseException):  # belongs to whoever asks
-            self.complete()
+            self._end()
 
     def abandon(self, timeout: timedelta) -> None:
         """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""
         deadline = time.monotonic() + timeout.total_seconds()
+        self._open()
         if not self._is_under_way(timeout.total_seconds()):
             return
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
@@ -159,17 +179,20 @@ _turns_lock = threading.Lock()
 
 
 def _in_turn(
-    key: Hashable, needs: Callable[[], None] | None, start: Callable[[], None], fail: Callable[[BaseException], None]
+    key: Hashable,
+    needs: Sequence[Callable[[], object]],
+    start: Callable[[], None],
+    fail: Callable[[BaseException], None],
 ) -> None:
-    """`start()` on the crew when `needs()` has returned and all earlier ones of the key have started."""
+    """`start()` on the crew when all of `needs` have returned and all earlier ones of the key have started."""
     with _turns_lock:
         before = _turns.get(key)
         mine = _turns[key] = threading.Event()
 
     def job() -> None:
         try:
-            if needs is not None:
-                needs()
+            for need in needs:
+                need()
             if before is not None:
                 before.wait()
             start()

@@ -18,12 +18,9 @@ from types import CodeType
 from typing import NamedTuple
 
 from weft.debug.clocks import HOST
+from weft.errors import StreamOrderError
 
 _END = 1 << 62
-
-
-class StreamOrderError(RuntimeError):
-    """Work that may run at the same time uses the same memory; the message names both, their streams and places."""
 
 
 class Site(NamedTuple):

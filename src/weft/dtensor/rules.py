@@ -14,6 +14,7 @@ what would change shape, strides or memory      | not at all: TypeError
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ _known: dict[Any, Callable[[Any, tuple, dict], Any]] = {}
 """The rules of operators that have been met; operators themselves are slow to look up."""
 
 
+def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`detach` and its like, which share the version counter; what is made in inference mode could not have one."""
+    with torch.inference_mode(args[0].is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+        return args[0].like(args[0]._local_tensor)
+
+
 def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
     """The function that runs operator `func`, given it and its arguments."""
     name = func._schema.name
@@ -77,7 +84,7 @@ def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
     if torch.Tag.inplace_view in func.tags:
         return _refuse
     if name in ("aten::detach", "aten::alias"):
-        return lambda func, args, kwargs: args[0].like(args[0]._local_tensor)  # and so has its version counter
+        return _alias
     if name == "aten::new_empty":
         return _new_empty
     if name in ("aten::copy_",):

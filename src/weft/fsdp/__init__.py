@@ -28,6 +28,7 @@ from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp import autograd, composition
 from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.forgotten import look_around
 from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.diagnostics import (
     Nonfinite,
@@ -35,6 +36,7 @@ from weft.fsdp.diagnostics import (
     describe,
     find_nonfinite,
     memory_report,
+    plan_of,
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
@@ -49,7 +51,7 @@ from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
 placements.install()
 state_dict.install()
-autograd.install(settle_unnoticed)
+autograd.install(look_around, settle_unnoticed)
 composition.install()
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "keep_dtype",
     "memory_report",
     "padding_of",
+    "plan_of",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

@@ -19,6 +19,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,22 +28,16 @@ from torch.utils._pytree import tree_leaves
 
 from weft.debug.guard import guards_memory
 from weft.dtensor.uneven import local_of
+from weft.errors import WeightsGone, WeightsWritten
 from weft.fsdp.gradients.direct import home_of
 
 _numbers = itertools.count(1_000_000_000)
 _gone_versions: "weakref.WeakValueDictionary[int, FullParameters]" = weakref.WeakValueDictionary()
-_REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version", re.DOTALL)
+_REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", re.DOTALL)
 
+_version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
 """Inside, a parameter may be handled whatever its class says."""
-
-
-class WeightsGone(RuntimeError):
-    """Somebody reads gathered weights that have gone; the message names unit and parameter."""
-
-
-class WeightsWritten(RuntimeError):
-    """Somebody wrote to gathered weights, which are copies; the message names unit and parameter."""
 
 
 # --- weights that have gone -------------------------------------------------------------------------------------------
@@ -58,8 +53,10 @@ class FullParameters:
         self._parameters = tuple(parameters)
         self._copies = copies
         self._version = version
-        self._versions = tuple(parameter._version for parameter in parameters)
+        self._versions = self._here = tuple(map(_version_of, parameters))
         """As autograd was told; another one is a write of somebody else."""
+        self._before = self._versions
+        """As it was told when they were here last, before the main weights were written to."""
         self._came: list[torch.Tensor] | None = None
         """What was gathered, under `weft.debug.guard_memory`: some writes no version knows of."""
         self._gone = next(_numbers)
@@ -71,12 +68,15 @@ class FullParameters:
         from_gone = self._versions[0] == self._gone
         strays = self._written() if from_gone else []
         moved, self._version = version - self._version, version
+        if moved:
+            self._before = self._here
         if self._copies:
             self._versions = (version,) * len(self._parameters)
         elif moved:  # their users may write to them, which counts as well
             self._versions = tuple(parameter._version + moved for parameter in self._parameters)
         else:
             return
+        self._here = self._versions
         torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions)
         for parameter in self._parameters:
             if issubclass(here := type(parameter), _Gone):
@@ -120,10 +120,23 @@ class FullParameters:
         """The copies whose version is not as autograd was told."""
         if not self._copies:
             return []
-        found = tuple(parameter._version for parameter in self._parameters)
+        found = tuple(map(_version_of, self._parameters))
         if found == self._versions:
             return []
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
+
+    def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
+        """Whether main weights were written to while a backward was to come that saved a parameter of this shape, at
+        version `expected`, which is at `here` now."""
+        home = home_of(self._parameters[0])
+        return (
+            home is not None
+            and bool(home[0].calls)
+            and any(
+                tuple(each.shape) in (shape, shape[::-1]) and now == here and expected <= before < now
+                for each, now, before in zip(self._parameters, self._versions, self._before)
+            )
+        )
 
     def named(self, shape: tuple[int, ...]) -> str:
         """Those of this shape, or its transpose, and their unit."""
@@ -187,8 +200,14 @@ def _name_of(parameter: Any) -> str:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def install(settle: Callable[[], None]) -> None:
-    """Wrap torch's function that runs a backward, once. `settle()` is called when one has run."""
+first_backwards: list[weakref.ref[Any]] = []
+"""The root units that have run forward, and whose backward is the first."""
+
+
+def install(look_around: Callable[..., None], settle: Callable[[], None]) -> None:
+    """Wrap torch's function that runs a backward, once.
+
+    `look_around(roots, outputs)` is called before one is the first of some roots, `settle()` when one has run."""
     run = torch.autograd._engine_run_backward
     if hasattr(run, "_explains_sharded_weights"):
         return
@@ -197,11 +216,15 @@ def install(settle: Callable[[], None]) -> None:
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         asked = {number: each for number, each in enumerate(inputs) if _waits_for_backward(each)}
         before = {number: _state_of_gradient(each) for number, each in asked.items()}
+        if first_backwards and not inputs:
+            roots = first_backwards.copy()
+            first_backwards.clear()
+            look_around(roots, outputs)
         try:
             found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
         except RuntimeError as error:
             if why := _explained(str(error)):
-                raise WeightsGone(why) from error
+                raise why from error
             if asked and "not have been used in the graph" in str(error):
                 raise _not_in_graph(next(iter(asked.values()))) from error
             raise
@@ -234,15 +257,30 @@ def _not_in_graph(parameter: nn.Parameter) -> RuntimeError:
     )
 
 
-def _explained(refusal: str) -> str:
-    """What a refusal of autograd means, "" if it is about something else."""
+def _explained(refusal: str) -> RuntimeError | None:
+    """What a refusal of autograd means, None if it is about something else."""
+    if "got mixed torch.Tensor and DTensor" in refusal and _gone_versions:
+        return RuntimeError(
+            "backward mixes plain tensors with sharded ones: a loss that adds a penalty on sharded parameters is a "
+            "DTensor, whose gradient plain operators cannot take. In a forward those of other units are sharded, "
+            "outside of it all are. Add the penalty as a plain tensor, penalty.full_tensor()"
+        )
     found = _REFUSAL.search(refusal)
-    gone = _gone_versions.get(int(found[2])) if found else None
-    if found is None or gone is None:
-        return ""
+    if found is None:
+        return None
     shape = tuple(int(size) for size in found[1].split(", ") if size)
-    return (
-        f"backward reads {gone.named(shape)} after its weights went: it came in by a tensor that forward did not "
-        "return, such as one that was kept on a module or captured by a hook. Return that tensor too, in whatever "
-        "structure, or let the unit keep its weights until backward: fully_shard(..., reshard_after_forward=False)"
-    )
+    here, expected = int(found[2]), int(found[3])
+    if (gone := _gone_versions.get(here)) is not None:
+        return WeightsGone(
+            f"backward reads {gone.named(shape)} after its weights went: it came in by a tensor that forward did not "
+            "return, such as one that was kept on a module or captured by a hook. Return that tensor too, in whatever "
+            "structure, or let the unit keep its weights until backward: fully_shard(..., reshard_after_forward=False)"
+        )
+    for each in _gone_versions.values():
+        if each.was_written(shape, expected, here):
+            return WeightsWritten(
+                f"backward reads {each.named(shape)}, which was written to since its forward, by an optimizer or in "
+                "place: its gradients would mix old weights and new ones, which plain modules refuse as well. Let the "
+                "optimizer step after backward, or run the forward again"
+            )
+    return None

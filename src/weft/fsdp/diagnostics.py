@@ -14,8 +14,9 @@ from weft.comm.watch.control import agree
 from weft.dtensor.uneven import local_of
 from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import kept_units, units_of
+from weft.fsdp.module import FSDPModule, kept_units, units_of
 from weft.fsdp.unit import Unit
+from weft.layout.plan import Plan
 from weft.memory.pool import Pool
 
 
@@ -73,6 +74,22 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             "partial gradients": _transient([each.gradients for each in channels]),
         },
     }
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan of the model's next step, if its passes are those of the last one; None before the first pass.
+
+    `model`: a root, or any sharded module under it. The plan is a value: `print(plan.table())` shows what happens at
+    each event, `plan.peak_bytes` are those that `memory_report` measures. Raises TypeError and ValueError as
+    `memory_report` does.
+    """
+    if not isinstance(model, FSDPModule):
+        units_of(model)
+        raise ValueError(
+            f"{type(model).__name__} is not sharded itself: pass the module on which fully_shard was last called"
+        )
+    runtime = model._weft_driver.runtime
+    return runtime.plan() if runtime is not None and runtime.gathers.traces else None
 
 
 class Nonfinite(NamedTuple):

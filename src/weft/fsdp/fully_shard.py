@@ -10,9 +10,9 @@ from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, Request
 from weft.fsdp.construction.members import Members
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.hooks import HookDriver, drivers_under
 from weft.fsdp.module import FSDPModule, attach
 from weft.fsdp.placement import Placements
+from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.state import state_of
@@ -93,7 +93,7 @@ def fully_shard(
         divide_factor=request.divide_factor,
     )
     members.register(unit)
-    driver = HookDriver(unit, modules, request.options)
+    driver = UnitDriver(unit, modules, request.options)
     for inner in below:
         inner.come_under(driver)
     for one in modules:
@@ -108,7 +108,7 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-def _refuse_in_use(driver: HookDriver) -> None:
+def _refuse_in_use(driver: UnitDriver) -> None:
     """Raise ValueError where something is under way in a unit below."""
     what = ", ".join(holder.name for holder in driver.unit.holders)
     if any(group.gradients.where is not Where.NOWHERE for group in driver.unit.groups):

@@ -3,7 +3,7 @@
 buffer        lives       placement    dtype        holds
 main_weight   always      optimizer    main         what the optimizer updates; registered at rest
 model_weight  always*     parameter    compute      what gathers start from
-full          gathered**  Replicate    compute      what forward and backward read; registered while held
+full          gathered**  Replicate    compute      what forward and backward read; registered while they do
 gradients                                           see `weft.fsdp.gradients.group`
 
 *   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm import collectives
+from weft.comm.backends import transport_of
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
@@ -33,18 +34,13 @@ from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
+from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.slots import Slot, register
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
-
-HOOK_NEVER_RUNS = (
-    "a hook on its gradient (register_hook, register_multi_grad_hook) would never run, since autograd computes the "
-    "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
-    "gradient in parameter.grad, and may change it"
-)
 
 
 class ParameterGroup:
@@ -66,6 +62,9 @@ class ParameterGroup:
         self.device, self.home, self.offload = plan.device, plan.home, plan.offload
         self.slots = list(slots)
         self.trainable = parameters[0].requires_grad
+        """Whether this rank has gradients of it."""
+        self.agreed = self.trainable
+        """Whether all ranks reduce its gradients, since some rank may have some."""
         self.tensor_parallel = list(tensor_parallel)
         slices = [local_of(each) for each in parameters]
         self.main_weight, self.model_weight = self._weights(slices)
@@ -180,6 +179,11 @@ class ParameterGroup:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes of its gradients as they travel."""
+        return self.layout.numel * self.recipe.reduce.itemsize
+
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
         storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
@@ -235,7 +239,7 @@ class ParameterGroup:
             and not self.refreshes
             and self.offload is None
             and self.piece is None
-            and collectives.sends_directly(self.groups[-1], self.device)
+            and transport_of(self.groups[-1], self.device).capabilities.bundles
         )
 
     def open_full(self, channels: Channels) -> torch.Tensor:
@@ -289,6 +293,11 @@ class ParameterGroup:
             with torch.no_grad():
                 ticket.wait()
             self._give_staging()
+
+    @property
+    def staging_bytes(self) -> int:
+        """What is taken beside the gathered weights while they are uploaded and cast on their way."""
+        return self._staging.nbytes if self._staging is not None and not self.refreshes else 0
 
     def finish_upload(self) -> None:
         """Make the host wait until nobody reads main weights in CPU memory any more."""
@@ -354,8 +363,8 @@ class ParameterGroup:
         # meanwhile.
         self.trainable = any(trains) or self.gradients.is_owed or self.gradients.accumulates()
         for slot, sharded in zip(self.slots, self.sharded_parameters):
-            if sharded._backward_hooks:
-                raise RuntimeError(f"{slot.name!r} of {self.owner()}: {HOOK_NEVER_RUNS}")
+            if sharded._backward_hooks or IN_BACKWARD in vars(sharded):
+                raise RuntimeError(f"{slot.name!r} of {self.owner()}: {never_runs(sharded)}")
 
     def register(self, full: bool) -> None:
         """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""

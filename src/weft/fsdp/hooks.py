@@ -15,6 +15,7 @@ back as well while a schedule drives the units.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,12 +24,17 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch
-from weft.fsdp.construction.parameters import is_ignored
-from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import in_backward
-from weft.fsdp.runtime.runtime import Runtime
+from weft.fsdp.driver import (
+    RETURNED,
+    UNTIL_BACKWARD,
+    UNTIL_NEXT_PASS,
+    USER,
+    DrivenUnit,
+    Engine,
+    Hold,
+    in_backward,
+)
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
-from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Hold, Unit
 
 
 class ForwardCall:
@@ -45,7 +51,7 @@ class ForwardCall:
         self._ended_in = -1
         """The number of the last backward that it ended in."""
         self._moves = self.unit.moves
-        self._runtime = driver.started
+        self._engine = driver.engine
         """Lives until then, though the root may be gone."""
         self._stretch = Stretch()
         self.unit.calls.add(self)
@@ -67,15 +73,15 @@ class ForwardCall:
                     "since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             unit.calls.add(self)
-        runtime = driver.started
-        runtime.begin_backward(self)
+        engine = driver.engine
+        engine.begin_backward(self)
         self.begun = True
         self._retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._stretch.begin(unit.name, "backward")
         driver.backwards += 1
         if unit.unshard_in_backward:
-            runtime.visit(unit, self, driver.backward_prefetch)
-        runtime.reductions.offer_main_gradients(unit)
+            engine.use(unit, self, _alive(driver.backward_prefetch))
+        engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
         """The gradient of what an output is a view of has come: the output's own does not if its caller wrote to it."""
@@ -98,14 +104,14 @@ class ForwardCall:
         if not self.begun:
             return
         self.abandon()
-        unit, runtime = self.unit, self.driver.started
-        runtime.reduce(unit)
+        unit, engine = self.unit, self.driver.engine
+        engine.ready(unit)
         if unit.reshard_after_backward:
             unit.end_holds(UNTIL_BACKWARD, USER)
-        elif UNTIL_NEXT_PASS not in unit.holders and self in unit.holders:
-            unit.acquire(UNTIL_NEXT_PASS)
+        elif self in unit.holders:
+            engine.keep(unit, UNTIL_NEXT_PASS)
         if self in unit.holders:
-            runtime.leave(unit, self)
+            engine.done(unit, self)
 
     def abandon(self) -> None:
         """The backward is not under way any more."""
@@ -132,21 +138,13 @@ class _EndOfBackward(torch.autograd.Function):
         return (None, *gradients)
 
 
-class HookDriver:
+class HookDriver(ABC):
     """What runs around the calls of one unit's modules, outside of anything compiled in them."""
 
-    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
+    def __init__(self, unit: DrivenUnit, modules: Sequence[nn.Module]) -> None:
         self.unit = unit
-        self._own: Runtime | None = None
-        """Of a root, which alone keeps it: what is left of a model keeps only itself."""
-        self._known: weakref.ref[Runtime] | None = None
-        self.above: weakref.ref[HookDriver] | None = None
-        """The driver of a unit around this one."""
-        self._asked = options
-        """What `fully_shard` was given; None: nothing."""
-        self.options = self._given = options or RuntimeOptions()
-        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.forward_prefetch: list[weakref.ref[Any]] | None = None
+        self.backward_prefetch: list[weakref.ref[Any]] | None = None
         self.backwards = 0
         """Backwards of the unit under way: a forward that meets one is a recomputation."""
         self._modules = [weakref.ref(module) for module in modules]
@@ -156,58 +154,9 @@ class HookDriver:
         self._stretch = Stretch()
 
     @property
-    def runtime(self) -> Runtime | None:
-        """Of the root; None before its first pass, and when it is gone."""
-        return None if self._known is None else self._known()
-
-    @property
-    def started(self) -> Runtime:
-        """The runtime, made for all units of the root if this is its first pass."""
-        if (runtime := self.runtime) is None:
-            root = self.root
-            runtime = root.runtime or root._start()
-            self._known = weakref.ref(runtime)
-        return runtime
-
-    @property
-    def root(self) -> "HookDriver":
-        """The driver of the outermost unit around this one."""
-        root = self
-        while root.above is not None and (around := root.above()) is not None:
-            root = around
-        return root
-
-    def come_under(self, around: "HookDriver") -> None:
-        """`around` is sharded now, and its model's root is this one's too."""
-        if self.above is None or self.above() is None:
-            self.above = weakref.ref(around)
-        runtime = self.runtime
-        changed = self.options if runtime is None else runtime.options
-        around.options = around.options.joined(self._given, changed)
-        self._own = self._known = None
-
-    def _start(self) -> Runtime:
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        drivers = drivers_under(modules)
-        units = [driver.unit for driver in drivers]
-        for unit in units:
-            for other, name in unit.tied.items():
-                if other not in units:
-                    raise RuntimeError(
-                        f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
-                        "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
-                    )
-        _refuse_parameters_in_no_unit(modules, units)
-        for driver in drivers:
-            if driver._asked not in (None, self._given):
-                raise ValueError(
-                    f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
-                    "all units; pass them to fully_shard of the root, the last call"
-                )
-        runtime = self._own = Runtime(units, drivers, self.unit.device, self.options)
-        for driver in drivers:
-            driver._known = weakref.ref(runtime)
-        return runtime
+    @abstractmethod
+    def engine(self) -> Engine:
+        """What the units of the model share: made at its first pass."""
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -231,9 +180,9 @@ class HookDriver:
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What comes before the forward; returns its inputs, cast and marked, and what to call behind it, None where
         hooks stand back."""
-        runtime = self.started
-        runtime.recover()
-        if self.backwards or id(module) in self._entered or runtime.in_schedule:
+        engine = self.engine
+        engine.recover()
+        if self.backwards or id(module) in self._entered or engine.in_schedule:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise RuntimeError(
@@ -241,7 +190,7 @@ class HookDriver:
                 "around plain calls only. Transform a plain copy of the module, or a part of it that fully_shard does "
                 "not see"
             )
-        runtime.enter_forward(self.unit)
+        engine.begin_forward(self.unit)
         try:
             return self._before(module, args, kwargs)
         except BaseException as error:
@@ -257,24 +206,24 @@ class HookDriver:
         except BaseException as error:
             self._fail(error)
             raise
-        self.started.leave_forward()
+        self.engine.end_forward()
         return output
 
     @torch.compiler.disable
     def _fail(self, error: BaseException) -> None:
         """The forward, or what is around it, ended in `error`."""
-        self.started.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
+        self.engine.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
         try:
             self.abandon()
         finally:
-            self.started.leave_forward(error)
+            self.engine.end_forward(error)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked, and what to call behind the forward."""
         unit = self.unit
         if not self._entered:
             self._stretch.begin(unit.name, "forward")
-            self.started.visit(unit, self._hold, self.forward_prefetch)
+            self.engine.use(unit, self._hold, _alive(self.forward_prefetch))
             self._call = ForwardCall(self) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         finish = _nothing
@@ -315,57 +264,28 @@ class HookDriver:
         if self._entered:
             self._leave()
         elif self._hold in self.unit.holders:  # it failed before it began
-            self.started.leave(self.unit, self._hold)
+            self.engine.done(self.unit, self._hold)
         self._stretch.end()
 
     def _leave(self) -> None:
         self._stretch.end()
-        unit, runtime = self.unit, self.started
+        unit, engine = self.unit, self.engine
         call, self._call = self._call, None
         self._entered.clear()
         recomputing = in_backward()
         if call is not None and (recomputing or not self._reshards()):
-            if UNTIL_BACKWARD not in unit.holders:
-                unit.acquire(UNTIL_BACKWARD)
+            engine.keep(unit, UNTIL_BACKWARD)
         elif not recomputing:
             if call is not None:
                 unit.leave_pieces()
             unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:
-            runtime.leave(unit, self._hold)
-        if call is not None and not recomputing:
-            runtime.prefetch.finish(unit)
+            engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
     def _reshards(self) -> bool:
         """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""
         choice = self.unit.reshard_after_forward
         return self.unit.number > 0 if choice is None else choice
-
-
-def drivers_under(modules: Iterable[nn.Module]) -> list[HookDriver]:
-    """The drivers of `modules` and of the sharded modules inside them, outermost first."""
-    return list(
-        dict.fromkeys(
-            vars(child)["_weft_driver"]
-            for module in modules
-            for child in module.modules()
-            if "_weft_driver" in vars(child)
-        )
-    )
-
-
-def _refuse_parameters_in_no_unit(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
-    """What was added after `fully_shard` would be trained by each rank for itself."""
-    groups = [group for unit in units for group in unit.groups]
-    known = {id(each) for group in groups for each in (*group.sharded_parameters, *group.full_parameters)}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known and not is_ignored(parameter):
-                raise RuntimeError(
-                    f"parameter {name!r} was added to {units[0]} after fully_shard and is in no unit: "
-                    "each rank would train it for itself. Add it before, call fully_shard on its module, or name it in "
-                    "ignored_params"
-                )
 
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
@@ -392,6 +312,11 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
 
 def _nothing() -> None:
     """There is nothing to give back."""
+
+
+def _alive(units: "list[weakref.ref[Any]] | None") -> list[Any] | None:
+    """What the user named to be gathered ahead, as far as it is still there."""
+    return None if units is None else [unit for ref in units if (unit := ref()) is not None]
 
 
 _LAZY = (Iterator, Coroutine, AsyncIterator)

@@ -12,7 +12,7 @@ from torch import nn
 from weft.comm import streams
 from weft.comm.lanes import on_stream
 from weft.fsdp.composition import enter_registry
-from weft.fsdp.hooks import HookDriver, drivers_under
+from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
 
@@ -21,7 +21,7 @@ class FSDPModule:
     """What a module can do after `fully_shard`: torch's methods with torch's meaning."""
 
     _weft_unit: Unit
-    _weft_driver: HookDriver
+    _weft_driver: UnitDriver
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """The module's own class: a slice of a sharded container is a container, not a sharded module."""
@@ -292,7 +292,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 _classes: dict[type, type] = {}
 
 
-def attach(module: nn.Module, unit: Unit, driver: HookDriver) -> None:
+def attach(module: nn.Module, unit: Unit, driver: UnitDriver) -> None:
     """Make `module` an FSDPModule of `unit`, in place."""
     cls = type(module)
     if cls not in _classes:
@@ -316,7 +316,7 @@ def unit_of(module: Any) -> Unit:
 
 def runtime_of(module: Any) -> Runtime:
     """What the units of the model that `module` belongs to share."""
-    return module._weft_driver.started
+    return module._weft_driver.engine
 
 
 def checked_factor(what: str, factor: Any) -> float:
@@ -359,7 +359,7 @@ def checked(module: Any) -> FSDPModule:
 
 def _runtimes(module: Any, recurse: bool) -> list[Runtime]:
     drivers = drivers_under([module]) if recurse else [module._weft_driver]
-    return list({id(driver.started): driver.started for driver in drivers}.values())
+    return list({id(driver.engine): driver.engine for driver in drivers}.values())
 
 
 def units_under(module: Any, recurse: bool = True) -> list[Unit]:

@@ -75,6 +75,11 @@ class GroupPlan:
         )
         return FlatBuffer(self.layout, self.mesh, placements, local)
 
+    @property
+    def home_numel(self) -> int:
+        """How many elements of the main weights, and of the main gradients, lie on each rank."""
+        return self.numel(self.placements.optimizer)
+
     def numel(self, placements: tuple[Placement, ...]) -> int:
         """How many elements lie on each rank under `placements`."""
         return self.layout.numel // ranks_over(self.mesh, sharded_axes(placements))

@@ -5,10 +5,10 @@
     at rest      gather       on the way   whoever is first to need or    the gather starts, beside the computation
                                            to foresee the unit
     on the way   arrive       here         whoever needs the weights      what is computed from here on sees them
-    here         hold         held         a holder, by name              the full parameters are registered
+    here         hold         held         a holder, by name
     held         hold         held         another holder
     held         let go       held         a holder, another one stays
-    held         let go last  here         the last holder                the sharded parameters are registered
+    held         let go last  here         the last holder
     held         renew        held         a pass that finds them stale   they are gathered again, into the same memory
     here         free         at rest      a driver that foresees no      the memory goes
                                            use of the unit soon
@@ -17,6 +17,10 @@ Everything else is an error that names the unit, its state and its holders. A ho
 forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that somebody will be
 back. A unit at most makes way for another, with its values; only its holders let it go. It knows nobody who drives it.
 
+What is registered follows those who compute, and the user's `unshard()`: while one of them holds the weights, the full
+parameters, else the sharded ones. Between passes a module so shows what an optimizer, a freeze or a write is to find;
+autograd has views of the weights that wait for a backward.
+
 Gradients have a life of their own, in `weft.fsdp.gradients.group`.
 """
 
@@ -24,21 +28,20 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
+from weft.fsdp.driver import USER, Hold
 from weft.fsdp.gradients.direct import settle
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.memory.pool import Pool
 
 
 class State(enum.Enum):
@@ -65,14 +68,6 @@ TRANSITIONS = {
 _FROM = {state: {event: to for (begin, event), to in TRANSITIONS.items() if begin is state} for state in State}
 
 
-@dataclass(frozen=True, eq=False)
-class Hold:
-    """A holder. `computes`: it uses the weights now, so that they cannot make way."""
-
-    name: str
-    computes: bool = True
-
-
 class TiedHold(NamedTuple):
     """A holder of one unit holds the units that its parameters are tied to."""
 
@@ -88,12 +83,6 @@ class TiedHold(NamedTuple):
     def computes(self) -> bool:
         """Whether the weights are being used."""
         return self.holder.computes
-
-
-USER = Hold("the user's unshard()", computes=False)
-UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
-RETURNED = Hold("what its evaluation returned", computes=False)
-UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 _places = itertools.count()
@@ -115,8 +104,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
-        self.trainable_groups = [group for group in groups if group.trainable]
-        """The groups that have gradients."""
+        self._list_groups()
         self.device = device
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
@@ -131,8 +119,12 @@ class Unit:
         """Among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
         self.holders: dict[Any, None] = {}
+        self._shows_full = False
+        """Whether the full parameters are registered."""
         self.tied: dict[Unit, str] = {}
         """The units that own parameters which modules of this one share, with a parameter's name."""
+        self.resharded = False
+        """Whether a pass has ended the hold of this rank's user; on others the unit may not have run."""
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -206,7 +198,7 @@ class Unit:
                     self._channels.weights.come_back(each)
         self._to("hold")
         self.holders[holder] = None
-        if len(self.holders) == 1:
+        if not self._shows_full and (holder.computes or _is_users(holder)):
             try:
                 self.register()
             except RuntimeError:  # what somebody had put in place of a parameter
@@ -214,7 +206,7 @@ class Unit:
                 raise
 
     def release(self, holder: Any) -> None:
-        """Let go; with the last holder the sharded parameters are registered. The memory stays until `free`."""
+        """Let go. The memory stays until `free`."""
         if holder not in self.holders:
             raise RuntimeError(f"{self}: {holder.name} lets go of weights that it does not hold")
         self._let_go(holder)
@@ -228,6 +220,7 @@ class Unit:
         for holder in holders:
             if holder in self.holders:
                 self.release(holder)
+                self.resharded |= holder is USER
 
     def renew(self) -> None:
         """Gather weights that are held again, since the main weights have changed."""
@@ -248,9 +241,13 @@ class Unit:
                 group.fulls.come(group.version)
 
     def register(self) -> None:
-        """Register what the holders need: full parameters, or the sharded ones if there is no holder."""
+        """Register what the holders need: full parameters, or the sharded ones if nobody computes."""
+        self._shows_full = False
+        for holder in self.holders:
+            if holder.computes or _is_users(holder):
+                self._shows_full = True
         for group in self.groups:
-            group.register(full=bool(self.holders))
+            group.register(full=self._shows_full)
 
     def free(self) -> None:
         """Give the memory back, if it is there and nobody holds the weights."""
@@ -293,9 +290,9 @@ class Unit:
         self.forget()
         self.free()
 
-    def fits(self, pool: Pool) -> bool:
+    def has_room(self) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        return all(pool.has_room(each) for each in self.gathered)
+        return all(map(self._channels.weights.has_room, self.gathered))
 
     def makes_way(self) -> bool:
         """Whether the weights may move out of their place. What is on its way there arrives first."""
@@ -329,7 +326,10 @@ class Unit:
     def _let_go(self, holder: Any) -> None:
         self._to("let go" if len(self.holders) > 1 else "let go last")
         del self.holders[holder]
-        if not self.holders:
+        if self._shows_full:
+            for each in self.holders:
+                if each.computes or _is_users(each):
+                    return
             self.register()
 
     def _arrive(self) -> None:
@@ -350,7 +350,28 @@ class Unit:
         """Freeze and unfreeze what is gathered as the user did what is registered. Raises RuntimeError as groups do."""
         for group in self.groups:
             group.follow_user()
-        self.trainable_groups = [group for group in self.groups if group.trainable]
+
+    def agree(self, trains: Sequence[bool]) -> None:
+        """From now on reduce the gradients of these groups."""
+        for group, agreed in zip(self.groups, trains):
+            group.agreed = agreed
+        self._list_groups()
+
+    def _list_groups(self) -> None:
+        self.trainable_groups = [group for group in self.groups if group.agreed]
+        """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
+        self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
+        """Their numbers."""
+        self.other_groups = [group for group in self.groups if not group.agreed]
+        """The others; a rank that has unfrozen one tells the others at the end of its backward."""
+
+    def unreduced(self, *, here: bool) -> list[int]:
+        """The numbers of the other groups that have gradients, on this rank or on any."""
+        return [
+            number
+            for number, group in enumerate(self.groups)
+            if not group.agreed and (group.trainable if here else any(group.gradients.present))
+        ]
 
     @property
     def reduces_each_microbatch(self) -> bool:
@@ -360,12 +381,13 @@ class Unit:
     @cached_property
     def is_addressed(self) -> bool:
         """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
-        return all(group.transient is None or sends_directly(group.groups[-1], group.device) for group in self.groups)
+        gathered = (group for group in self.groups if group.transient is not None)
+        return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
     @property
     def awaits_reduction(self) -> bool:
         """Whether gradients arrived that no reduction has taken."""
-        return any(group.gradients.arrived for group in self.trainable_groups)
+        return any(group.gradients.arrived for group in self.groups if group.agreed or group.trainable)
 
     def replace_average(self, factor: float | None) -> None:
         """Divide summed gradients by `factor` in place of the number of ranks; None: average again."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.models.pattern import Pattern, parse
 from weft.models.rope_scaling import check_rope_scaling
-from weft.moe.kinds import ACTS, Clamp
+from weft.moe.kinds import ACTS, ROWS_PER, Clamp
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ class HybridConfig:
     """Experts that one token visits."""
     moe_intermediate_size: int = 64
     """Inner width of one expert."""
+    moe_rows_per: str = "rank"
+    """What a token travels to once where experts are spread over ranks: "rank", each rank that has experts of it; or
+    "expert", each of its experts: more rows, added up as in one process, bit for bit."""
     moe_latent_size: int | None = None
     """Width in which tokens travel to experts and are computed there; None: hidden_size."""
     shared_expert_intermediate_size: int = 0
@@ -359,6 +362,7 @@ _CHOICES = {
     "qk_norm": ("none", "head", "full"),
     "norm_order": ("pre", "post", "both"),
     "hidden_act": ACTS,
+    "moe_rows_per": ROWS_PER,
     "router_score": ("softmax", "sigmoid"),
     "mamba_kernel": ("auto", "torch", "mamba_ssm"),
     "delta_kernel": ("auto", "torch", "fla"),

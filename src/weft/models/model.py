@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.cut import cut_of
+from weft.models.documents import Documents
 from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
@@ -91,30 +92,41 @@ class HybridModel(nn.Module):
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
         return self._scores(self.leave(x_BSD))
 
-    def loss(self, x_BSD: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+    def loss(
+        self,
+        x_BSD: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        losses: Sequence[Tensor],
+        documents: Documents | None = None,
+    ) -> Tensor:
         """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
         outputs, losses = [self.leave(x_BSD)], list(losses)
         for number, depth in enumerate(self.depths if self.training else ()):
-            output_BSD, added = depth(self.following(number, tokens), outputs[-1])
+            output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
             outputs.append(output_BSD)
             losses += added
-        return self.total_loss(outputs, labels, losses)
+        return self.total_loss(outputs, labels, losses, documents)
 
     def leave(self, hidden: Tensor) -> Tensor:
         """The last layer's output, normalised."""
         return self.decoder.final_layernorm(hidden)
 
-    def following(self, number: int, tokens: Tensor) -> Tensor:
-        """The tokens that depth `number` reads, embedded; where a sequence has none that follows, token 0."""
-        return self.embed(shifted(tokens, number + 1, 0))
+    def following(self, number: int, tokens: Tensor, documents: Documents | None = None) -> Tensor:
+        """The tokens that depth `number` reads, embedded; where a document has none that follows, token 0."""
+        return self.embed(shifted(tokens, number + 1, 0, documents))
 
-    def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
+    def total_loss(
+        self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor], documents: Documents | None = None
+    ) -> Tensor:
         """The loss from what is scored: by the model and, in training mode, by each prediction depth."""
+        if documents is not None:
+            labels = documents.labels(labels)
         loss = cross_entropy(self._scores(hidden[0]), labels)
         if not self.training:
             return loss
         if self.mtp is not None:
-            losses = [*losses, *self.mtp.losses(hidden[1:], labels, self._scores)]
+            losses = [*losses, *self.mtp.losses(hidden[1:], labels, self._scores, documents)]
         return sum(losses, loss)
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
@@ -124,7 +136,13 @@ class HybridModel(nn.Module):
             scores = self.output_layer(hidden_BSD)
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: Cache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Scores, or with labels the loss.
 
         tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
@@ -134,14 +152,23 @@ class HybridModel(nn.Module):
 
         cache: a dict, empty at first. `tokens` are then those that follow what it has seen, one or several, and it
         remembers them: feeding a sequence in parts gives the scores that it gives at once.
+
+        documents: where documents begin in the rows, and where padding is. Nothing of one document reaches another. The
+        label at a document's last position is ignored.
+
+        Raises `ValueError` for `documents` of another shape, or beside a cache.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
                 f"this rank has stages of a model that is cut over pp={self.cut.ranks} ranks, not the whole of it: "
                 "call weft.overlap.forward_backward"
             )
-        x_BSD, losses = self.decoder(self.embed(tokens), cache)
-        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses)
+        if documents is not None:
+            documents.require(tokens)
+            if cache is not None:
+                raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
+        x_BSD, losses = self.decoder(self.embed(tokens), cache, documents)
+        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses, documents)
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:

@@ -19,6 +19,8 @@ depth. A physical layer is a symbol, counted from 1; a logical layer is a group 
 
 from dataclasses import dataclass
 
+from weft.errors import PatternError
+
 LAYER_NAMES = {
     "M": "Mamba-2",
     "G": "gated delta net",
@@ -36,25 +38,6 @@ LAYER_KEYS = {
     "E": "mlp",
 }
 TERMINAL = "-E"
-
-
-class PatternError(ValueError):
-    """A pattern that breaks a rule: `pattern[position:]` starts with the offending `part`."""
-
-    def __init__(self, pattern: str, position: int, part: str, rule: str) -> None:
-        super().__init__(f"pattern {pattern!r}, position {position}, {part!r}: {rule}")
-        self.pattern = pattern
-        self.position = position
-        self.part = part
-        self.rule = rule
-
-    @property
-    def shown(self) -> str:
-        """The pattern with carets under the offending part, and the rule below."""
-        return f"{self.pattern}\n{' ' * self.position}{'^' * max(1, len(self.part))} {self.rule}"
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.pattern, self.position, self.part, self.rule)
 
 
 @dataclass(frozen=True)

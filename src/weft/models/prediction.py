@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.fsdp.runtime.passes import in_backward
+from weft.fsdp.driver import in_backward
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
+from weft.models.documents import Documents
 from weft.models.layers import RMSNorm
 from weft.models.loss import IGNORED_LABEL, cross_entropy
 from weft.models.stack import Stack
@@ -62,9 +63,11 @@ class PredictionDepth(Stack):
         """The last layer's output, normalised."""
         return self.final_layernorm(hidden)
 
-    def forward(self, following: Tensor, previous: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, following: Tensor, previous: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """From `enter` to `leave`: its output, and what its layers add to the loss."""
-        x_BSD, losses = super().forward(self.enter(following, previous))
+        x_BSD, losses = super().forward(self.enter(following, previous), documents=documents)
         return self.leave(x_BSD), losses
 
 
@@ -77,10 +80,16 @@ class Predictions(nn.Module):
         depths = range(cfg.parsed.depths)
         self.layers: Any = nn.ModuleList(PredictionDepth(cfg, source / str(depth), meshes) for depth in depths)
 
-    def losses(self, outputs: Sequence[Tensor], labels: Tensor, score: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    def losses(
+        self,
+        outputs: Sequence[Tensor],
+        labels: Tensor,
+        score: Callable[[Tensor], Tensor],
+        documents: Documents | None = None,
+    ) -> Iterator[Tensor]:
         """What the output of each depth adds to the loss: its share of the mean of their cross-entropies."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
-            targets = shifted(labels, number, IGNORED_LABEL)
+            targets = shifted(labels, number, IGNORED_LABEL, documents)
             loss = cross_entropy(score(output_BSD), targets)
             loss = loss.where((targets != IGNORED_LABEL).any(), 0.0)  # not the mean of nothing
             if not in_backward():  # what is computed again was counted when it first came
@@ -88,8 +97,10 @@ class Predictions(nn.Module):
             yield loss * (self.coef / len(self.layers))
 
 
-def shifted(tokens: Tensor, places: int, filling: int) -> Tensor:
-    """[B, S] -> what stands `places` further on, with `filling` at the end."""
+def shifted(tokens: Tensor, places: int, filling: int, documents: Documents | None = None) -> Tensor:
+    """[B, S] -> what stands `places` further on, with `filling` at the end of each row, or of each document."""
+    if documents is not None:
+        return documents.following(tokens, places, filling)
     return F.pad(tokens[:, places:], (0, min(places, tokens.shape[1])), value=filling)
 
 

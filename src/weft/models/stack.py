@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
+from weft.models.documents import Documents
 from weft.models.layers import (
     MLP,
     Attention,
@@ -53,12 +54,14 @@ class Layer(nn.Module):
             block = _block(symbol, cfg, source / str(number), rotary, dispatcher, attention)
             self.add_module(LAYER_KEYS[symbol], block)
 
-    def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_BSD: Tensor, cache: Cache | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """[B, S, D] -> [B, S, D], and what the layer adds to the loss, a scalar or None.
 
         With a cache, `x_BSD` are the positions after those that it knows (see `HybridModel.forward`).
         """
-        return run_stages(self, x_BSD, *([] if cache is None else [cache]))
+        return run_stages(self, x_BSD, **_given(cache=cache, documents=documents))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ class Layer(nn.Module):
             )
         return terminal
 
-    def attend(self, x_BSD: Tensor, cache: Cache | None = None) -> Crossing:
+    def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Documents | None = None) -> Crossing:
         """All blocks before the terminal one, and what that has to compute before its experts."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
@@ -97,10 +100,12 @@ class Layer(nn.Module):
                 f"{LAYER_KEYS[self.symbols[-1]]} ({type(terminal).__name__}) {what}, and its layer calls its parts, "
                 f"not it: {'compile' if 'compiled' in what else 'put hooks on'} the layer or the modules inside"
             )
+        if documents is not None and documents.is_plain:
+            documents = None
         for block in self.children():
             if block is not terminal:
                 state = None if cache is None else cache.setdefault(block, {})
-                x_BSD = self._recomputed("attend", block, x_BSD, state)
+                x_BSD = self._recomputed("attend", block, x_BSD, state, documents)
         return Crossing(x_BSD) if terminal is None else terminal.split(x_BSD)
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
@@ -161,14 +166,20 @@ class Stack(nn.Module):
         if ends:
             self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
 
-    def forward(self, x_BSD: Tensor, cache: Cache | None = None) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, x_BSD: Tensor, cache: Cache | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""
-        losses = []
+        losses, beside = [], _given(cache=cache, documents=documents)
         for layer in self.layers:
-            x_BSD, loss = layer(x_BSD, cache)
+            x_BSD, loss = layer(x_BSD, **beside)
             if loss is not None:
                 losses.append(loss)
         return x_BSD, losses
+
+
+def _given(**beside: Any) -> dict[str, Any]:
+    return {name: value for name, value in beside.items() if value is not None}
 
 
 def _block(

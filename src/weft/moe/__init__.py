@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from weft.moe.experts import GroupedExperts
     from weft.moe.layer import MoE, Sent
     from weft.moe.router import Router, Routing
-    from weft.moe.statistics import expert_layers, load_statistics, router_losses
+    from weft.moe.statistics import exchanged_rows, expert_layers, load_statistics, router_losses
 
 __all__ = [
     "AllToAll",
@@ -23,6 +23,7 @@ __all__ = [
     "Routing",
     "Sent",
     "exchange",
+    "exchanged_rows",
     "expert_layers",
     "load_statistics",
     "router_losses",
@@ -35,6 +36,6 @@ __getattr__ = exports(
         "weft.moe.experts": ["GroupedExperts"],
         "weft.moe.layer": ["MoE", "Sent"],
         "weft.moe.router": ["Router", "Routing"],
-        "weft.moe.statistics": ["expert_layers", "load_statistics", "router_losses"],
+        "weft.moe.statistics": ["exchanged_rows", "expert_layers", "load_statistics", "router_losses"],
     },
 )

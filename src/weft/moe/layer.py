@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.fsdp.runtime.passes import in_backward
-from weft.moe.dispatch import Dispatcher, Handle, LocalDispatcher, exchange
+from weft.fsdp.driver import in_backward
+from weft.moe.dispatch import Dispatcher, Halves, Handle, LocalDispatcher, exchange
 from weft.moe.experts import GroupedExperts
 from weft.moe.kinds import CLAMP, Clamp
 from weft.moe.linear import Linear
@@ -15,17 +15,19 @@ from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
 from weft.moe.require import require, require_size
 from weft.moe.router import Router, Routing, count
 from weft.moe.source import WeightSource
+from weft.moe.visits import arrange, gather, goes_in_halves, halved, open_up, pack, visits_of, width_of
 
 
 class Sent(NamedTuple):
     """What `MoE.send` leaves behind.
 
-    `rows` [assignments, hidden]: sorted by expert. `weights` [tokens, k] fp32. `shared`: the shared expert's
-    output [batch, seq, hidden], or None. `loss`: the router's, a scalar, or None. `handle`: for the exchange.
+    `rows` [rows, hidden]: to send. `weights` [tokens, k] fp32, or None where they travel in the rows. `shared`: the
+    shared expert's output [batch, seq, hidden], or None. `loss`: the router's, a scalar, or None. `handle`: for the
+    exchange.
     """
 
     rows: Tensor
-    weights: Tensor
+    weights: Tensor | None
     shared: Tensor | None
     loss: Tensor | None
     handle: Handle
@@ -48,6 +50,8 @@ class MoE(nn.Module):
     """
 
     load: Tensor
+    exchanged: Tensor
+    """Assignments to experts on other ranks, and the rows that travelled for them, of training forwards, [2] int64."""
 
     def __init__(
         self,
@@ -102,15 +106,20 @@ class MoE(nn.Module):
         )
         self.shared_expert_gate = Linear(hidden_size, 1, source / "shared_expert_gate") if shared_expert_gate else None
         self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("exchanged", torch.empty(2, dtype=torch.int64), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Forget the load statistics; the parts reset their own parameters."""
+        """Forget the statistics; the parts reset their own parameters."""
         nn.init.zeros_(self.load)
+        nn.init.zeros_(self.exchanged)
 
     def send(self, hidden: Tensor) -> Sent:
         """Route, compute the shared expert while the ranks exchange counts, and sort the rows for sending."""
         routing = self.router(hidden)
+        return (self._send_per_rank if self.dispatcher.rows_per == "rank" else self._send_per_expert)(hidden, routing)
+
+    def _send_per_expert(self, hidden: Tensor, routing: Routing) -> Sent:
         handle = self.dispatcher.plan(routing.counts)
         self._record(routing)
         order = by_expert(routing.experts, routing.kept, self.router.num_experts)
@@ -119,20 +128,53 @@ class MoE(nn.Module):
         if routing.kept is not None:  # how many are left is known with the sizes
             handle.ready()
             rows = handle.sent
-        batch, seq, _ = hidden.shape
-        handle.permutation = permutation(order, rows, routing.kept, self.router.top_k, (batch, seq))
-        sent = hidden if self.latent_in is None else self.latent_in(hidden)
-        return Sent(spread(sent.flatten(0, 1), handle.permutation), routing.weights, shared, routing.loss, handle)
+        handle.permutation = permutation(
+            order, rows, routing.kept, self.router.top_k, (hidden.shape[0], hidden.shape[1])
+        )
+        sent = spread(self._narrowed(hidden).flatten(0, 1), handle.permutation)
+        return Sent(sent, routing.weights, shared, routing.loss, handle)
+
+    def _send_per_rank(self, hidden: Tensor, routing: Routing) -> Sent:
+        local, shape = len(self.dispatcher.experts), (hidden.shape[0], hidden.shape[1])
+        routings = halved(routing) if goes_in_halves() else [routing]
+        sizes = [len(each.experts) for each in routings]
+        visits = [visits_of(each, self.router.num_experts // local, local, shape) for each in routings]
+        handles = [self.dispatcher.plan(each.counts, goes.counts) for each, goes in zip(routings, visits)]
+        for each, goes, handle in zip(routings, visits, handles):
+            handle.visits = goes
+            self._record(each, goes.counts, losses=each is routings[0])
+        shared = self._shared(hidden)
+        tokens = self._narrowed(hidden).flatten(0, 1).split(sizes)
+        rows = [pack(some, each.weights, goes) for some, each, goes in zip(tokens, routings, visits)]
+        if len(rows) == 1:
+            return Sent(rows[0], None, shared, routing.loss, handles[0])
+        return Sent(torch.cat(rows), None, shared, routing.loss, Halves(handles, [len(each) for each in rows], shape))
 
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
-        """The experts of this rank on the rows that arrived; [received, hidden] -> the same."""
-        rows = reorder(rows, handle.by_expert, handle.by_arrival)
-        return reorder(self.experts(rows, handle.offsets), handle.by_arrival, handle.by_expert)
+        """The experts of this rank on the rows that arrived; [received, hidden] -> the same, weighted where the weights
+        have come with them."""
+        if handle.visits is None:
+            rows = reorder(rows, handle.by_expert, handle.by_arrival)
+            return reorder(self.experts(rows, handle.offsets), handle.by_arrival, handle.by_expert)
+        local, dtype = len(self.dispatcher.experts), handle.visits.dtype
+        if handle.arrived is None:
+            width = width_of(self.router.top_k, local)
+            handle.arrived = arrange(rows, width, dtype, local, handle.assignments)
+        rows, weights = open_up(rows, handle.arrived, dtype)
+        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived)
 
-    def receive(self, rows: Tensor, weights: Tensor, shared: Tensor | None, handle: Handle) -> Tensor:
+    def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
         """The weighted sum of the rows that came back, and the shared expert's; -> [batch, seq, hidden]."""
-        assert handle.permutation is not None
-        output = weigh(rows, weights, handle.permutation).unflatten(0, handle.permutation.shape)
+        if isinstance(handle, Halves):
+            parts = zip(rows.split(handle.sizes), handle.parts)
+            sums = [gather(some, part.visits) for some, part in parts if part.visits is not None]
+            shape, output = handle.shape, torch.cat(sums)
+        elif handle.visits is not None:
+            shape, output = handle.visits.permutation.shape, gather(rows, handle.visits)
+        else:
+            assert handle.permutation is not None and weights is not None
+            shape, output = handle.permutation.shape, weigh(rows, weights, handle.permutation)
+        output = output.unflatten(0, shape)
         if self.latent_out is not None:
             output = self.latent_out(output)
         return output if shared is None else output + shared
@@ -145,6 +187,9 @@ class MoE(nn.Module):
         rows = exchange(rows, self.dispatcher, handle, "combine")
         return self.receive(rows, weights, shared, handle), loss
 
+    def _narrowed(self, hidden: Tensor) -> Tensor:
+        return hidden if self.latent_in is None else self.latent_in(hidden)
+
     def _shared(self, hidden: Tensor) -> Tensor | None:
         if self.shared_expert is None:
             return None
@@ -154,10 +199,15 @@ class MoE(nn.Module):
         return shared
 
     @torch.no_grad()
-    def _record(self, routing: Routing) -> None:
+    def _record(self, routing: Routing, rows: Tensor | None = None, *, losses: bool = True) -> None:
         # A forward inside a backward is a recomputation: its tokens were counted when they first came.
         if self.training and not in_backward():
             whole = routing.kept is None
             self.load += routing.counts if whole else count(routing.experts.view(1, -1), self.load.numel())[0]
-            if routing.loss is not None:
+            held = self.dispatcher.experts
+            if len(held) < self.load.numel():
+                away = routing.counts.sum() - routing.counts[held.start : held.stop].sum()
+                left = away if rows is None else rows.sum() - rows[held.start // len(held)]
+                self.exchanged += torch.stack([away, left])
+            if losses and routing.loss is not None:
                 self.router.added_loss += routing.loss

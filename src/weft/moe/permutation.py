@@ -69,8 +69,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         places: Permutation = ctx.places
-        ones = None if places.kept is None else places.kept.to(_wide(gradient))
-        return _sum_slots(gradient, ones, places.rows).to(gradient.dtype), None
+        return sum_slots(gradient, None, places).to(gradient.dtype), None
 
 
 class _Weigh(torch.autograd.Function):
@@ -78,7 +77,7 @@ class _Weigh(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Permutation) -> Tensor:
         ctx.places = places
         ctx.save_for_backward(rows, weights)
-        return _sum_slots(rows, weights, places.rows).to(rows.dtype)
+        return sum_slots(rows, weights, places).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
@@ -109,13 +108,21 @@ class _Reorder(torch.autograd.Function):
         return gradient.index_select(0, ctx.inverse), None, None
 
 
-def _sum_slots(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """Slot after slot, so that neither ranks nor threads change the order of additions; in fp32 at least."""
+def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
+    """The sum over slots of (weight *) row, [rows, hidden] -> [tokens, hidden], in fp32 at least.
+
+    Slot after slot, so that neither ranks nor threads change the order of additions. A slot without a row adds 0,
+    whatever is in the row that its place names.
+    """
+    if not len(rows):
+        return rows.new_zeros(len(places.rows), rows.shape[1], dtype=_wide(rows))
     total = None
-    for slot in range(places.shape[1]):
-        part = rows.index_select(0, places[:, slot]).to(_wide(rows))
+    for slot in range(places.rows.shape[1]):
+        part = rows.index_select(0, places.rows[:, slot]).to(_wide(rows))
         if weights is not None:
             part.mul_(weights[:, slot, None])
+        if places.kept is not None:
+            part.masked_fill_(~places.kept[:, slot, None], 0)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total

@@ -31,6 +31,16 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
     return _read({name: layer.router.added_loss for name, layer in expert_layers(model).items()}, reset, group)
 
 
+@torch.no_grad()
+def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
+    """What each layer has sent to experts on other ranks since the last reset, [2] int64 by name.
+
+    The first number is that of the assignments, which is that of the rows with one row per expert; the second that of
+    the rows which travelled. Counted as in `load_statistics`, but for what a capacity dropped.
+    """
+    return _read({name: layer.exchanged for name, layer in expert_layers(model).items()}, reset, group)
+
+
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
     """The expert layers of `model` by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

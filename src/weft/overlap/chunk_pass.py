@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm import priority
 from weft.overlap.border import Border
 from weft.overlap.depth_pass import DepthPass
 from weft.overlap.layer import StagedLayer
@@ -25,6 +26,7 @@ class ChunkPass:
     """The steps of one microbatch in one chunk, each called once. What a layer holds goes with its last backward step.
 
     `delay_wgrad`: weight gradients of layers are computed apart; `apart`: those of the head, too.
+    `halves`: exchange rows in halves.
     `before`, `behind`: its borders, None where the model ends. `key`: the same for microbatches of one shape.
     `check`: search for tensors that took a way of their own.
     """
@@ -45,6 +47,7 @@ class ChunkPass:
         key: Hashable,
         delay_wgrad: bool,
         apart: bool,
+        halves: bool,
         loss_scale: float,
         check: bool,
     ) -> None:
@@ -59,6 +62,7 @@ class ChunkPass:
         self._behind = behind
         self._key = key
         self._delay_wgrad = delay_wgrad
+        self._halves = halves
         self._loss_scale = loss_scale
         self._check = check
         self._embed = ComputeNode(f"{self._name}, embed")
@@ -90,7 +94,11 @@ class ChunkPass:
             self._hidden = current.output
             if starts and current.loss is not None:
                 self._losses.append(current.loss)
-        elif step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
+            return
+        following = self._passes.get(layer - 1)
+        if step.slot == "attend" and following is not None and following.exchanges:
+            priority.expect()  # what this layer reduces, and what is gathered now, leaves behind its gradients
+        if step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
             del self._passes[layer]
 
     def _run_depth(self, step: Step, layer: int) -> None:
@@ -125,6 +133,7 @@ class ChunkPass:
             self._hidden,
             self._units.layers[layer].policy,
             delay_wgrad=self._delay_wgrad,
+            halves=self._halves,
             owner=self._owner(self._layers[layer]),
         )
 

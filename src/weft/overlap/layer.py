@@ -151,12 +151,12 @@ def beside_forward(module: nn.Module) -> str:
     return "has hooks" if any(getattr(module, kind) for kind in kinds) else ""
 
 
-def run_stages(layer: StagedLayer, hidden: Tensor, *beside: Any) -> tuple[Tensor, Tensor | None]:
+def run_stages(layer: StagedLayer, hidden: Tensor, **beside: Any) -> tuple[Tensor, Tensor | None]:
     """The layer's stages one after another: its output [batch, seq, hidden] and what it adds to the loss.
 
     `beside`: what this layer's `attend` takes besides, such as a cache.
     """
-    crossing = layer.attend(hidden, *beside)
+    crossing = layer.attend(hidden, **beside)
     rows = crossing.rows
     if layer.stages == ("attend",):
         return rows, crossing.loss

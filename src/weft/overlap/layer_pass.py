@@ -5,16 +5,26 @@
                   +-> loss, for the model
 
 `~~>` is on its way on the exchange lane. In a layer without dispatcher `arrived` is `rows` and `returned` is `leaving`.
+
+In halves, each half of the tokens has rows and an exchange of its own, and the experts start on the first half while
+the second is on its way:
+
+    compute     | attend |        | experts 0 |   experts 1   |           | finish |
+    exchange             | 0 | 1              | combine 0 | combine 1 |
+
+The backward of the experts does the same with the gradients.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from weft.comm import streams
+from weft.comm import priority, streams
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.moe.dispatch import Arrival, Dispatcher
+from weft.moe.dispatch import Arrival, Dispatcher, Halves
+from weft.moe.visits import in_halves
 from weft.overlap.layer import COMPUTE_STAGES, Crossing, StagedLayer
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD
@@ -25,7 +35,8 @@ class LayerPass:
     """The steps of one layer in one microbatch, each called once: `run(direction, slot)`.
 
     `hidden`: the input; `output` is there after the last forward step, `loss` after `attend`, if the layer has one.
-    `policy`: the casts at the layer's border. `owner`: check the nodes against its parameters.
+    `policy`: the casts at the layer's border. `owner`: check the nodes against its parameters. `halves`: exchange rows
+    in halves, where a row is for a rank.
     """
 
     def __init__(
@@ -36,6 +47,7 @@ class LayerPass:
         policy: MixedPrecisionPolicy,
         *,
         delay_wgrad: bool,
+        halves: bool,
         owner: nn.Module | None,
     ) -> None:
         self.loss: Value | None = None
@@ -46,11 +58,12 @@ class LayerPass:
         self._owner = owner
         self._delayed = {stage: DelayedWeights() for stage in ("attend", "experts")} if delay_wgrad else {}
         self._nodes = {stage: ComputeNode(f"{name}.{stage}", self._delayed.get(stage)) for stage in COMPUTE_STAGES}
+        self._halves = halves
+        self._parts: list[Part] = []
         self._hidden = hidden
         self._handle: Any = None
         self._names: list[str] = []
         self._kept: list[Value] = []
-        self._moving: Arrival | None = None
 
     def run(self, direction: str, slot: str) -> None:
         """Run one step."""
@@ -71,7 +84,8 @@ class LayerPass:
         self.loss = rest[len(self._names)] if len(rest) > len(self._names) else None
 
     def _attended(self, hidden: Tensor) -> list[Tensor]:
-        crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden)))
+        with in_halves(self._halves):
+            crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden)))
         self._handle, self._names = crossing.handle, list(crossing.kept)
         if self._layer.dispatcher is not None:
             self._attended_at = streams.moment(crossing.rows.device)
@@ -80,22 +94,37 @@ class LayerPass:
         return [rows, *crossing.kept.values(), *losses]
 
     def _dispatch(self) -> None:
-        self._moving = self._dispatcher.dispatch(self._rows.take(), self._handle, behind=self._attended_at)
+        handles = self._handle.parts if isinstance(self._handle, Halves) else [self._handle]
+        for handle, some in zip(handles, self._divided(self._rows.take())):
+            part = Part(handle, ComputeNode(f"{self._name}.experts", self._delayed.get("experts")))
+            self._parts.append(part)
+            part.moving = self._dispatcher.dispatch(some, part.handle, behind=self._attended_at)
 
     def _experts(self) -> None:
-        if self._layer.dispatcher is not None:
-            self._arrived = self._arrive(self._rows)
-        (self._leaving,) = self._forward(
-            "experts", lambda rows: [self._layer.experts(rows, self._handle)], [self._arrived]
-        )
-        self._returned = self._leaving
+        if self._layer.dispatcher is None:
+            run = self._layer.experts
+            (self._leaving,) = self._forward("experts", lambda rows: [run(rows, self._handle)], [self._arrived])
+            self._returned = self._leaving
+            return
+        for part in self._parts:
+            part.arrived = Value(part.arrive(), self._rows.needs_grad)
+            (part.leaving,) = part.node.forward(
+                lambda rows, part=part: [self._layer.experts(rows, part.handle)], [part.arrived], self._owner
+            )
+            if part is not self._parts[-1]:
+                self._send_back(part)
 
     def _combine(self) -> None:
-        self._moving = self._dispatcher.combine(self._leaving.take(), self._handle)
+        self._send_back(self._parts[-1])
+
+    def _send_back(self, part: "Part") -> None:
+        part.moving = self._dispatcher.combine(part.leaving.take(), part.handle)
 
     def _finish(self) -> None:
-        if self._layer.dispatcher is not None:
-            self._returned = self._arrive(self._leaving)
+        if self._parts:
+            rows = [part.arrive() for part in self._parts]
+            needs_grad = any(part.leaving.needs_grad for part in self._parts)
+            self._returned = Value(rows[0] if len(rows) == 1 else torch.cat(rows), needs_grad)
         (self.output,) = self._forward("finish", self._finished, [self._returned, *self._kept])
 
     def _finished(self, rows: Tensor, *kept: Tensor) -> list[Tensor]:
@@ -108,22 +137,38 @@ class LayerPass:
         self._nodes["finish"].backward()
 
     def _combine_backward(self) -> None:
-        if self._leaving.needs_grad:
-            self._moving = self._dispatcher.dispatch(self._returned.take_gradient(), self._handle)
+        if self._returned.needs_grad:
+            for part, some in zip(self._parts, self._divided(self._returned.take_gradient())):
+                part.moving = self._dispatcher.dispatch(some, part.handle)
+        priority.let_go()
 
     def _experts_backward(self) -> None:
-        self._collect(self._leaving)
-        self._nodes["experts"].backward()
+        if not self._parts:
+            self._nodes["experts"].backward()
+        for part in self._parts:
+            part.collect(part.leaving)
+            part.node.backward()
+            if part is not self._parts[-1]:
+                self._send_gradient_back(part)
 
     def _dispatch_backward(self) -> None:
+        self._send_gradient_back(self._parts[-1])
+
+    def _send_gradient_back(self, part: "Part") -> None:
         if self._rows.needs_grad:
-            self._moving = self._dispatcher.combine(self._arrived.take_gradient(), self._handle)
+            part.moving = self._dispatcher.combine(part.arrived.take_gradient(), part.handle)
 
     def _attend_backward(self) -> None:
-        self._collect(self._rows)
+        gradients = [part.arrive() for part in self._parts if part.moving is not None]
+        if gradients:
+            self._rows.gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         self._nodes["attend"].backward()
 
     # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _divided(self, rows: Tensor) -> Sequence[Tensor]:
+        """The rows of each part."""
+        return rows.split(self._handle.sizes) if isinstance(self._handle, Halves) else [rows]
 
     def _checked(self, crossing: Crossing) -> Crossing:
         parts = {"rows": crossing.rows, **{f"kept[{name!r}]": value for name, value in crossing.kept.items()}}
@@ -138,6 +183,11 @@ class LayerPass:
         return crossing
 
     @property
+    def exchanges(self) -> bool:
+        """Whether its rows travel."""
+        return self._layer.dispatcher is not None
+
+    @property
     def _dispatcher(self) -> Dispatcher:
         assert self._layer.dispatcher is not None
         return self._layer.dispatcher
@@ -145,14 +195,25 @@ class LayerPass:
     def _forward(self, stage: str, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value]) -> list[Value]:
         return self._nodes[stage].forward(function, inputs, self._owner)
 
-    def _arrive(self, sent: Value) -> Value:
-        """What the exchange brought in return for `sent`."""
-        moving, self._moving = self._moving, None
-        assert moving is not None
-        return Value(moving.wait(), sent.needs_grad)
 
-    def _collect(self, sent: Value) -> None:
+class Part:
+    """The rows that are exchanged and computed together: all of the layer's, or those of a half of its tokens."""
+
+    arrived: Value
+    leaving: Value
+
+    def __init__(self, handle: Any, node: ComputeNode) -> None:
+        self.handle = handle
+        self.node = node
+        self.moving: Arrival | None = None
+
+    def arrive(self) -> Tensor:
+        """What is on its way, waited for."""
+        moving, self.moving = self.moving, None
+        assert moving is not None
+        return moving.wait()
+
+    def collect(self, sent: Value) -> None:
         """The gradient of what was `sent`, if the exchange brings it."""
-        moving, self._moving = self._moving, None
-        if moving is not None:
-            sent.gradient = moving.wait()
+        if self.moving is not None:
+            sent.gradient = self.arrive()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.comm.timeline import span
+from weft.errors import UndeclaredTensor
 from weft.overlap.order import COMPUTE
 
 
@@ -43,10 +44,6 @@ class Value:
         """One reader's share of the gradient."""
         if gradient is not None:
             self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-
-class UndeclaredTensor(RuntimeError):
-    """A tensor came into a node by another way than its inputs; the message names the node."""
 
 
 class ComputeNode:

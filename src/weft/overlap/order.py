@@ -9,18 +9,20 @@ stands in the right column starts first and runs on the exchange lane under the 
     B.finish
     F.enter (of a depth)             B.combine
     F.attend
+    A.attend.weights (if delayed)
     B.experts                        F.dispatch
     B.experts.weights (if delayed)   B.dispatch
     F.experts
     B.attend                         F.combine
-    B.attend.weights (if delayed)
     B.enter (of a depth)
     B.enter.weights (if delayed)
     F.finish
     F.leave (of a depth)
 
-B.combine is the backward of combine: gradients travel to the experts. Where a device computes beside the host, the host
-queues B.experts before it waits for the sizes of F.dispatch, so that the device has something to do meanwhile; the lane
+B.combine is the backward of combine: gradients travel to the experts. A is the layer whose backward ran before that of
+B: its delayed weight gradients stand where the last backward, which has no partner, has nothing else beside B.combine,
+and where the sizes of F.dispatch, which F.attend has sent, are on their way. Where a device computes beside the host,
+the host queues B.experts before it waits for these sizes, so that the device has something to do meanwhile; the lane
 waits for F.attend alone, so that both run at once. The layers of prediction depths follow those of the last chunk; a
 depth is entered before its first layer and left behind its last. Around the layers of a chunk stand its ends:
 
@@ -40,6 +42,8 @@ from typing import NamedTuple
 from weft.pipeline.actions import Entry
 
 FORWARD, BACKWARD = "forward", "backward"
+BEFORE = "before"
+"""In a table: the backward of the layer whose backward ran before."""
 COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
@@ -95,30 +99,35 @@ class Part(NamedTuple):
 
 
 # Direction and slot in issue order; a slot of the exchange lane runs under the compute slots that follow it.
-UNTIL_EXPERTS = (
+UNTIL_SENT = (
     (BACKWARD, "leave"),
     (BACKWARD, "finish"),
     (BACKWARD, "combine"),
     (FORWARD, "enter"),
     (FORWARD, "attend"),
+)
+UNTIL_EXPERTS = (
     (FORWARD, "dispatch"),
     (BACKWARD, "experts"),
     (BACKWARD, "dispatch"),
     (BACKWARD, "experts.weights"),
 )
 COMBINED = (
+    *UNTIL_SENT,
+    (BEFORE, "attend.weights"),
     *UNTIL_EXPERTS,
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend"),
-    (BACKWARD, "attend.weights"),
     (BACKWARD, "enter"),
     (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
     (FORWARD, "leave"),
 )
 # `attend` of the backward before `experts` of the forward: its activations go earlier, B.dispatch is less hidden.
+# The weight gradients of `attend` are then all that is beside F.combine.
 EARLY_RELEASE = (
+    *UNTIL_SENT,
     *UNTIL_EXPERTS,
     (BACKWARD, "attend"),
     (BACKWARD, "enter"),
@@ -130,7 +139,7 @@ EARLY_RELEASE = (
     (FORWARD, "leave"),
 )
 FORWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == FORWARD)
-BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == BACKWARD)
+BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
 
 def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -141,7 +150,7 @@ def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
-WEIGHTS = tuple(entry for entry in BACKWARD_ALONE if "." in entry[1])
+WEIGHTS = ("experts.weights", "attend.weights", "enter.weights")
 
 
 def table_order(
@@ -193,12 +202,21 @@ def combined_order(
     if ahead is not None:
         yield ahead.before(FORWARD)
     pairs = min(len(to_come), len(to_go))
+    earlier: Layer | None = None
+
+    def backward(direction: str, slot: str, layer: Layer) -> Iterator[Step]:
+        assert behind is not None
+        owner = earlier if direction == BEFORE else layer
+        if owner is not None:
+            yield from behind.through(BACKWARD, owner, slot)
+
     for one, other in zip(to_come, to_go):
         for direction, slot in entries:
             if direction == FORWARD and ahead is not None:
                 yield from ahead.through(direction, one, slot)
-            elif direction == BACKWARD and behind is not None:
-                yield from behind.through(direction, other, slot)
+            elif direction != FORWARD:
+                yield from backward(direction, slot, other)
+        earlier = None if early_release else other
     leaves = ahead is not None and not ahead.last and pairs == len(to_come)
     if ahead is not None and leaves:
         yield ahead.behind(FORWARD)
@@ -206,9 +224,12 @@ def combined_order(
         for layer in to_go[pairs:]:
             for direction, slot in BACKWARD_ALONE:
                 if delay_wgrad or "." not in slot:
-                    yield from behind.through(direction, layer, slot)
+                    yield from backward(direction, slot, layer)
+            earlier = layer
         if not (apart and behind.first):
             yield behind.before(BACKWARD)
+        if delay_wgrad and earlier is not None:
+            yield from behind.through(BACKWARD, earlier, "attend.weights")
     if ahead is not None and not leaves:
         for layer in to_come[pairs:]:
             for direction, slot in FORWARD_ALONE:
@@ -221,7 +242,7 @@ def weights_order(behind: Part) -> Iterator[Step]:
     if behind.last:
         yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):
-        for direction, slot in WEIGHTS:
-            yield from behind.through(direction, layer, slot)
+        for slot in WEIGHTS:
+            yield from behind.through(BACKWARD, layer, slot)
     if behind.first:
         yield behind.before(BACKWARD)

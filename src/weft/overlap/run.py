@@ -59,10 +59,19 @@ class ScheduledRun:
         """The microbatches and chunks whose layers' weight gradients are computed apart."""
         self._apart: set[tuple[int, int]] = set()
         """Those of which the table has them apart, also those of the head."""
+        self._halves: set[tuple[int, int]] = set()
+        """The microbatches and chunks whose rows are exchanged in halves."""
         self._losses: dict[int, Tensor] = {}
 
     def forward_backward(
-        self, table: Table, *, overlap: bool, delay_wgrad: bool, early_release: bool, trace: list[Step] | None
+        self,
+        table: Table,
+        *,
+        overlap: bool,
+        delay_wgrad: bool,
+        early_release: bool,
+        halves: bool,
+        trace: list[Step] | None,
     ) -> None:
         """Carry out what `table` has for this rank."""
         entries = table.ranks[self._cut.rank]
@@ -70,6 +79,8 @@ class ScheduledRun:
         steps = table_order(entries, self._part, **switches, queues=streams.has_streams(self._device))
         self._apart = {action[1:] for entry in entries for action in entry if action.kind == "W"}
         self._delayed = {action[1:] for entry in entries for action in entry if delay_wgrad} | self._apart
+        alone = {entry[0][1:] for entry in entries if len(entry) == 1 and entry[0].kind != "W"}
+        self._halves = alone if halves else set()
         ends = SharedEnds(self._model, self._cut, self._transport)
         with torch.enable_grad():
             self._carry_out(list(steps), trace)
@@ -146,6 +157,7 @@ class ScheduledRun:
             key=self._key(number),
             delay_wgrad=place in self._delayed,
             apart=place in self._apart,
+            halves=place in self._halves,
             loss_scale=self._scales[number],
             check=number < self._unchecked and torch.is_grad_enabled(),
         )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm import priority
 from weft.overlap.arguments import (
     checked_microbatches,
     checked_scales,
@@ -28,6 +29,7 @@ def forward_backward(
     overlap: bool = True,
     delay_wgrad: bool = False,
     early_release: bool = False,
+    halves: bool = False,
     loss_scale: float | Sequence[float] = 1.0,
     trace: list[Step] | None = None,
 ) -> list[Tensor]:
@@ -49,6 +51,9 @@ def forward_backward(
         overlap: False runs the forward and the backward of a pair one after the other: the reference.
         delay_wgrad: compute the weight gradients of linear and expert layers apart, under an exchange.
         early_release: let a layer's activations go before the experts of its partner run: less memory, less overlap.
+        halves: exchange the rows of a microbatch whose forward or backward stands alone in two halves, so that the
+            experts compute one while the other travels. It needs one row per rank (`moe_rows_per="rank"`). Experts add
+            up their gradients in another order then.
         loss_scale: what gradients are scaled with, such as 1 / len(microbatches), or a factor for each microbatch, such
             as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
@@ -59,8 +64,9 @@ def forward_backward(
         TypeError: `model` or one of its layers is no module or does not follow the protocol, a microbatch is no pair of
             tensors, or a factor of `loss_scale` is no number.
         ValueError: no microbatches, layers inside an activation checkpoint, hooks on modules whose `forward` a schedule
-            does not call, `overlap` without anything to hide, `early_release` without `overlap`, factors that are not
-            finite, or not as many as microbatches; a table that does not fit the model or the microbatches.
+            does not call, `overlap` without anything to hide, `early_release` or `halves` without `overlap`, `halves`
+            without one row per rank, factors that are not finite, or not as many as microbatches; a table that does not
+            fit the model or the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
         CollectiveMismatch: the ranks of a pipeline were called with different microbatches or schedules.
     """
@@ -70,13 +76,22 @@ def forward_backward(
     scales = checked_scales(loss_scale, len(microbatches))
     if early_release and not overlap:
         raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
+    everything = [*layers, *(layer for depth in depths for layer in depth)]
+    if halves and not overlap:
+        raise ValueError(
+            "halves=True without overlap: it is about what stands alone in an overlapped step; leave it out"
+        )
+    if halves and not any(layer.dispatcher is not None and layer.dispatcher.rows_per == "rank" for layer in everything):
+        raise ValueError(
+            "halves=True, but no layer sends one row per rank (expert parallel 1, or rows_per='expert'): there is "
+            "nothing to divide; leave it out"
+        )
     if not torch.is_grad_enabled():
         inside = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RuntimeError(
             f"forward_backward inside torch.{inside}: there are no gradients; call it outside, or evaluate(...), which "
             "has no backward"
         )
-    everything = [*layers, *(layer for depth in depths for layer in depth)]
     if overlap and schedule is None and cut.group is None and all(layer.dispatcher is None for layer in everything):
         raise ValueError(
             "overlap=True, but no layer exchanges tokens between ranks (expert parallel 1, or no experts): there is "
@@ -87,7 +102,17 @@ def forward_backward(
     table = table_of(schedule, cut, len(microbatches))
     require_same(model, cut, f"schedule {table.name!r}", microbatches, table.ranks)
     run = ScheduledRun(model, layers, depths, cut, microbatches, scales)
-    run.forward_backward(table, overlap=overlap, delay_wgrad=delay_wgrad, early_release=early_release, trace=trace)
+    try:
+        run.forward_backward(
+            table,
+            overlap=overlap,
+            delay_wgrad=delay_wgrad,
+            early_release=early_release,
+            halves=halves,
+            trace=trace,
+        )
+    finally:
+        priority.let_go()
     return run.losses()
 
 

@@ -9,7 +9,6 @@ outside of the layers (embedding, head) all the time. The program is made before
 exactly: what is acquired next is gathered ahead.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.comm.watch.lookout import lookout
+from weft.fsdp.driver import DrivenUnit, Engine, Hold
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.fsdp.runtime.runtime import Runtime
-from weft.fsdp.unit import Hold, Unit
+from weft.layout.trace import Event, Trace
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, Step
 
@@ -33,8 +32,8 @@ AHEAD = 2
 class LayerUnits:
     """The units of one layer: those held throughout, and those for `experts` only. `policy`: casts at its border."""
 
-    whole: tuple[Unit, ...]
-    experts: tuple[Unit, ...]
+    whole: tuple[DrivenUnit, ...]
+    experts: tuple[DrivenUnit, ...]
     policy: MixedPrecisionPolicy
 
 
@@ -42,7 +41,7 @@ class LayerUnits:
 class DepthUnits:
     """The units of a prediction depth around those of its layers, numbered `layers`. `policy`: casts at its border."""
 
-    whole: tuple[Unit, ...]
+    whole: tuple[DrivenUnit, ...]
     layers: range
     policy: MixedPrecisionPolicy
 
@@ -51,20 +50,20 @@ class Around(NamedTuple):
     """A step, and the units to acquire before it, to release after it, each with its holder, and to reduce then."""
 
     step: Step
-    acquire: list[tuple[Unit, Hold]]
-    release: list[tuple[Unit, Hold]]
-    reduce: list[Unit]
+    acquire: list[tuple[DrivenUnit, Hold]]
+    release: list[tuple[DrivenUnit, Hold]]
+    reduce: list[DrivenUnit]
 
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The units of a model, by layer, by depth, and those outside; `runtime`: None for a model without units."""
+    """The units of a model, by layer, by depth, and those outside; `engine`: None for a model without units."""
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
-    outside: tuple[Unit, ...]
+    outside: tuple[DrivenUnit, ...]
     policy: MixedPrecisionPolicy
-    runtime: Runtime | None
+    engine: Engine | None
 
     @classmethod
     def of(
@@ -92,8 +91,8 @@ class ModelUnits:
                 f"layers of {type(model).__name__} are sharded, the model around them is not: call fully_shard on it "
                 "too, last"
             )
-        runtime = runtime_of(model) if inside or outside else None
-        return cls(tuple(found), tuple(around), outside, _policy_of(model), runtime)
+        engine = runtime_of(model) if inside or outside else None
+        return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)
 
     def program(self, steps: Iterable[Step]) -> list[Around]:
         """What happens to units around each of `steps`."""
@@ -117,7 +116,7 @@ class ModelUnits:
             around[-1].release.extend(holds)
         return around
 
-    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[Unit, ...]]]:
+    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[DrivenUnit, ...]]]:
         """What `step` is a part of, and the units that are held for all of it."""
         if step.layer is None:
             return
@@ -131,66 +130,57 @@ class ModelUnits:
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
         """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end; not
         `backward`: it has forward steps only."""
-        if self.runtime is None:
+        if self.engine is None:
             return nullcontext()
-        visits = [unit for each in program for unit, _ in each.acquire]
-        return self.runtime.scheduled(visits, AHEAD, lambda: self.gathered(program), backward=backward)
+        return self.engine.scheduled(self.trace(program), AHEAD, backward=backward)
+
+    def trace(self, program: Sequence[Around]) -> Trace:
+        """What `program` does with units."""
+        events = []
+        for each in program:
+            events += [Event("use", unit.number) for unit, _ in each.acquire]
+            events += [Event("done", unit.number) for unit, _ in each.release]
+            events += [Event("ready", unit.number) for unit in each.reduce]
+        return Trace("schedule", tuple(events))
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire what the step needs.
 
         `graph`: what lives from the microbatch's forward to its backward. `last`: no microbatch follows.
         """
-        if self.runtime is None:
+        if self.engine is None:
             return
-        self.runtime.reductions.more_to_come = not last
+        self.engine.expect_more(not last)
         if around.step.direction == BACKWARD and around.step.slot == "head":
             for unit in self.outside:
-                self.runtime.reductions.offer_main_gradients(unit)
+                self.engine.offer(unit)
         for unit, hold in around.acquire:
-            self.runtime.visit(unit, hold)
+            self.engine.use(unit, hold)
             if around.step.direction == BACKWARD:
-                self.runtime.reductions.offer_main_gradients(unit)
+                self.engine.offer(unit)
             elif torch.is_grad_enabled():  # its weights stay where they are until the backward
                 unit.calls.add(self if unit in self.outside else graph)
 
     def after(self, around: Around, graph: Any) -> None:
         """Release and reduce what the step was the last to need."""
-        if self.runtime is None:
+        if self.engine is None:
             return
         for unit, hold in around.release:
             if around.step.direction == BACKWARD:
                 unit.calls.discard(self if unit in self.outside else graph)
-            self.runtime.leave(unit, hold)
+            self.engine.done(unit, hold)
         for unit in around.reduce:
-            self.runtime.reduce(unit)
+            self.engine.ready(unit)
 
     def failed(self, what: str, error: BaseException) -> None:
         """The step `what` ended in `error`: tell ranks that wait for this one."""
-        if self.runtime is not None:
-            self.runtime.note_failure(what, error)
+        if self.engine is not None:
+            self.engine.note_failure(what, error)
         elif (watch := lookout()) is not None:
             watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
-    def gathered(self, program: Sequence[Around]) -> Iterator[set[Unit]]:
-        """The units that are here at once, at each acquisition, with what is gathered ahead or stays for later."""
-        assert self.runtime is not None
-        visits = [unit for each in program for unit, _ in each.acquire]
-        held: Counter[Unit] = Counter()
-        position = 0
-        for each in program:
-            for unit, _ in each.acquire:
-                held[unit] += 1
-                position += 1
-                coming = (visits[at].number for at in range(position, len(visits)))
-                yield held.keys() | set(self.runtime.prefetch.behind((unit.number,), coming, AHEAD))
-            for unit, _ in each.release:
-                held[unit] -= 1
-                if not held[unit]:
-                    del held[unit]
 
-
-def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
+def _hold(held: Sequence[DrivenUnit], mine: Sequence[Around]) -> None:
     """Units held for all of `mine`, the steps of one microbatch in one direction."""
     data = [each for each in mine if "." not in each.step.slot]
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}")) for unit in held]

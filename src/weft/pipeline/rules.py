@@ -9,19 +9,18 @@ F3.0+B2.0        a pair is one forward and one backward
 
 from collections import Counter
 
+from weft.errors import TableError
 from weft.pipeline.actions import LOOP, Action, Entry, Table, V
 
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of what came in", "W": "gradients of weights"}
 
 
-class TableError(ValueError):
-    """A table that cannot run. `rank`; `position` of the entry in it, from 0; `reason`."""
-
-    def __init__(self, table: Table, rank: int, position: int, reason: str) -> None:
-        entries = table.ranks[rank] if rank < len(table.ranks) else ()
-        what = format_entry(entries[position]) if position < len(entries) else "the end"
-        super().__init__(f"table {table.name!r}, rank {rank}, entry {position} ({what}): {reason}")
-        self.rank, self.position, self.reason = rank, position, reason
+def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
+    """The error that says `reason` of an entry, or of the end of a rank's entries."""
+    entries = table.ranks[rank] if rank < len(table.ranks) else ()
+    what = format_entry(entries[position]) if position < len(entries) else "the end"
+    message = f"table {table.name!r}, rank {rank}, entry {position} ({what}): {reason}"
+    return TableError(message, rank, position, reason)
 
 
 def format_entry(entry: Entry) -> str:
@@ -36,9 +35,9 @@ def check_ranks(table: Table) -> None:
         ledger = _Ledger(table)
         for position, entry in enumerate(entries):
             if fault := _pair_fault(entry) or ledger.fault(entry):
-                raise TableError(table, rank, position, fault)
+                raise fault_of(table, rank, position, fault)
         if missing := ledger.missing():
-            raise TableError(table, rank, len(entries), f"{missing} is missing")
+            raise fault_of(table, rank, len(entries), f"{missing} is missing")
 
 
 def _check_shape(table: Table) -> None:

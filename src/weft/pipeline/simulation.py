@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.pipeline.actions import Action, Entry, Table
-from weft.pipeline.rules import TableError, check_ranks, format_entry
+from weft.pipeline.rules import check_ranks, fault_of, format_entry
 
 Cost = float | Sequence[float]
 """One time for all stages, or one for each stage, from the first of the model."""
@@ -166,7 +166,7 @@ class _Run:
         waits = [
             f"rank {each} stands at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle
         ]
-        raise TableError(self.table, rank, len(self._spans[rank]), "no rank can go on: " + "; ".join(waits))
+        raise fault_of(self.table, rank, len(self._spans[rank]), "no rank can go on: " + "; ".join(waits))
 
     def _standing(self, rank: int) -> str:
         position = len(self._spans[rank])

@@ -185,7 +185,7 @@ class Transport:
         if cut.shares_ends:
             ends[ENDS] = (cut.holder(0), cut.holder(last))
         wanted = [(border, way) for border in ends for way in (FORWARD, BACKWARD) if len(set(ends[border])) == 2]
-        groups = pair_groups(cut.group, [ends[border] for border, _ in wanted])
+        groups = pair_groups(cut.group, [ends[border] for border, _ in wanted], device)
         for (border, way), group in zip(wanted, groups):
             if group is None:
                 continue

@@ -8,7 +8,6 @@ name, a value of the wrong type and a value out of its range are each a `ConfigE
 """
 
 import dataclasses
-import difflib
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from weft.models import HybridConfig
 from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
+from weft.train.files import NotReadable, parse_toml, read_bounded
 from weft.train.sections import (
     CheckpointConfig,
     DataConfig,
@@ -30,8 +30,9 @@ from weft.train.sections import (
     ShardingConfig,
 )
 from weft.train.sections.rules import microbatches_per_step, require
+from weft.train.sections.sizes import check_sizes
 from weft.train.tokenizer import load_tokenizer
-from weft.train.toml_values import override_value, plain, show, typed
+from weft.train.toml_values import nearest, override_value, plain, show, typed
 
 __all__ = [
     "CheckpointConfig",
@@ -70,6 +71,8 @@ class TrainConfig:
     """What outlives the processes."""
     run: RunConfig = field(default_factory=RunConfig)
     """Where the run lives."""
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Lines about settings that were adjusted while the configuration was read; a run prints them when it begins."""
 
     def __post_init__(self) -> None:
         self.schedule.check(self.train.steps)
@@ -209,6 +212,7 @@ class TrainConfig:
             "runs two microbatches beside each other, and a step of each rank has one: it would hide nothing; set "
             f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
         )
+        check_sizes(self)
         if self.data.kind == "tokens" or isinstance(self.model, OwnModelConfig):
             return
         tokenizer = load_tokenizer(self.data.tokenizer)
@@ -231,11 +235,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     An override's value is written as in TOML; text needs no quotes ("run.name=first"). Raises ConfigError.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
+        text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
     except OSError as error:
         raise ConfigError(
             f"configuration {str(path)!r}: cannot be read ({error.strerror}); give the path of a TOML file"
         ) from error
+    except NotReadable as error:
+        raise ConfigError(f"configuration {str(path)!r}: {error}; give the path of a TOML file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {str(path)!r}: is not UTF-8 text; give a TOML file") from error
     return parse_config(text, overrides, name=str(path))
@@ -244,12 +250,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> TrainConfig:
     """`load_config` for TOML text; `name` stands for it in errors."""
     try:
-        tables = tomllib.loads(text)
+        tables = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: is not valid TOML: {error}; correct that line") from error
-    for override in overrides:
-        _apply_override(tables, override)
-    return from_tables(tables)
+    except NotReadable as error:
+        raise ConfigError(f"{name}: is not valid TOML for weft: {error}; write it flatter") from error
+    changed = {_apply_override(tables, override) for override in overrides}
+    shortened = "train.steps" in changed and "schedule.warmup_steps" not in changed
+    notes = _unpin_warmup(tables) if shortened else ()
+    return dataclasses.replace(from_tables(tables), notes=notes)
 
 
 def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
@@ -307,6 +316,8 @@ OF_TASK = ("model", "data")
 """The sections that describe what is trained."""
 
 
+_LARGEST = 16 << 20
+"""Bytes of a configuration."""
 _DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}
 
 
@@ -333,7 +344,7 @@ def _unknown(section: str, name: str | None) -> str:
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]
-    near = [shown.format(each) for each in difflib.get_close_matches(word, known, n=1)]
+    near = [shown.format(each) for each in nearest(word, known)]
     what = f"{section}: unknown section" if name is None else f"{section}.{name}: unknown setting"
     if meant := homes + near:
         return f"{what}; did you mean {meant[0]}?"
@@ -349,7 +360,28 @@ def _no_table(section: str, value: Any) -> str:
     return f"{section} = {show(value)}: is a section; write [{section}] and its settings below it"
 
 
-def _apply_override(tables: dict[str, Any], override: str) -> None:
+def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
+    """Unset a `schedule.warmup_steps` of the file that does not fit into the `train.steps` of an override.
+
+    The first thing that many people do with a configuration is a run of a few steps. Returns what to print.
+    """
+    schedule, steps = tables.get("schedule"), tables["train"].get("steps")
+    if not isinstance(schedule, dict) or type(steps) is not int or type(schedule.get("warmup_steps")) is not int:
+        return ()
+    try:
+        _build(ScheduleConfig, schedule, "schedule").check(steps)
+    except ConfigError:
+        pinned = schedule.pop("warmup_steps")
+        rise = _build(ScheduleConfig, schedule, "schedule").warmup(steps)
+        return (
+            f"schedule.warmup_steps = {pinned} does not fit into train.steps = {steps}: the learning rate rises over "
+            f"{rise} steps, as without that setting",
+        )
+    return ()
+
+
+def _apply_override(tables: dict[str, Any], override: str) -> str:
+    """Returns the name of the setting that it changes."""
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
@@ -361,3 +393,4 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
         raise ConfigError(_no_table(section, table))
     hint = typing.get_type_hints(SECTIONS[section]).get(name)
     table[name] = override_value(text.strip(), hint)
+    return f"{section}.{name}"

@@ -3,11 +3,9 @@
 import sys
 from traceback import walk_tb
 
+from weft.errors import ConfigError
+
 _OURS = {"weft", "torch", "numpy", *sys.stdlib_module_names}
-
-
-class ConfigError(ValueError):
-    """A wrong setting: one line that names the value, the rule it breaks and the fix."""
 
 
 def is_refusal(error: Exception) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint import CheckpointManager, ModelState
+from weft.comm.collectives import reduce_now
 from weft.models import HybridConfig
 from weft.models.renumber import renumbered
 from weft.train.config import TrainConfig, load_config
@@ -59,7 +60,7 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
         for module, training in modes.items():
             module.training = training
     shared = torch.cat([total[None], total.new_tensor([count, *numbers.marks()])])
-    dist.all_reduce(shared)
+    reduce_now(shared, dist.ReduceOp.SUM, None, "losses of a validation")
     total_loss, counts, *marks = shared.tolist()
     if not counts:
         return {}

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.models.stages import Stages
-from weft.moe import expert_layers, load_statistics, router_losses
+from weft.moe import exchanged_rows, expert_layers, load_statistics, router_losses
 
 
 class ExpertBalance:
@@ -21,6 +21,9 @@ class ExpertBalance:
         has_losses = any(router.aux_loss_coef or router.z_loss_coef for router in self._routers.values())
         self._stages = Stages(model)
         self.has_losses = any(self._stages.all_of(has_losses))
+        self.exchanged: dict[str, list[int]] = {}
+        """Of the last step that was shown, by name of the layer: assignments to experts on other ranks, and the rows
+        that travelled for them, over all ranks."""
 
     def take_losses(self, zero: torch.Tensor) -> torch.Tensor:
         """`zero` plus what the routers of this rank added to the losses since the last time, over all microbatches."""
@@ -34,7 +37,11 @@ class ExpertBalance:
         moves = self._has_bias and not skipped
         if not (show or moves):
             load_statistics(self._model)  # the next step counts from zero
+            exchanged_rows(self._model)
             return {}
+        exchanged = exchanged_rows(self._model, group=self._mesh if show else None)
+        if show:
+            self.exchanged = self._stages.merged({name: rows.tolist() for name, rows in exchanged.items()})
         loads = load_statistics(self._model, group=self._mesh)
         for name, router in self._routers.items():
             if moves and router.expert_bias is not None:

@@ -1,11 +1,14 @@
-"""Files that are either as they were or as they should be, never in between."""
+"""Files that are either as they were or as they should be, never in between; and files that are read within bounds."""
 
+import json
 import os
+import stat
+import tomllib
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextmanager
@@ -27,3 +30,42 @@ def replace_text(path: Path, text: str) -> None:
     """Make `text` the content of `path`."""
     with replacing(path) as stream:
         stream.write(text.encode())
+
+
+class NotReadable(ValueError):
+    """A file is not an ordinary one, is larger than its kind ever is, or nests deeper than a parser goes."""
+
+
+def read_bounded(path: str | Path, limit: int) -> bytes:
+    """The content of an ordinary file of at most `limit` bytes.
+
+    A device or a pipe never ends, and a file may be larger than the memory. Raises NotReadable for these, OSError.
+    """
+    with open(path, "rb", opener=_open_without_waiting) as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise NotReadable("it is not an ordinary file")
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise NotReadable(f"it has {max(status.st_size, len(content)):,} bytes, and {limit:,} are the most")
+    return content
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Tables of TOML. Raises tomllib.TOMLDecodeError, and NotReadable for what nests too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise NotReadable("it nests too deeply") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A value of JSON. Raises ValueError, also for what nests too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise NotReadable("it nests too deeply") from None
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe waits for its writer

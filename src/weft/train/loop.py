@@ -17,6 +17,8 @@ from torch import nn
 
 import weft
 from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import first_rank_s
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
@@ -32,7 +34,7 @@ from weft.train.record.profile import ProfilerWindow
 from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
-from weft.train.run.failures import FAILURE
+from weft.train.run.failures import FAILURE, Interrupted
 from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
@@ -116,6 +118,7 @@ class Trainer:
             log_every=config.train.log_every,
             enabled=self.rank == 0,
             title=run.directory.name,
+            units=self.task.loss_units,
         )
         self._tell = self.progress.note
         if run.note:
@@ -182,15 +185,15 @@ class Trainer:
 
     def _run(self) -> bool:
         config, position = self.config, self.position
-        if position.step >= config.train.steps:
-            self.say(
-                f"nothing to do: the run is at step {position.step} of {config.train.steps}; "
-                "raise train.steps to train longer"
-            )
+        if position.step >= config.train.steps or self._is_settled():
+            reached = f"the run is at step {position.step} of {config.train.steps}; raise train.steps to train longer"
+            if not self.account.is_complete(position) and self.stages.have_first_rank:
+                self.say(f"nothing is left to train, and the report is missing: {reached}")
+                self.account.end(position, self.optimizer, self.passes)
+            else:
+                self.say(f"nothing to do: {self._settled() if self._is_settled() else reached}")
             return True
-        if self._is_settled():
-            self.say(f"nothing to do: {self._settled()}")
-            return True
+        self._stop_before_first_step()
         if self.rank == 0 and (origin := getattr(self.model, "origin", None)) is not None:
             origin.keep(self.run_place.directory / ORIGIN, self.model.cfg)
         self.account.begin(position.step)
@@ -219,7 +222,7 @@ class Trainer:
                 metrics.log(position.step, "train", **values)
                 skipped, show = self.spikes.in_a_row > 0, _due(config.train.log_every, position.step)
                 if loads := self.experts.after_step(show=show, skipped=skipped):
-                    metrics.log_experts(position.step, loads)
+                    metrics.log_experts(position.step, loads, self.experts.exchanged)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
                 last = position.step == config.train.steps
@@ -241,6 +244,16 @@ class Trainer:
             self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; go on with: {go_on}")
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
+
+    def _stop_before_first_step(self) -> None:
+        """Raise Interrupted on all ranks if one of them was asked to stop before there was anything to save."""
+        asked = torch.tensor(float(self.stop.requested), device=self.device)
+        dist.all_reduce(asked)
+        if asked.item():
+            step = self.position.step
+            state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"
+            raise Interrupted(f"stopped before step {step + 1}: {state}", is_saved=step > 0)
+        self.stop.is_training = True
 
     def _is_settled(self) -> bool:
         """Whether validations have not become better for long enough."""
@@ -283,9 +296,10 @@ class Trainer:
         depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.passes.own_numbers.marks()
         known = torch.stack([mean, router_mean])
-        shared = torch.cat([known, mean.new_tensor([self.stop.requested, *marks]), depth_means])
-        dist.all_reduce(shared)
-        loss_value, router_value, stops, *rest = shared.tolist()
+        own_count = self.task.count(microbatches)
+        shared = torch.cat([known, mean.new_tensor([self.stop.requested, own_count, *marks]), depth_means])
+        reduce_now(shared, dist.ReduceOp.SUM, None, "losses of a step")
+        loss_value, router_value, stops, count, *rest = shared.tolist()
         own_values, depths = self.passes.own_numbers.means(rest[: len(marks)]), rest[len(marks) :]
         added = 0.0
         if self.task.adds_losses:
@@ -293,7 +307,7 @@ class Trainer:
             added = router_value + (coefficient * sum(depths) / len(depths) if depths else 0.0)
         position = self.position
         position.step += 1
-        position.tokens += self.task.units_per_step
+        position.tokens += round(count)
         if not math.isfinite(loss_value) and not skipped:
             raise self._diverged("loss", loss_value)
         seconds = time.perf_counter() - started
@@ -305,7 +319,7 @@ class Trainer:
             "lr": learning_rate,
             "gradient_norm": norm,
             **({"skipped_steps": self.spikes.skipped} if self.spikes.times else {}),
-            f"{self.task.unit}_per_second": self.task.units_per_step / seconds,
+            f"{self.task.unit}_per_second": count / seconds,
             "memory_bytes": _memory_in_use(self.device),
             **self.passes.utilisation(seconds),
             **own_values,
@@ -381,7 +395,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
             answer[0] = open_run(config.run, resume, command, **kind)
         except ConfigError as error:
             answer[1] = error
-    dist.broadcast_object_list(answer)
+    answer = first_rank_s(answer, what="which run to open")
     if answer[1] is not None:
         raise answer[1]
     return answer[0]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import exchange_objects
 from weft.train.errors import ConfigError
 
 _TAKEN = frozenset(
@@ -54,12 +56,12 @@ class OwnNumbers:
         sums = [int(mark) for mark in marks]
         # All alike exactly where the mean of the squares is the square of the mean.
         if any(ranks * squares != total * total for total, squares in zip(sums[::2], sums[1::2])):
-            raise _differ(names, ranks)
+            raise _differ(names)
         if not names:
             return {}
         totals = torch.stack([self._totals[name] for name in names])
         shared = torch.cat([totals, totals.new_tensor([self._counts[name] for name in names])])
-        dist.all_reduce(shared)
+        reduce_now(shared, dist.ReduceOp.SUM, None, "numbers that the loss returns")
         values = shared.tolist()
         return {name: total / count for name, total, count in zip(names, values, values[len(names) :])}
 
@@ -73,9 +75,8 @@ def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return value.detach().to(device=device, dtype=torch.float64)
 
 
-def _differ(names: list[str], ranks: int) -> ConfigError:
-    of_all: list[list[str]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(of_all, names)
+def _differ(names: list[str]) -> ConfigError:
+    of_all = exchange_objects(names, what="names of the numbers that the loss returns")
     other = next(rank for rank, found in enumerate(of_all) if found != of_all[0])
     first, second = (", ".join(found) or "none" for found in (of_all[0], of_all[other]))
     return ConfigError(

@@ -7,6 +7,10 @@ from typing import Protocol
 import numpy as np
 
 from weft.train.errors import ConfigError
+from weft.train.files import NotReadable, read_bounded
+
+_LARGEST = 256 << 20
+"""Bytes of a tokenizer.json; those of published models have up to 35 million."""
 
 
 class Tokenizer(Protocol):
@@ -57,11 +61,11 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            contents = Path(path).read_bytes()
-        except OSError as error:
+            contents = read_bounded(path, _LARGEST)
+        except (OSError, NotReadable) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(
-                f"data.tokenizer = {str(path)!r}: cannot be read ({error.strerror}); "
-                'give "bytes" or the path of a tokenizer.json'
+                f'data.tokenizer = {str(path)!r}: cannot be read ({why}); give "bytes" or the path of a tokenizer.json'
             ) from error
         try:
             import tokenizers

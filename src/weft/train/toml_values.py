@@ -3,14 +3,14 @@
 import difflib
 import json
 import math
-import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Literal
 
 from weft.train.errors import ConfigError
+from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
@@ -22,18 +22,24 @@ def typed(name: str, value: Any, hint: Any) -> Any:
             meant = next((each for each in _lists(value) if _convert(each, hint)[0]), None)
             fix = "" if meant is None else f"; write {name} = {show(meant)}"
         elif typing.get_origin(hint) is Literal and isinstance(value, str):
-            near = difflib.get_close_matches(value, typing.get_args(hint), n=1)
+            near = nearest(value, typing.get_args(hint))
             fix = f"; did you mean {show(near[0])}?" if near else ""
         raise ConfigError(f"{name} = {show(value)}: must be {_describe(hint)}{fix}")
     return result
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The one of `known` that was probably meant, in a list, whatever the case of its letters; none if none is near."""
+    by_lower = {each.lower(): each for each in known}
+    return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
     """What may have been meant by a value that is no list: likely ones first."""
     if isinstance(value, str):
         inside = value.strip().removeprefix("[").removesuffix("]")
-        with suppress(tomllib.TOMLDecodeError):
-            yield tomllib.loads(f"value = [{inside}]")["value"]
+        with suppress(ValueError):
+            yield parse_toml(f"value = [{inside}]")["value"]
         if inside != value.strip():  # without the quotes, which a shell takes
             yield [each.strip(" \"'") for each in inside.split(",")]
             return
@@ -98,8 +104,8 @@ def _describe(hint: Any) -> str:
 def override_value(text: str, hint: Any) -> Any:
     """TOML when it parses as one value of the field's type; otherwise the bare text."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     if set(parsed) != {"value"}:
         return text

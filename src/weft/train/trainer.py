@@ -14,6 +14,7 @@ from torch import nn
 from weft.train import loop
 from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
+from weft.train.run.failures import Interrupted
 from weft.train.run.stop import StopRequest
 from weft.train.run.world import begin_alone, end_with_interpreter, place_from
 from weft.train.task.callables import check_callable, told
@@ -98,6 +99,9 @@ class Trainer(loop.Trainer):
         """As `loop.Trainer.run`; afterwards SIGINT, SIGTERM and SIGHUP do what they did before the trainer was made."""
         try:
             return super().run()
+        except Interrupted as interrupted:
+            self.say(str(interrupted))
+            return False
         finally:
             self.stop.release()
 

@@ -26,6 +26,7 @@ from tests.fsdp.seams.truth import (
     step,
     tokens_loss,
 )
+from tests.pairs import all_pairs
 from tests.pool import distributed
 from weft.comm.watch.lookout import keep_lookout
 
@@ -154,30 +155,27 @@ THEN: list[Callable[[nets.Net, nets.Net, list], None]] = [trains, evaluates, uns
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize("fails", FAILURES)
+@all_pairs(fails=FAILURES, then=THEN, strategy=["optim_grads_params", "optim_grads", "optim"], known=[0, 2])
 @distributed(2, timeout=40)
-def test_going_on_after_an_exception(fails, then):
-    for strategy in ("optim_grads_params", "optim_grads", "optim"):
-        for known in (0, 2):
-            with naming(strategy, "steps before", known):
-                plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
-                optimizers = sgd(plain, sharded)
-                batches = nets.data(known + 3, 4)
-                for batch in batches[:known]:
-                    backward(plain, sharded, tokens_loss, batch)
-                    step(optimizers)
-                fails(plain, batches[known])
-                fails(sharded, mine(batches[known]))
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                if then is not trains:
-                    then(plain, sharded, optimizers)
-                for batch in batches[known + 1 :]:
-                    backward(plain, sharded, tokens_loss, batch)
-                    assert_gradients(sharded, plain)
-                    step(optimizers)
-                assert_weights(sharded, plain)
+def test_going_on_after_an_exception(fails, then, strategy, known):
+    """With `known` steps before it."""
+    plain, sharded = nets.make(), nets.shard(nets.make(), strategy=strategy)
+    optimizers = sgd(plain, sharded)
+    batches = nets.data(known + 3, 4)
+    for batch in batches[:known]:
+        backward(plain, sharded, tokens_loss, batch)
+        step(optimizers)
+    fails(plain, batches[known])
+    fails(sharded, mine(batches[known]))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    if then is not trains:
+        then(plain, sharded, optimizers)
+    for batch in batches[known + 1 :]:
+        backward(plain, sharded, tokens_loss, batch)
+        assert_gradients(sharded, plain)
+        step(optimizers)
+    assert_weights(sharded, plain)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
@@ -185,25 +183,23 @@ def test_going_on_after_an_exception(fails, then):
 @distributed(2)
 def test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it(strategy, bucket_bytes):
     """All of them, whatever of it had run: none is of some microbatches here and of others there. Seen at once."""
-    for place in ("head", "blocks.2", "blocks.2.up", "blocks.0", "embedding"):
-        for waits in (False, True):
-            with naming("fails in", place, "waits for its reduction", waits):
-                plain = nets.make()
-                sharded = nets.shard(
-                    nets.make(), strategy=strategy, runtime=weft.RuntimeOptions(bucket_bytes=bucket_bytes)
-                )
-                first, second, third = nets.data(3, 4)
-                sharded.set_is_last_backward(not waits)
-                nets.loss_of(sharded, mine(first)).backward()
-                sharded.set_is_last_backward(True)
-                handle = sharded.get_submodule(place).register_forward_hook(fails_later)
-                with pytest.raises(Oops):
-                    nets.loss_of(sharded, mine(second)).backward()
-                handle.remove()
-                for name, parameter in sharded.named_parameters():
-                    assert isinstance(parameter, DTensor) and parameter.grad is None, name
-                backward(plain, sharded, tokens_loss, third)
-                assert_gradients(sharded, plain)
+    for number, place in enumerate(("head", "blocks.2", "blocks.2.up", "blocks.0", "embedding")):
+        waits = bool((number + bool(bucket_bytes)) % 2)
+        with naming("fails in", place, "waits for its reduction", waits):
+            plain = nets.make()
+            sharded = nets.shard(nets.make(), strategy=strategy, runtime=weft.RuntimeOptions(bucket_bytes=bucket_bytes))
+            first, second, third = nets.data(3, 4)
+            sharded.set_is_last_backward(not waits)
+            nets.loss_of(sharded, mine(first)).backward()
+            sharded.set_is_last_backward(True)
+            handle = sharded.get_submodule(place).register_forward_hook(fails_later)
+            with pytest.raises(Oops):
+                nets.loss_of(sharded, mine(second)).backward()
+            handle.remove()
+            for name, parameter in sharded.named_parameters():
+                assert isinstance(parameter, DTensor) and parameter.grad is None, name
+            backward(plain, sharded, tokens_loss, third)
+            assert_gradients(sharded, plain)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -13,6 +13,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, backward, naming, sgd, tokens_loss
+from tests.pairs import all_pairs
 from tests.pool import distributed
 
 HALF = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -70,29 +71,25 @@ WRITES: list[Callable[[nets.Net, torch.optim.Optimizer], None]] = [by_step, by_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("write", WRITES)
+@all_pairs(write=WRITES, strategy=STRATEGIES, dtype=[torch.float32, torch.bfloat16], steps=[1, 3])
 @distributed(2)
-def test_unshard_after_a_write_that_followed_a_forward_without_backward(write, strategy):
-    for policy, dtype in ((weft.MixedPrecisionPolicy(), torch.float32), (HALF, torch.bfloat16)):
-        for steps in (1, 3):
-            with naming(dtype, "steps before", steps):
-                plain = nets.make()
-                sharded = half(strategy=strategy) if policy is HALF else nets.shard(nets.make(), strategy=strategy)
-                optimizers = sgd(plain, sharded)
-                for batch in nets.data(steps, 4):
-                    backward(plain, sharded, tokens_loss, batch)
-                for net, optimizer in zip((plain, sharded), optimizers):
-                    output = net(nets.data(1, 4, seed=7)[0])  # whose backward does not come
-                    write(net, optimizer)
-                    del output
-                plain.load_state_dict({name: nets.full(value) for name, value in sharded.state_dict().items()})
-                units = [*sharded.blocks, sharded]
-                for unit in units:
-                    unit.unshard()
-                torch.testing.assert_close(full_now(sharded), in_compute_dtype(plain, dtype), rtol=0, atol=0)
-                for unit in units:
-                    unit.reshard()
+def test_unshard_after_a_write_that_followed_a_forward_without_backward(write, strategy, dtype, steps):
+    plain = nets.make()
+    sharded = half(strategy=strategy) if dtype == torch.bfloat16 else nets.shard(nets.make(), strategy=strategy)
+    optimizers = sgd(plain, sharded)
+    for batch in nets.data(steps, 4):
+        backward(plain, sharded, tokens_loss, batch)
+    for net, optimizer in zip((plain, sharded), optimizers):
+        output = net(nets.data(1, 4, seed=7)[0])  # whose backward does not come
+        write(net, optimizer)
+        del output
+    plain.load_state_dict({name: nets.full(value) for name, value in sharded.state_dict().items()})
+    units = [*sharded.blocks, sharded]
+    for unit in units:
+        unit.unshard()
+    torch.testing.assert_close(full_now(sharded), in_compute_dtype(plain, dtype), rtol=0, atol=0)
+    for unit in units:
+        unit.reshard()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

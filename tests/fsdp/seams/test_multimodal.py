@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import assert_gradients, assert_weights, naming, sgd, step
+from tests.pairs import all_pairs
 from tests.pool import distributed
 
 
@@ -107,14 +108,15 @@ def assert_trains(frozen: str, who: str, microbatches: int = 1, **options) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("frozen", ["the vision tower", "nothing"])
+@all_pairs(
+    strategy=["no_shard", "optim", "optim_grads"],
+    who=list(WHO),
+    frozen=["the vision tower", "nothing"],
+    microbatches=[1, 2],
+)
 @distributed(2)
-def test_images_on_some_ranks_only(frozen, who, microbatches):
-    for strategy in ("no_shard", "optim", "optim_grads"):
-        with naming(strategy):
-            assert_trains(frozen, who, microbatches, strategy=strategy)
+def test_images_on_some_ranks_only(strategy, who, frozen, microbatches):
+    assert_trains(frozen, who, microbatches, strategy=strategy)
 
 
 @pytest.mark.slow
@@ -134,9 +136,7 @@ def test_a_projector_into_a_frozen_text_tower_trains_from_the_ranks_that_have_im
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@all_pairs(strategy=["optim_grads", "optim_grads_params"], outer=["no_shard", "optim"], microbatches=[1, 2])
 @distributed(4, timeout=60)
 def test_images_on_some_ranks_only_on_two_axes(strategy, outer, microbatches):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))

@@ -10,6 +10,7 @@ from torch import nn
 import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, naming, sgd, step
+from tests.pairs import all_pairs
 from tests.pool import distributed
 from weft.fsdp.runtime.passes import end_with_backward
 
@@ -87,11 +88,9 @@ def apart(plain: list[Routes], sharded: list[Routes], paths, order: str, togethe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("paths", PATHS)
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@all_pairs(paths=list(PATHS), order=ORDERS, strategy=["optim_grads", "optim_grads_params"])
 @distributed(2, timeout=40)
-def test_two_roots_of_which_one_has_layers_that_run_on_some_ranks_only(strategy, paths, order):
+def test_two_roots_of_which_one_has_layers_that_run_on_some_ranks_only(paths, order, strategy):
     sharded = [shard(make(seed), strategy=strategy) for seed in (0, 1)]
     apart([make(0), make(1)], sharded, PATHS[paths], order, together=True)
 

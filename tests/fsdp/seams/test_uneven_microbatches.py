@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.watch.rules import CollectiveMismatch
+from weft.errors import CollectiveMismatch
 
 WORST_S = 30
 """Until every rank has been told."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from weft.errors import ConversionError
 from weft.models import hf
 from weft.models.hf.directory import TensorFiles
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.spelling import text_of
 
 FOLDER = Path(__file__).parent / "released"

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.hf.families import CASES, KINDS
 from weft.cli import main
+from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf import places
 from weft.models.hf.directory import TensorFiles, TensorWriter
-from weft.models.hf.errors import ConversionError
 
 
 def tensors(directory):

@@ -10,8 +10,8 @@ from transformers.modeling_layers import MtpModel
 
 from tests.models.hf.families import KINDS
 from tests.models.hf.test_convert import config, replace_tensors, rewrite, tensors
+from weft.errors import ConversionError
 from weft.models import HybridModel, hf
-from weft.models.hf.errors import ConversionError
 
 BEHIND = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
 AROUND = ("enorm", "hnorm", "shared_head.norm", "eh_proj")

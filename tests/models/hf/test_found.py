@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.hf.families import KINDS
 from tests.models.hf.released import make, tensors
+from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import TensorWriter
-from weft.models.hf.errors import ConversionError
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 TOKENS = torch.arange(20)[None]

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from tests.models.hf.released import IGNORED, NAMES, READ, REFUSED, config, make, table, tensors
 from tests.models.hf.test_families import assert_same_gradients
+from weft.errors import ConversionError
 from weft.models import HybridModel, hf
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.spelling import text_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from weft.models import HybridConfig, HybridModel
+from weft.models import Documents, HybridConfig, HybridModel
 from weft.models.layers import kernels
 from weft.models.layers.delta_net import delta_chunked
 
@@ -42,11 +42,14 @@ def chunk_scan(
     assert B.shape == C.shape == (batch, seqlen, ngroups, dstate)
     assert initial_states is None or initial_states.shape == (batch, nheads, headdim, dstate)
     assert dt_softplus is False and dt_limit == (0.0, float("inf"))  # the step is taken as it is
-    assert all(each is None for each in (D, z, dt_bias, seq_idx, cu_seqlens)) and not return_varlen_states
+    assert all(each is None for each in (D, z, dt_bias, cu_seqlens)) and not return_varlen_states
     state = dt.new_zeros(batch, nheads, headdim, dstate) if initial_states is None else initial_states
     of_heads = torch.arange(nheads) // (nheads // ngroups)
+    assert seq_idx is None or (seq_idx.shape == (batch, seqlen) and seq_idx.dtype == torch.int32)
     out = []
     for t in range(seqlen):
+        if seq_idx is not None and t:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
         written = torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t].to(dt.dtype), B[:, t, of_heads].to(dt.dtype))
         state = torch.exp(dt[:, t] * A)[..., None, None] * state + written
         out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t, of_heads].to(dt.dtype)))
@@ -73,7 +76,8 @@ def chunk_rule(
     assert k.shape == q.shape and v.shape[:2] == (batch, length) and v.shape[2] % heads == 0
     assert g.shape == beta.shape == v.shape[:3] and g.max() <= 0
     assert initial_state is None or initial_state.shape == (batch, v.shape[2], width, v.shape[3])
-    assert use_qk_l2norm_in_kernel and cu_seqlens is None and not options
+    assert use_qk_l2norm_in_kernel and not options
+    assert cu_seqlens is None or (batch == 1 and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == length)
     dtype = q.dtype
     q, k, v, g, beta = (each.float() for each in (q, k, v, g, beta))
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
@@ -81,6 +85,8 @@ def chunk_rule(
     state = q.new_zeros(batch, v.shape[2], width, v.shape[3]) if initial_state is None else initial_state.float()
     out = []
     for t in range(length):
+        if cu_seqlens is not None and t in cu_seqlens:
+            state = torch.zeros_like(state)
         state = state * g[:, t, :, None, None].exp()
         correction = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], correction)
@@ -216,3 +222,18 @@ def test_a_kernel_that_is_named_and_does_not_run_is_an_error(symbol):
     setting, place = KINDS[symbol]
     with pytest.raises(kernels.KernelError, match=f"{place[0]} cannot be used: it is not installed; choose 'auto'"):
         model(symbol, **{setting: place[0]})(torch.arange(10)[None])
+
+
+@pytest.mark.parametrize("symbol", KINDS)
+def test_a_kernel_is_told_where_documents_begin(installed, monkeypatch, symbol):
+    setting, place = KINDS[symbol]
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
+    tokens = torch.arange(30).view(2, 15)
+    documents = Documents.from_cu_seqlens(torch.tensor([0, 4, 15, 26, 30]), 2, 15)
+    found = []
+    for choice in ("torch", place[0]):
+        net = model(symbol, **{setting: choice}).to(torch.bfloat16 if symbol == "G" else torch.float32)
+        found.append(net(tokens, documents=documents))
+    assert_close(*found, **CLOSE[symbol])
+    assert installed == [place[2]]
+    assert not torch.allclose(net(tokens)[0, 4:], found[1][0, 4:], **CLOSE[symbol])

@@ -8,14 +8,15 @@ in a single process.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 
 import torch.distributed as dist
 
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.control import agree
-from weft.comm.watch.rules import CollectiveMismatch, mismatch
+from weft.comm.watch.rules import mismatch
+from weft.errors import CollectiveMismatch
 
 _WORD = 62
 
@@ -25,12 +26,15 @@ class Agreed:
     """What holds on all ranks after a backward.
 
     `present`: per parameter, whether any rank has a gradient. `waiting`: the units that any rank packed without a turn
-    in the agreed order. `same_order`: whether the units' backwards ended in the same order everywhere.
+    in the agreed order. `same_order`: whether the units' backwards ended in the same order everywhere. `trains`: per
+    group of parameters, and `resharded`: per unit, whether any rank says so.
     """
 
     present: list[bool]
     waiting: list[int]
     same_order: bool
+    trains: list[bool] = field(default_factory=list)
+    resharded: list[bool] = field(default_factory=list)
 
 
 class Agreement:
@@ -53,11 +57,18 @@ class Agreement:
         """A backward was abandoned."""
         self._log.clear()
 
-    def same_structure(self, units: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Raise CollectiveMismatch where ranks have different units; each string says all of one unit."""
-        (high, low), _ = agree(_both_ways(_fingerprint(units)), [], groups, "first pass", channel=self._channel)
+    def same_structure(
+        self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
+    ) -> list[bool]:
+        """Raise CollectiveMismatch where ranks have different units; each string says all of one unit.
+
+        `trains`: per group of parameters, whether this rank trains it. Returns whether any rank does.
+        """
+        words = _both_ways(_fingerprint(units))
+        (high, low), union = agree(words, _packed(trains), groups, "first pass", channel=self._channel)
         if high != -low:
             raise _parted(units, groups, "have different units", "build the same model on every rank")
+        return _unpacked(union, len(trains))
 
     def reach(
         self,
@@ -66,6 +77,9 @@ class Agreement:
         waiting: Iterable[int],
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
+        *,
+        trains: Sequence[bool] = (),
+        resharded: Sequence[bool] = (),
     ) -> Agreed:
         """Tell the other ranks, and hear what holds on all; the arguments are this rank's part of `Agreed`.
 
@@ -73,11 +87,11 @@ class Agreement:
         differ anywhere.
         """
         log, self._log = self._log, []
-        flags = _packed(present)
         out_of_turn = set(waiting)
+        flags = [*present, *trains, *resharded, *(number in out_of_turn for number in range(len(names)))]
         highest, union = agree(
             [*_both_ways(_fingerprint(log)), *_both_ways(_fingerprint(arrived))],
-            [*flags, *_packed([number in out_of_turn for number in range(len(names))])],
+            _packed(flags),
             groups,
             "end of a backward",
             channel=self._channel,
@@ -86,12 +100,10 @@ class Agreement:
             issued = [f"{what} of {names[unit] or 'the root'} ({nbytes} bytes)" for unit, what, nbytes in log]
             rule = "every rank must run the same units in the same order"
             raise _parted(issued, groups, "issued different collectives", rule)
-        any_waiting = _unpacked(union[len(flags) :], len(names))
-        return Agreed(
-            _unpacked(union[: len(flags)], len(present)),
-            [number for number in reversed(range(len(names))) if any_waiting[number]],
-            highest[2] == -highest[3],
-        )
+        said = iter(_unpacked(union, len(flags)))
+        any_present, any_trains, any_resharded = ([*islice(said, len(each))] for each in (present, trains, resharded))
+        any_waiting = [number for number, waits in enumerate(said) if waits]
+        return Agreed(any_present, any_waiting[::-1], highest[2] == -highest[3], any_trains, any_resharded)
 
 
 def _both_ways(word: int) -> tuple[int, int]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm import streams
-from weft.comm.groups import host_group, is_pretended, tag_of
+from weft.comm.backends import is_pretended
+from weft.comm.groups import host_group, tag_of
 from weft.comm.watch.lookout import watching
 
 TAGS = 200

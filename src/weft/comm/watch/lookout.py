@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from weft.comm.watch import rules
 from weft.comm.watch.elsewhere import waits_elsewhere
-from weft.comm.watch.rules import CollectiveMismatch, Picture, State, mismatch
+from weft.comm.watch.rules import Picture, State, mismatch
+from weft.errors import CollectiveMismatch
 
 DELAY_S = 0.1
 """How long a wait lasts before the rank speaks of it."""

@@ -20,16 +20,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from weft.errors import CollectiveMismatch
+
 CERTAIN_S = 1.0
 """How long the stuck ranks stay so before it is an error."""
 ELSEWHERE_S = 5.0
 """The same where one of them waits outside of weft, of which only the place is known."""
 ABANDONED_S = 60.0
 """The same where one of them left a pass by an exception and has done nothing since."""
-
-
-class CollectiveMismatch(RuntimeError):
-    """Ranks issued different collectives; the message names the units and the ranks."""
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.backends import reaches_devices
 from weft.fsdp.construction.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.construction.parameters import ignore
 from weft.fsdp.module import FSDPModule, checked_factor, kind_of
@@ -175,4 +176,4 @@ def _default_device_type(modules: list[nn.Module]) -> str:
     first = next((parameter for module in modules for parameter in module.parameters()), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
         return first.device.type
-    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    return "cuda" if torch.cuda.is_available() and reaches_devices() else "cpu"

@@ -44,6 +44,7 @@ class Members:
         _refuse_sparse(self.owners, self._found)
         self._tied = {parameter: home for parameter in self._found if (home := home_of(parameter)) is not None}
         self._refuse_outside_in()
+        self._refuse_other_precision()
         self._own = {parameter: slot for parameter, slot in self._found.items() if parameter not in self._tied}
         asked = (request.choose, request.mesh, request.replicas)
         choices = {parameter: choice_of(parameter, *asked) for parameter in self._own}
@@ -72,6 +73,18 @@ class Members:
                 raise ValueError(
                     f"parameter {self._found[parameter].name!r} of {kind_of(modules[0])} is sharded already, by a "
                     "module around it: call fully_shard bottom-up, children first"
+                )
+
+    def _refuse_other_precision(self) -> None:
+        """Raise for a parameter of another unit that computes in another dtype: it is gathered once, in one dtype."""
+        for parameter, (unit, group, number) in self._tied.items():
+            asked = self._request.policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
+            if asked != group.recipe.compute:
+                raise ValueError(
+                    f"parameter {self._found[parameter].name!r} of {kind_of(self._request.modules[0])} is shared with "
+                    f"{group.slots[number].name!r} of {unit.kind}, a unit that computes in {group.recipe.compute}, and "
+                    f"here mp_policy asks for {asked}: what is shared is gathered once. Give both units one mp_policy, "
+                    "or shard both modules in one call, fully_shard([...])"
                 )
 
     def groups(self) -> list[ParameterGroup]:

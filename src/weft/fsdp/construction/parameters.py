@@ -7,7 +7,8 @@ a DTensor of a tensor-parallel plan               taken: its slice is sharded fu
 without a shape yet                               ValueError
 whose class says what operators do                ValueError: a flat buffer would lose the class
 annotated by the package spmd_types               ValueError: the annotation says how its gradient is reduced
-with hooks on its gradient                        ValueError: they would never run
+with hooks on its gradient, or an optimizer that  ValueError: they would never run
+runs in backward
 on another device                                 ValueError
 """
 
@@ -23,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.construction.originals import Original
-from weft.fsdp.group import HOOK_NEVER_RUNS
+from weft.fsdp.gradients.in_vain import never_runs
 
 _ANNOTATION = "_local_type"
 """The attribute in which spmd_types keeps what a plain tensor is on each axis of a mesh."""
@@ -46,8 +47,8 @@ def checked_parameter(
             "gradient is reduced, and which sharding would lose: give it as a DTensor, as torchtitan does with "
             "parallelism.spmd_backend 'partial_dtensor' or 'full_dtensor'"
         )
-    if parameter._backward_hooks:
-        raise ValueError(f"{where}: {HOOK_NEVER_RUNS}")
+    if why := never_runs(parameter):
+        raise ValueError(f"{where}: {why}")
     if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "

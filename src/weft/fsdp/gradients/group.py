@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial
 
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import transport_of
 from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.dtensor.tensor_parallel import TensorParallel
@@ -42,6 +42,7 @@ from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.plan import GroupPlan
+from weft.layout.facts import GradientFacts
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool
 
@@ -124,6 +125,11 @@ class GroupGradients:
                     return True
             return bool(self._written) or any(says_it_wrote(self._full[number]) for number in self._declared)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a buffer to pack into."""
+        return self._stages[0].buffer is not None
+
     def accumulates(self, finishing: bool = True) -> bool:
         """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
@@ -153,6 +159,19 @@ class GroupGradients:
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
         return self._stages[0].views()[number], accumulate
+
+    def facts(self) -> GradientFacts:
+        """What the plan of a step must know of these gradients."""
+        recipe = self._plan.recipe
+        strip = self._plan.home_numel * recipe.main_grad.itemsize if self._plan.offload is not None else 0
+        return GradientFacts(
+            kind=self.bucket_kind,
+            sent=self._plan.layout.numel * recipe.reduce.itemsize,
+            narrows=recipe.narrows,
+            declared=self.declared,
+            stages=tuple(stage.facts() for stage in self._stages),
+            download=strip,
+        )
 
     # --- packing ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +270,8 @@ class GroupGradients:
             return None
         group = group_of(plan.mesh, 0)
         travels_as_it_is = plan.recipe.reduce == plan.recipe.main_grad
-        return (group, plan.recipe.reduce) if travels_as_it_is and sends_directly(group, plan.device) else None
+        bundles = travels_as_it_is and transport_of(group, plan.device).capabilities.bundles
+        return (group, plan.recipe.reduce) if bundles else None
 
     @property
     def bucket_kind(self) -> Any:

@@ -19,6 +19,7 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import has_less_range
+from weft.layout.facts import StageFacts
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 
@@ -70,6 +71,16 @@ class GradientStage:
             self._latest = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, memory)
         self.buffer = self._latest
         return self.buffer
+
+    def facts(self) -> StageFacts:
+        """The bytes of its buffers."""
+        recipe = self._plan.recipe
+        return StageFacts(
+            accumulating=self._numel * recipe.main_grad.itemsize,
+            travelling=self._numel * recipe.reduce.itemsize,
+            inbox=self._inbox.nbytes,
+            shared=recipe.main_grad == recipe.reduce,
+        )
 
     def views(self) -> list[torch.Tensor]:
         """The open buffer's view of each tensor."""

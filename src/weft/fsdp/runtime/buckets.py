@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from weft.comm.buckets import all_gather_bucket
+from weft.comm.collectives import all_gather_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
@@ -30,10 +30,9 @@ from weft.fsdp.unit import Unit
 
 
 class Bucket:
-    """Units whose weights travel together. `gathered`: whether this rank gathered them in this pass."""
+    """Units whose weights travel together."""
 
     def __init__(self, units: Sequence[Unit], channels: Channels) -> None:
-        self.gathered = False
         self.numbers = frozenset(unit.number for unit in units)
         self._units = tuple(units)
         self._channels = channels
@@ -52,14 +51,11 @@ class Bucket:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the gather of all its units that are at rest and have room, if it was not gathered in this pass."""
-        if self.gathered:
-            return
-        self.gathered = True
+        """Start the gather of all its units that are at rest and have room."""
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._units:
-            comes = not unit.resident and unit.fits(self._channels.weights)  # beside those before it
+            comes = not unit.resident and unit.has_room()  # beside those before it
             if comes:
                 self._channels.on_gather(unit)
                 coming.append(unit)
@@ -78,7 +74,7 @@ class Bucket:
     def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
             return self._channels.gathers.run(
-                all_gather_bucket,
+                all_gather_bundle,
                 fulls,
                 [group.model_weight.local for unit in self._units for group in unit.groups],
                 self.group,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from weft.comm.collectives import sends_directly
+from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.watch.agreement import Agreement
 from weft.comm.watch.lookout import Lookout, keep_lookout
@@ -28,21 +28,25 @@ class Joins:
         self._watched_by: Lookout | None = None
         self._tickets: list[Ticket] = []
 
-    def begin_pass(self, units: Sequence[Unit], agreement: Agreement, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Watch the waits of the pass that begins."""
+    def begin_pass(
+        self, units: Sequence[Unit], agreement: Agreement, groups: Sequence[dist.ProcessGroup]
+    ) -> list[bool] | None:
+        """Watch the waits of the pass that begins. Before the first one, returns which parameter groups any rank
+        trains."""
         watch = keep_lookout()
         watch.begin_pass()
         if self._watched_by is watch:
-            return
+            return None
         self._watched_by = watch
         said = []
         for unit in units:
             sizes = ", ".join(str(group.layout.data_numel) for group in unit.groups)
             said.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
-        agreement.same_structure(said, groups)
+        trains = [any(p.requires_grad for p in group.sharded_parameters) for unit in units for group in unit.groups]
+        trains = agreement.same_structure(said, groups, trains)
         for unit in units:
             for number, group in enumerate(unit.groups):
-                if not sends_directly(group.groups[-1], group.device):
+                if not transport_of(group.groups[-1], group.device).capabilities.helpers:
                     continue
                 join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.transient is not None:
@@ -56,6 +60,7 @@ class Joins:
         for number, bucket in enumerate(self._buckets):
             key = self._channels.gathers.key(bucket.group, bucket.channel)
             watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))
+        return trains
 
     def failed(self, what: str, error: BaseException) -> None:
         """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""

@@ -128,8 +128,3 @@ def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[]
         ending = _endings[task] = _Ending()
         Variable._execution_engine.queue_callback(ending)
     ending.add(place, ended, failed)
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward: a forward inside one is a recomputation."""
-    return torch._C._current_graph_task_id() != -1

@@ -2,10 +2,10 @@
 outside.
 
     begins a pass          recover from a failed one; ask whether weights are fresh; watch; let go of what is left
-    visit, leave           a driver's way through the units: gather ahead, hold, let go
+    use, done              a driver's way through the units: gather ahead, hold, let go
     ends a backward        complete what ranks lack, agree, collect the reductions, hand the gradients out, plan memory
 
-Which pass is under way is in `passes`, what comes next in `prefetch`, which gradients travel in `reductions`.
+Which pass is under way is in `passes`, what comes next in `gathers`, which gradients travel in `reductions`.
 """
 
 import dataclasses
@@ -13,61 +13,53 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
+from weft.fsdp.autograd import first_backwards
 from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import fill_buckets
+from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward, in_backward
-from weft.fsdp.runtime.prefetch import Prefetch
+from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward
 from weft.fsdp.runtime.reductions import Reductions
-from weft.fsdp.unit import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Unit
+from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
+from weft.layout.facts import Limits
+from weft.layout.gathers import GatherOrder
+from weft.layout.plan import Plan, compile_plan
+from weft.layout.trace import Trace
+from weft.memory.pool import Transient
 
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 """Of all roots in this process: a backward may go through several."""
 _moments = itertools.count()
 
 
-class Driver(Protocol):
-    """What runs around the calls of a unit's modules."""
-
-    def abandon(self) -> None:
-        """The unit's forward, if it is in one, is over."""
-
-
-class BackwardCall(Protocol):
-    """A forward of a unit on its way through backward."""
-
-    unit: Unit
-
-    @property
-    def begun(self) -> bool:
-        """Whether its backward is under way."""
-        ...
-
-    def end(self) -> None:
-        """Its backward is over."""
-
-    def abandon(self) -> None:
-        """Its backward failed."""
-
-
 class Runtime:
     """The shared state of the units under one root."""
 
-    def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        drivers: Sequence[Driver],
+        inventory: Inventory,
+        device: torch.device,
+        options: RuntimeOptions,
+    ) -> None:
         self.device = device
+        self._inventory = inventory
         self.options = options
         self.passes = Passes(str(units[0]))
         self.channels = Channels(
@@ -82,7 +74,7 @@ class Runtime:
         budget = options.prefetch_bytes
         most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
         self._buckets = fill_buckets(units, self.channels, most)
-        self.prefetch = Prefetch(self.units, self.channels.weights, budget, self._buckets)
+        self.gathers = GatherOrder(self.units, self._buckets, budget)
         channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
@@ -92,6 +84,7 @@ class Runtime:
             bucket_bytes=options.bucket_bytes,
             checked=options.check_collectives,
             note=self._agreement.note,
+            gathers=self.gathers,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
         self._joins = Joins(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
@@ -103,6 +96,7 @@ class Runtime:
         self._depth = 0
         self._calls: list[BackwardCall] = []
         self._makes_graph = False
+        self._reduced: Sequence[bool] = [group.agreed for group in groups]
         self._failure: tuple[BaseException, str] | None = None
         self._evaluates = False
         """Whether the schedule under way, or the last one, has no backward."""
@@ -115,6 +109,11 @@ class Runtime:
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
+        shared = any(group.size() > 1 for group in self._process_groups)
+        self._agrees = shared and options.check_collectives
+        """Whether ranks tell each other what they have."""
+        self._is_new = shared
+        """Whether no backward has looked for parameters around the root."""
         equalize_slices(groups)
         for unit in units:
             unit.channels = self.channels
@@ -135,17 +134,24 @@ class Runtime:
         self.channels.separate = self.options.separate_all_gather_group
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
-    def visit(self, unit: Unit, holder: Any, explicit: "list[weakref.ref[Unit]] | None" = None) -> None:
+    def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
         """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
-        self.prefetch.visit(unit, explicit)
+        self.gathers.use(unit, named)
         unit.acquire(holder)
 
-    def leave(self, unit: Unit, holder: Any) -> None:
+    def done(self, unit: Unit, holder: Any, *, backward_follows: bool = False) -> None:
         """`holder` lets go of `unit`; the memory goes with the last, unless the unit is about to be needed again."""
+        self.gathers.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
         for each in (unit, *unit.tied):
-            if not self.prefetch.foretells(each):
+            if not self.gathers.stays(each):
                 each.free()
+
+    def keep(self, unit: Unit, holder: Any) -> None:
+        """`unit` stays when its holder lets go: after a forward until its backward, after a backward for good."""
+        if holder not in unit.holders:
+            self.gathers.events.append(("keep", unit.number, 0))
+            unit.acquire(holder)
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather `unit` for its user, from what the main weights are now."""
@@ -164,6 +170,7 @@ class Runtime:
         """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
         if USER not in unit.holders:
             unit.acquire(USER)
+            unit.resharded = False
         self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
@@ -171,6 +178,7 @@ class Runtime:
         self.recover()
         unit.forget()
         unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
+        unit.resharded = False
         for each in (unit, *unit.tied):
             each.free()
 
@@ -186,11 +194,11 @@ class Runtime:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, outermost: Unit) -> None:
+    def begin_forward(self, outermost: Unit) -> None:
         """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
         behind goes."""
         self._depth += 1
-        if self._depth > 1 or in_backward():
+        if self._depth > 1 or self._recomputes:
             return
         try:
             self._begin_pass(outermost, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
@@ -199,10 +207,12 @@ class Runtime:
             raise
 
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
+        self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._begin_entry()
         units, groups = self.units, self._process_groups
-        if self.options.check_collectives and any(group.size() > 1 for group in groups):
-            self._joins.begin_pass(units, self._agreement, groups)
+        trains = None
+        if self._agrees:
+            trains = self._joins.begin_pass(units, self._agreement, groups)
         for unit in units:
             unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in units:
@@ -212,6 +222,8 @@ class Runtime:
             group.await_refresh()
         for unit in units:
             unit.follow_user()
+        if not self._agrees or trains is not None:
+            self._reduce_groups(trains or [group.trainable for group in self.groups])
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(units, inside, groups)
@@ -220,16 +232,25 @@ class Runtime:
                 unit.renew()
             elif unit.holders:
                 unit.tell_version()
+        if self._is_new and kind is Pass.FORWARD:
+            self._is_new = False
+            first_backwards.append(weakref.ref(units[0]))
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
-            self.prefetch.begin(kind)
+            self.gathers.begin(kind.value)
 
-    def leave_forward(self, error: BaseException | None = None) -> None:
+    @property
+    def _recomputes(self) -> bool:
+        """Whether a forward belongs to a backward, as activation checkpointing recomputes one. Not an evaluation that a
+        hook of another model's backward runs: that is a pass."""
+        return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
+
+    def end_forward(self, error: BaseException | None = None) -> None:
         """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
         longer, and what was gathered ahead for nothing goes."""
         self._depth = max(self._depth - 1, 0)
-        if self._depth or in_backward():
+        if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
         if error is not None:
             self._leave_by(error)
@@ -238,10 +259,10 @@ class Runtime:
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
-        self.prefetch.end_forward()
+        self.gathers.end_forward()
         self._freshness.finish()
         try:
-            self._come_to_rest(self.prefetch.foretells)
+            self._come_to_rest(self.gathers.stays)
         except BaseException:
             self.reset()
             raise
@@ -275,25 +296,19 @@ class Runtime:
         return self.passes.current is Pass.SCHEDULE
 
     @contextmanager
-    def scheduled(
-        self,
-        visits: Sequence[Unit],
-        depth: int,
-        gathered: Callable[[], Iterable[Iterable[Unit]]],
-        *,
-        backward: bool = True,
-    ) -> Iterator[None]:
-        """Around a schedule that visits units itself, in the order `visits`: hooks stand back, and what a backward does
-        at its end is done at the schedule's. `depth`: how many to gather ahead. `gathered`: which units are
-        here at once, for a new order. Not `backward`: an evaluation, which leaves gradients alone."""
+    def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
+        """Around a schedule that visits units itself, with the events of `trace`: hooks stand back, and what a backward
+        does at its end is done at the schedule's. `depth`: how many to gather ahead. Not `backward`: an evaluation,
+        which leaves gradients alone."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
-            if self.prefetch.begin_schedule([unit.number for unit in visits], depth):
+            if self.gathers.foresee(trace, depth):
+                plan = compile_plan({"schedule": trace}, facts_of(self.units, self._buckets), self._limits(depth))
                 self.channels.weights.foresee(
-                    [each for unit in units for each in unit.gathered] for units in gathered()
+                    [each for number in here for each in self.units[number].gathered] for here in plan.alive
                 )
             if backward:
                 self.reductions.begin(taking_turns=False)
@@ -310,7 +325,7 @@ class Runtime:
 
     def _end_evaluation(self) -> None:
         """Go to rest; gradients are as they were."""
-        self.prefetch.end_backward()
+        self.gathers.end_backward()
         self._come_to_rest()
         self._plan()
         self.passes.end()
@@ -328,11 +343,12 @@ class Runtime:
         end_with_backward(self._place, weakly(self.end_backward), weakly(self.fail))
 
     def _open_backward(self) -> None:
+        inside = self.passes.current is not Pass.IDLE
         self.passes.begin(Pass.BACKWARD)
         self._makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
             unit.tell_version()
-        self.prefetch.begin(Pass.BACKWARD)
+        self.gathers.begin("backward", inside=inside)
         self.reductions.waits_for_room = streams.has_streams(self.device) or not self._may_share_backward()
         self.reductions.begin()
 
@@ -348,7 +364,15 @@ class Runtime:
         others = [other for other in _runtimes if other is not self and other._forward > self._settled]
         return any(unit.calls for other in others for unit in other.units)
 
-    def reduce(self, unit: Unit) -> None:
+    def offer(self, unit: Unit) -> None:
+        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
+        self.reductions.offer_main_gradients(unit)
+
+    def expect_more(self, more: bool) -> None:
+        """Whether a schedule has further microbatches to reduce."""
+        self.reductions.more_to_come = more
+
+    def ready(self, unit: Unit) -> None:
         """Pack the gradients of `unit`, and reduce them if that is due."""
         if self._makes_graph and unit.awaits_reduction:
             raise RuntimeError(
@@ -379,13 +403,17 @@ class Runtime:
         self._calls.clear()
         units = self.units
         for unit in reversed(units):
-            if unit.awaits_reduction or self.reductions.left_over(unit):
-                self.reduce(unit)
-        due = any(unit.trainable_groups and not self.reductions.defers(unit) for unit in units)
+            arrived = any(group.gradients.arrived for group in unit.trainable_groups)
+            if arrived or self.reductions.left_over(unit):
+                self.ready(unit)
+        late = [unit for unit in units if unit.other_groups and any(group.trainable for group in unit.other_groups)]
+        for unit in late:  # the ranks have yet to hear that one of them trains these
+            self.reductions.pack(unit.number, unit.unreduced(here=True))
+        due = any((unit.trainable_groups or unit in late) and not self.reductions.defers(unit) for unit in units)
         if due:
             self._settle(units)
         self.reductions.drain()
-        self.prefetch.end_backward()
+        self.gathers.end_backward()
         for unit in units:
             for group in unit.trainable_groups:
                 group.gradients.is_owed = self.reductions.defers(unit)
@@ -421,10 +449,10 @@ class Runtime:
 
     def _settle(self, units: Sequence[Unit]) -> None:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
-        self.reductions.complete_order()
-        groups = [group for group in self.groups if group.trainable]
+        self.reductions.complete()
+        groups = self.groups
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
-            for group in groups:
+            for group in (group for group in groups if group.trainable):
                 own = group.gradients.present
                 group.gradients.present = [p.requires_grad or here for p, here in zip(group.sharded_parameters, own)]
             return
@@ -434,13 +462,31 @@ class Runtime:
             self.reductions.waiting,
             [unit.name for unit in units],
             self._process_groups,
+            trains=[group.trainable for group in groups],
+            resharded=[unit.resharded for unit in units],
         )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting)
+        for unit in reversed(units):
+            if unit.other_groups and not self.reductions.defers(unit):
+                self.reductions.start(unit.number, unit.unreduced(here=False))
+        self._reduce_groups(agreed.trains)
+        for unit, resharded in zip(units, agreed.resharded):
+            unit.resharded = False
+            if resharded and USER in unit.holders:  # the unit did not run here
+                unit.release(USER)
         if agreed.same_order and self.reductions.arrived:
-            self.reductions.follow(self.reductions.arrived)
+            self.reductions.agreed = tuple(self.reductions.arrived)
+
+    def _reduce_groups(self, trains: Sequence[bool]) -> None:
+        """From now on reduce the gradients of these groups: those that some rank trains, where the ranks agree."""
+        if trains != self._reduced:
+            self._reduced = trains
+            numbered = iter(trains)
+            for unit in self.units:
+                unit.agree([next(numbered) for _ in unit.groups])
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -486,7 +532,7 @@ class Runtime:
             call.abandon()
         self._calls.clear()
         self._agreement.forget()
-        self.prefetch.forget()
+        self.gathers.forget()
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
@@ -511,8 +557,37 @@ class Runtime:
 
     def _plan(self) -> None:
         weights = self.channels.weights
-        weights.end_step(self.prefetch.foreseen() if weights.outdated else None)
+        weights.end_step(self._foreseen() if weights.outdated else None)
         self.channels.gradients.end_step()
+
+    def _foreseen(self) -> Callable[[Transient, Transient], bool]:
+        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
+        unit_of = {each: unit for unit in self.units for group in unit.groups for each in group.transients}
+        plan = self.plan()
+
+        def meet(one: Transient, other: Transient) -> bool:
+            units = unit_of[one], unit_of[other]
+            short, long = sorted((unit.name for unit in units), key=len)
+            nested = not short or long == short or long.startswith(f"{short}.")
+            return nested or plan.meet(units[0].number, units[1].number)
+
+        return meet
+
+    def plan(self) -> Plan:
+        """What the next step will do, if its passes are those of the last one of their kind."""
+        facts = facts_of(self.units, self._buckets)
+        return compile_plan(self.gathers.traces, facts, self._limits(self.gathers.depth), self.gathers.off_plan)
+
+    def _limits(self, depth: int) -> Limits:
+        options = self.options
+        return Limits(
+            options.prefetch_bytes,
+            options.bucket_bytes,
+            options.max_live_reduce_buffers,
+            depth,
+            checked=options.check_collectives,
+            order=self.reductions.agreed,
+        )
 
     def _before_gather(self, unit: Unit) -> None:
         self._freshness.reach(unit)

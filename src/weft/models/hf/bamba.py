@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import OUTER, Family, Raw, Table, flat
 from weft.models.hf.llama import ATTENTION, COMMON
 

@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
-from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.errors import listed
 from weft.models.hf.families import config_of, family_for, opened, read_ours
 from weft.models.hf.family import shapes_of
 from weft.models.hf.origin import Origin, origin_of

@@ -1,8 +1,8 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then experts beside a shared one."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import depths, rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, experts, flat
 from weft.models.hf.llama import COMMON, MLP
 from weft.models.layers.rotary import yarn_scale

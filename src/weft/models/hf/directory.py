@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.models.hf.errors import ConversionError
+from weft.errors import ConversionError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 THEIRS, OURS = "config.json", "weft-model.json"

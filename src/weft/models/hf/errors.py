@@ -3,10 +3,6 @@
 from collections.abc import Iterable
 
 
-class ConversionError(ValueError):
-    """A model that cannot be read, held or written as it was asked."""
-
-
 def listed(names: Iterable[str], limit: int = 8) -> str:
     """Names for a message, in order, the first few of many."""
     names = sorted(names)

@@ -4,11 +4,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.bamba import BAMBA
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, names_in, read_json
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, tensor_names
 from weft.models.hf.gemma3 import GEMMA3
 from weft.models.hf.glm4_moe import GLM4_MOE

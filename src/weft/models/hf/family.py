@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.depths import Depths
-from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.errors import listed
 from weft.models.hf.fields import KEPT, MEANINGLESS, Raw, check_values
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.hf.rope import FULL, SLIDING
@@ -28,7 +29,7 @@ REQUIRED = {"attention_dropout": 0.0}
 TRAINING = frozenset(
     (
         *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
-        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel"),
+        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel", "moe_rows_per"),
     )
 )
 """Our fields that no result depends on."""

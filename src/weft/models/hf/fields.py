@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
-from weft.models.hf.errors import ConversionError
 
 Raw = dict[str, Any]
 """The content of a config.json."""

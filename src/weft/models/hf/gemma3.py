@@ -2,9 +2,9 @@
 
 import math
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, flat, windows_of, written_windows
 from weft.models.hf.llama import ATTENTION, MLP
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from weft.errors import ConversionError
 from weft.models.generate import Sampling
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.origin import Origin
 from weft.models.hf.spelling import text_of
 

@@ -1,9 +1,9 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers, a dense one first."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import deepseek_v3, depths
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3, EXPERTS, LATENT, dense_first
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw
 from weft.models.hf.llama import MLP
 

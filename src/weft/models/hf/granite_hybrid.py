@@ -1,9 +1,9 @@
 """Granite 4: Mamba-2 or attention, mostly without positions, and experts beside a shared one, or that alone."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
 from weft.models.hf.bamba import MAMBA, MAMBA_FIELDS, read_mamba, write_mamba
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Bound, Family, Raw, Table, check_layer_types, flat
 from weft.models.hf.llama import ATTENTION, COMMON
 from weft.models.hf.places import Half, Turned

@@ -2,9 +2,9 @@
 
 import math
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.bamba import UNBOUNDED
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, flat
 from weft.models.hf.nemotron_h import MAMBA
 

@@ -1,8 +1,8 @@
 """MiniMax-M2: attention with norms over all heads and half-rotated heads, sigmoid-scored experts in every layer."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import mixtral, rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw
 from weft.models.hf.llama import ATTENTION, COMMON
 

@@ -1,8 +1,8 @@
 """Nemotron-H (arXiv:2504.03624): Mamba-2, attention without positions, squared-ReLU MLPs and experts, a layer each."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import depths
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, experts, flat
 
 SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}

@@ -10,9 +10,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, TensorFiles, TensorWriter, make_directory, names_in, write_json
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.families import described, raw_of, read_ours
 from weft.models.hf.family import Family, differences
 from weft.models.hf.fields import KEPT, Raw

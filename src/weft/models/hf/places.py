@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.models.hf.errors import ConversionError
+from weft.errors import ConversionError
 
 BLOCK_BYTES = 1 << 22
 """What is read at once where a tensor goes from file to file."""

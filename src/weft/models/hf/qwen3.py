@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, check_layer_types, experts, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP, write
 

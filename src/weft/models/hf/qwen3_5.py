@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import depths, llama, qwen3_next, rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, flat
 from weft.models.hf.llama import ATTENTION, MLP
 from weft.models.hf.places import Rows

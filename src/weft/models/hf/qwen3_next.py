@@ -2,9 +2,9 @@
 
 import torch
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import depths, llama, qwen3, rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, Table, check_layer_types, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP
 from weft.models.hf.places import Rows

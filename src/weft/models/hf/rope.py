@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.fields import Raw
 
 FULL, SLIDING = "full_attention", "sliding_attention"

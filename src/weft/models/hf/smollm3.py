@@ -1,8 +1,8 @@
 """SmolLM3: Llama without rotation in every fourth layer."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import llama, rope
-from weft.models.hf.errors import ConversionError
 from weft.models.hf.family import Family, Raw, flat, windows_of, written_windows
 from weft.models.hf.llama import ATTENTION, LLAMA, MLP
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.models.hf.errors import ConversionError
+from weft.errors import ConversionError
 from weft.models.hf.family import Family
 from weft.models.hf.fields import Raw
 

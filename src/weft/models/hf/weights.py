@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from weft.comm.groups import first_rank_s
+from weft.errors import ConversionError
 from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorWriter, make_directory, write_json
-from weft.models.hf.errors import ConversionError, listed
+from weft.models.hf.errors import listed
 from weft.models.hf.families import config_of, family_for, opened
 from weft.models.hf.family import differences
 from weft.models.hf.fields import Raw
@@ -130,17 +132,17 @@ class Renamed:
 def _prepare(directory: Path) -> None:
     """Make it, or raise: on all ranks alike, by what the first one sees, which begins to write when others may not
     have looked yet."""
-    refusal: list[ConversionError | None] = [None]
+    refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             make_directory(directory)
             _refuse_another(directory)
         except ConversionError as error:
-            refusal[0] = error
+            refusal = error
     if dist.is_initialized():
-        dist.broadcast_object_list(refusal)
-    if refusal[0] is not None:
-        raise refusal[0]
+        refusal = first_rank_s(refusal, what="whether the directory can be written to")
+    if refusal is not None:
+        raise refusal
 
 
 def _refuse_another(directory: Path) -> None:

@@ -6,11 +6,14 @@ o       = softmax(scale q k^T) v   over the positions up to one's own, in a wind
 y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
+from weft.models.documents import Documents
 from weft.models.layers.block import Block, State
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
@@ -49,7 +52,7 @@ class Attention(Block):
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
-    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
         """See `Block.mix`."""
         q_BSHC, gate_BSHC = self.q_proj(x_BSD).unflatten(-1, (self.heads, -1)), None
         if self.gated:
@@ -59,9 +62,11 @@ class Attention(Block):
         q_BSHC, k_BSHC = self._normed(self.q_norm, q_BSHC), self._normed(self.k_norm, k_BSHC)
         start = state["k"].shape[1] if state else 0
         if self.rotary is not None:
-            q_BSHC, k_BSHC = self.rotary(q_BSHC, start), self.rotary(k_BSHC, start)
+            at = None if documents is None else documents.position_ids(x_BSD.device)
+            q_BSHC, k_BSHC = self.rotary(q_BSHC, start, at), self.rotary(k_BSHC, start, at)
         k_BTHC, v_BTHC = remembered(state, k=k_BSHC, v=v_BSHC)
-        o_BSHC = causal_attention(q_BSHC, k_BTHC, v_BTHC, scale=self.scale, window=self.window, sinks=self.sinks)
+        how = {"scale": self.scale, "window": self.window, "sinks": self.sinks}
+        o_BSHC = attention_within(documents, q_BSHC, k_BTHC, v_BTHC, **how)
         if gate_BSHC is not None:
             o_BSHC = o_BSHC * gate_BSHC.sigmoid()
         return self.o_proj(o_BSHC.flatten(-2))
@@ -84,6 +89,29 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
     for name, tensor in new.items():
         state[name] = torch.cat((state[name], tensor), dim=1) if name in state else tensor
     return [state[name] for name in new]
+
+
+def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
+    """`causal_attention`, with `documents` of each document by itself; `how`: what else that takes.
+
+    Documents of one length are computed together, at the cost of the sum of their squares. Where padding is, the
+    result is 0.
+    """
+    if documents is None:
+        return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)
+    order, groups = documents.attention(q_BSHC.device)
+    flat = [each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC)]
+    if order is not None:
+        flat = [each.index_select(0, order) for each in flat]
+    sizes = [count * length for count, length in groups]
+    found = []
+    for (count, length), *parts in zip(groups, *(each.split(sizes) for each in flat)):
+        q_NLHC, k_NLHC, v_NLHC = (part.unflatten(0, (count, length)) for part in parts)
+        found.append(causal_attention(q_NLHC, k_NLHC, v_NLHC, **how).flatten(0, 1))
+    o_NHC = torch.cat(found) if found else flat[0].new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])
+    if order is not None:
+        o_NHC = o_NHC.new_zeros(q_BSHC.shape[:2].numel(), *o_NHC.shape[1:]).index_copy(0, order, o_NHC)
+    return o_NHC.unflatten(0, q_BSHC.shape[:2])
 
 
 def causal_attention(

@@ -1,12 +1,14 @@
 """The short convolution over time that comes before a recurrence.
 
-y_t = silu(b + sum over k of w_k x_(t - K + 1 + k)), each channel by itself, zeros before the first position.
+y_t = silu(b + sum over k of w_k x_(t - K + 1 + k)), each channel by itself, zeros before the first position of a
+document.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.models.documents import Documents
 from weft.models.layers.block import State
 from weft.moe.source import WeightSource
 
@@ -31,8 +33,10 @@ class CausalConvolution(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_BSC: Tensor, state: State | None) -> Tensor:
+    def forward(self, x_BSC: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
         """Convolve, and keep in the state what the next position needs."""
+        if documents is not None:
+            return self._over_documents(x_BSC, documents)
         before = self.weight.shape[-1] - 1
         known = state.get("conv") if state is not None else None
         x_BSC = F.pad(x_BSC, (0, 0, before, 0)) if known is None else torch.cat((known, x_BSC), dim=1)
@@ -40,3 +44,11 @@ class CausalConvolution(nn.Module):
             state["conv"] = x_BSC[:, x_BSC.shape[1] - before :]
         y_BCS = F.conv1d(x_BSC.transpose(1, 2), self.weight, self.bias, groups=self.weight.shape[0])
         return F.silu(y_BCS.transpose(1, 2))
+
+    def _over_documents(self, x_BSC: Tensor, documents: Documents) -> Tensor:
+        """All rows as one, with K - 1 zeros before each document."""
+        before = self.weight.shape[-1] - 1
+        places, size = documents.convolution(before, x_BSC.device)
+        spaced = x_BSC.new_zeros(size, x_BSC.shape[-1]).index_copy(0, places, x_BSC.flatten(0, 1))
+        y_1CN = F.conv1d(spaced.t()[None], self.weight, self.bias, groups=self.weight.shape[0])
+        return F.silu(y_1CN[0].t().index_select(0, places - before).view_as(x_BSC))

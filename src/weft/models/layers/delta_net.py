@@ -6,7 +6,8 @@ o_t = S_t^T q_t
 
 `delta_stepwise` is these three lines. `delta_chunked` is the same in chunks of L positions: what the positions of a
 chunk write depends on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3), which is
-solved for all chunks at once; then only the states go from chunk to chunk.
+solved for all chunks at once; then only the states go from chunk to chunk. With the numbers of documents, the decay
+into the first position of each is 0.
 
 Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values.
 """
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
+from weft.models.documents import Documents
 from weft.models.layers.block import Block, State
-from weft.models.layers.chunks import between, chunks
+from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_rule
 from weft.models.layers.norm import GatedNorm
@@ -64,24 +66,31 @@ class GatedDeltaNet(Block):
         self.A_log.log_()
         nn.init.ones_(self.dt_bias)
 
-    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
         """See `Block.mix`."""
         qkv, z, b, a = self.in_proj(x_BSD).split(self.widths, dim=-1)
-        q, k, v = self.conv1d(qkv, state).split(self.inner_widths, dim=-1)
+        q, k, v = self.conv1d(qkv, state, documents).split(self.inner_widths, dim=-1)
         q_BSHC, k_BSHC = (each.unflatten(-1, (self.key_heads, -1)) for each in (q, k))
         v_BSHC, z_BSHC = (each.unflatten(-1, (self.value_heads, -1)) for each in (v, z))
         g_BSH = -self.A_log.exp() * F.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
         known = state.get("delta") if state is not None else None
-        one = state is not None and x_BSD.shape[1] == 1
-        rule = delta_stepwise if one else self.rule
-        o_BSHC, last = rule(q_BSHC, k_BSHC, v_BSHC, g_BSH, b.sigmoid(), known)
+        if state is not None and x_BSD.shape[1] == 1:
+            o_BSHC, last = delta_stepwise(q_BSHC, k_BSHC, v_BSHC, g_BSH, b.sigmoid(), known)
+        else:
+            o_BSHC, last = self.rule(q_BSHC, k_BSHC, v_BSHC, g_BSH, b.sigmoid(), known, documents)
         if state is not None:
             state["delta"] = last
         return self.out_proj(self.gated_norm(o_BSHC, z_BSHC).flatten(-2))
 
 
 def delta_stepwise(
-    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHC: Tensor, g_BSH: Tensor, beta_BSH: Tensor, state_BHCC: Tensor | None = None
+    q_BSHC: Tensor,
+    k_BSHC: Tensor,
+    v_BSHC: Tensor,
+    g_BSH: Tensor,
+    beta_BSH: Tensor,
+    state_BHCC: Tensor | None = None,
+    numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence, position after position.
 
@@ -93,6 +102,9 @@ def delta_stepwise(
     outputs = []
     for t in range(v.shape[1]):
         key = k[:, t, :, :, None]
+        if numbers_BS is not None:
+            begins_B = (numbers_BS[:, t] != numbers_BS[:, t - 1]) if t else torch.ones_like(numbers_BS[:, 0]).bool()
+            S = S.masked_fill(begins_B[:, None, None, None], 0.0)
         S = g[:, t, :, None, None].exp() * S
         missing = v[:, t] - (S * key).sum(-2)
         S = S + key * (beta[:, t, :, None] * missing)[..., None, :]
@@ -101,7 +113,13 @@ def delta_stepwise(
 
 
 def delta_chunked(
-    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHC: Tensor, g_BSH: Tensor, beta_BSH: Tensor, state_BHCC: Tensor | None = None
+    q_BSHC: Tensor,
+    k_BSHC: Tensor,
+    v_BSHC: Tensor,
+    g_BSH: Tensor,
+    beta_BSH: Tensor,
+    state_BHCC: Tensor | None = None,
+    numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `delta_stepwise` computes, by products of matrices."""
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
@@ -111,30 +129,42 @@ def delta_chunked(
     q_BHKLC, k_BHKLC = (chunks(each, length).permute(0, 3, 1, 2, 4) for each in (q, k))
     v_BHRKLC = chunks(v, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5)
     g_BHRKL, beta_BHRKL = (chunks(e, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2) for e in (g, beta))
-    fade_BHRKL = g_BHRKL.cumsum(-1)  # the log of the decay since the chunk's start
+    numbers_B11KL = states_BK = None
+    if numbers_BS is not None:
+        numbers_BKL = chunked_numbers(numbers_BS, length)
+        numbers_B11KL, states_BK = numbers_BKL[:, None, None], entering(numbers_BKL, None)
+    # The log of the decay since the start of the chunk or, inside of it, of the document.
+    fade_BHRKL = summed(g_BHRKL, numbers_B11KL)
     total_BHRK1 = fade_BHRKL[..., -1:]
-    decay_BHRKLL = between(fade_BHRKL)
+    decay_BHRKLL = between(fade_BHRKL, numbers_B11KL)
+    from_start_BHRKL, to_end_BHRKL = fade_BHRKL.exp(), (total_BHRK1 - fade_BHRKL).exp()
+    across_BHRK1 = total_BHRK1.exp()
+    if numbers_B11KL is not None and states_BK is not None:
+        before, after = (each[:, None, None, :, None] for each in (states_BK[:, :-1], states_BK[:, 1:]))
+        from_start_BHRKL = from_start_BHRKL.where(numbers_B11KL == before, 0.0)
+        to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, 0.0)
+        across_BHRK1 = across_BHRK1.where(before == after, 0.0)
 
     # What a chunk writes is u - w S: (1 + tril(beta k k^T * decay, -1)) [u, w] = [beta v, beta decay k].
     k_BH1KLC, beta_BHRKL1 = k_BHKLC.unsqueeze(2), beta_BHRKL[..., None]
     system = beta_BHRKL1 * (k_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL
-    right = torch.cat((beta_BHRKL1 * v_BHRKLC, (beta_BHRKL * fade_BHRKL.exp())[..., None] * k_BH1KLC), dim=-1)
+    right = torch.cat((beta_BHRKL1 * v_BHRKLC, (beta_BHRKL * from_start_BHRKL)[..., None] * k_BH1KLC), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split((width, solved.shape[-1] - width), dim=-1)
 
     # From chunk to chunk.
-    to_end = ((total_BHRK1 - fade_BHRKL).exp()[..., None] * k_BH1KLC).mT.unbind(3)
-    fades = total_BHRK1.exp()[..., None].unbind(3)
+    to_end = (to_end_BHRKL[..., None] * k_BH1KLC).mT.unbind(3)
+    fades = across_BHRK1[..., None].unbind(3)
     S = S.unflatten(1, (heads, -1))
-    before, written = [], []
+    states, written = [], []
     for u_L, w_L, k_L, fade in zip(u.unbind(3), w.unbind(3), to_end, fades):
-        before.append(S)
+        states.append(S)
         written.append(u_L - w_L @ S)
         S = fade * S + k_L @ written[-1]
 
     # What the state before a chunk and its own positions give.
     q_BH1KLC = q_BHKLC.unsqueeze(2)
-    from_start = (fade_BHRKL.exp()[..., None] * q_BH1KLC) @ torch.stack(before, dim=3)
+    from_start = (from_start_BHRKL[..., None] * q_BH1KLC) @ torch.stack(states, dim=3)
     o_BHRKLC = from_start + ((q_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL) @ torch.stack(written, dim=3)
     o_BSHC = o_BHRKLC.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
     return o_BSHC[:, :positions], S.flatten(1, 2)

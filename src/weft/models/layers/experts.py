@@ -45,7 +45,9 @@ class Experts(MoE):
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
         rows, weights, shared, loss, handle = self.send(normed(self.norm, x_BSD))
-        kept = {"residual": x_BSD, "weights": weights}
+        kept = {"residual": x_BSD}
+        if weights is not None:
+            kept["weights"] = weights
         if shared is not None:
             kept["shared"] = shared
         return Crossing(rows, kept, handle, loss)
@@ -56,12 +58,12 @@ class Experts(MoE):
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""
-        part = self.receive(rows, kept["weights"], kept.get("shared"), handle)
-        return added(kept["residual"], normed(self.post_norm, part), self.multiplier)
+        output = self.receive(rows, kept.get("weights"), kept.get("shared"), handle)
+        return added(kept["residual"], normed(self.post_norm, output), self.multiplier)
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
     """What moves tokens to experts on other ranks; None where every expert is here."""
     if meshes is None or meshes.ep is None:
         return None
-    return AllToAll(meshes.ep, cfg.num_experts)
+    return AllToAll(meshes.ep, cfg.num_experts, rows_per=cfg.moe_rows_per)

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.errors import KernelError
+from weft.models.documents import Documents
+
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 RULE = ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 DEVICES = ("cuda",)
@@ -28,18 +31,26 @@ HALVES, WIDEST = (torch.bfloat16, torch.float16), 256
 log = logging.getLogger(__name__)
 
 
-class KernelError(RuntimeError):
-    """A kernel that was asked for by its name does not run here."""
-
-
 def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
     """What computes Mamba-2's state space on tensors as `ssd_chunked` takes them: `chunked`, or mamba_ssm's."""
 
-    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, size: int) -> Any:
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        state: Tensor | None,
+        size: int,
+        documents: Documents | None = None,
+    ) -> Any:
         kernel = _chosen(asked, SCAN, x)
+        numbers = None if documents is None else documents.numbers(x.device)
         if kernel is None:
-            return chunked(x, dt, A, B, C, state, size)
+            return chunked(x, dt, A, B, C, state, size, numbers)
         given = {"chunk_size": size, "initial_states": state, "return_final_states": True}
+        if numbers is not None:
+            given["seq_idx"] = numbers.int()
         y, last = kernel(x, dt, A, B, C, **given)
         return y.to(dt.dtype), last
 
@@ -49,14 +60,26 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
 def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
     """What computes the gated delta rule on tensors as `delta_chunked` takes them: `chunked`, or fla's."""
 
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    def rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Any:
         kernel = _chosen(asked, RULE, q, _not_for_fla(q))
         if kernel is None:
-            return chunked(q, k, v, g, beta, state)
+            return chunked(q, k, v, g, beta, state, None if documents is None else documents.numbers(q.device))
         q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
         given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        shape = v.shape
+        if documents is not None:  # all rows as one
+            given["cu_seqlens"] = documents.cu_seqlens(q.device).long()
+            q, k, v, g, beta = (each.flatten(0, 1)[None] for each in (q, k, v, g, beta))
         o, last = kernel(q, k, v, g=g, beta=beta, **given)
-        return o.to(g.dtype), last
+        return o.view(shape).to(g.dtype), last
 
     return rule
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.models.config import HybridConfig
-from weft.models.layers.attention import causal_attention, remembered
+from weft.models.documents import Documents
+from weft.models.layers.attention import attention_within, remembered
 from weft.models.layers.block import Block, State
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
@@ -52,7 +53,7 @@ class LatentAttention(Block):
         self.low_rank_queries = rank is not None
         self.rotary = rotary
 
-    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
         """See `Block.mix`."""
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BSD))) if self.low_rank_queries else self.q_proj(x_BSD)
         q_BSHC, q_rope_BSHC = q.unflatten(-1, (self.heads, -1)).split(self.key_widths, dim=-1)
@@ -60,14 +61,15 @@ class LatentAttention(Block):
         k_rope_BS1C = k_rope_BSC.unsqueeze(2)
         if self.rotary is not None:
             start = state["rope"].shape[1] if state else 0
-            q_rope_BSHC, k_rope_BS1C = self.rotary(q_rope_BSHC, start), self.rotary(k_rope_BS1C, start)
+            at = None if documents is None else documents.position_ids(x_BSD.device)
+            q_rope_BSHC, k_rope_BS1C = self.rotary(q_rope_BSHC, start, at), self.rotary(k_rope_BS1C, start, at)
         latent_BTC, k_rope_BT1C = remembered(state, latent=self.kv_a_norm(latent_BSC), rope=k_rope_BS1C)
         if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # not one with an adapter
             return self.o_proj(self._step(q_BSHC, q_rope_BSHC, latent_BTC, k_rope_BT1C).flatten(-2))
         k_BTHC, v_BTHC = self.kv_b_proj(latent_BTC).unflatten(-1, (self.heads, -1)).split(self.up_widths, dim=-1)
         q_BSHC = torch.cat((q_BSHC, q_rope_BSHC), dim=-1)
         k_BTHC = torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1)
-        return self.o_proj(causal_attention(q_BSHC, k_BTHC, v_BTHC, scale=self.scale).flatten(-2))
+        return self.o_proj(attention_within(documents, q_BSHC, k_BTHC, v_BTHC, scale=self.scale).flatten(-2))
 
     def _step(self, q_B1HC: Tensor, q_rope_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
         """What the last position sees, from the latents as they are; -> [B, 1, H, C of v]."""

@@ -5,6 +5,7 @@ y_t = h_t C_t + D x_t
 
 Heads in a group share B and C. `ssd_stepwise` is these two lines. `ssd_chunked` is the same in chunks of L positions:
 within a chunk it is attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), between chunks the states go on.
+With the numbers of documents, the decay into the first position of each is 0.
 
 Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
 """
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
+from weft.models.documents import Documents
 from weft.models.layers.block import Block, State
-from weft.models.layers.chunks import between, chunks
+from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_scan
 from weft.models.layers.norm import GatedNorm
@@ -65,17 +67,19 @@ class Mamba2(Block):
         step = self.dt_bias.exp().clamp(min=floor)
         self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
 
-    def mix(self, x_BSD: Tensor, state: State | None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
         """See `Block.mix`."""
         z, xBC, dt_BSH = self.in_proj(x_BSD).split(self.widths, dim=-1)
-        x, B, C = self.conv1d(xBC, state).split(self.inner_widths, dim=-1)
+        x, B, C = self.conv1d(xBC, state, documents).split(self.inner_widths, dim=-1)
         x_BSHP = x.unflatten(-1, (self.heads, -1))
         B_BSGN, C_BSGN = (each.unflatten(-1, (self.groups, -1)) for each in (B, C))
         dt_BSH = F.softplus(dt_BSH.to(self.dt_bias.dtype) + self.dt_bias).clamp(*self.limit)
         known = state.get("ssm") if state is not None else None
-        one = state is not None and x_BSD.shape[1] == 1
-        scan = ssd_stepwise if one else self.scan
-        y_BSHP, last = scan(x_BSHP, dt_BSH, -self.A_log.exp(), B_BSGN, C_BSGN, known, self.chunk_size)
+        given = x_BSHP, dt_BSH, -self.A_log.exp(), B_BSGN, C_BSGN, known
+        if state is not None and x_BSD.shape[1] == 1:
+            y_BSHP, last = ssd_stepwise(*given)
+        else:
+            y_BSHP, last = self.scan(*given, self.chunk_size, documents)
         if state is not None:
             state["ssm"] = last
         y_BSHP = y_BSHP + self.D[:, None] * x_BSHP
@@ -90,13 +94,20 @@ def ssd_stepwise(
     C_BSGN: Tensor,
     state_BHPN: Tensor | None = None,
     chunk_size: int | None = None,
+    numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, position after position: y without the D term [B, S, H, P] fp32, and the last state."""
+    """The recurrence, position after position: y without the D term [B, S, H, P] fp32, and the last state.
+
+    `numbers_BS`: the number of each position's document; the first one continues nothing.
+    """
     x, dt, A, B, C, h = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
     outputs = []
     for t in range(x.shape[1]):
         step = dt[:, t, :, None, None]
+        if numbers_BS is not None:
+            begins_B = (numbers_BS[:, t] != numbers_BS[:, t - 1]) if t else torch.ones_like(numbers_BS[:, 0]).bool()
+            h = h.masked_fill(begins_B[:, None, None, None], 0.0)
         h = (step * A[:, None, None]).exp() * h + step * x[:, t, :, :, None] * B[:, t, :, None]
         outputs.append((h * C[:, t, :, None]).sum(-1))
     return torch.stack(outputs, dim=1), h
@@ -110,6 +121,7 @@ def ssd_chunked(
     C_BSGN: Tensor,
     state_BHPN: Tensor | None = None,
     chunk_size: int = 128,
+    numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `ssd_stepwise` computes, by products of matrices."""
     x, dt, A, B, C, first = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
@@ -119,25 +131,35 @@ def ssd_chunked(
     x, dt, B, C = (chunks(each, length) for each in (x * dt[..., None], dt, B, C))
     B_BKGLN, C_BKGLN = B.transpose(2, 3), C.transpose(2, 3)
     x_BKGRLP = x.transpose(2, 3).unflatten(2, (groups, -1))
-    decay_BKHL = (dt * A).transpose(2, 3).cumsum(-1)  # the log of the decay since the chunk's start
+    numbers_BK1L = states_BK = None
+    if numbers_BS is not None:
+        numbers_BKL = chunked_numbers(numbers_BS, length)
+        numbers_BK1L, states_BK = numbers_BKL[:, :, None], entering(numbers_BKL, None)
+    # The log of the decay since the start of the chunk or, inside of it, of the document.
+    decay_BKHL = summed((dt * A).transpose(2, 3), numbers_BK1L)
     total_BKH = decay_BKHL[..., -1]
 
     # Within a chunk.
     scores_BKG1LL = (C_BKGLN @ B_BKGLN.mT).unsqueeze(3)
-    y_BKGRLP = (scores_BKG1LL * between(decay_BKHL).unflatten(2, (groups, -1))) @ x_BKGRLP
+    y_BKGRLP = (scores_BKG1LL * between(decay_BKHL, numbers_BK1L).unflatten(2, (groups, -1))) @ x_BKGRLP
 
     # What each chunk adds to the state, and the state before each chunk: all decays from chunk to chunk are one matrix.
-    to_end_BKGRL1 = (total_BKH[..., None] - decay_BKHL).exp().unflatten(2, (groups, -1)).unsqueeze(-1)
+    to_end_BKHL, from_start_BKHL = (total_BKH[..., None] - decay_BKHL).exp(), decay_BKHL.exp()
+    if numbers_BK1L is not None and states_BK is not None:
+        to_end_BKHL = to_end_BKHL.where(numbers_BK1L == states_BK[:, 1:, None, None], 0.0)
+        from_start_BKHL = from_start_BKHL.where(numbers_BK1L == states_BK[:, :-1, None, None], 0.0)
+    to_end_BKGRL1 = to_end_BKHL.unflatten(2, (groups, -1)).unsqueeze(-1)
     added_BKGRPN = (x_BKGRLP * to_end_BKGRL1).mT @ B_BKGLN.unsqueeze(3)
     states = torch.cat((first.unflatten(1, (groups, -1)).unsqueeze(1), added_BKGRPN), dim=1)
     states_BHKX = states.flatten(2, 3).transpose(1, 2).flatten(-2)
-    since_BHK = F.pad(total_BKH.transpose(1, 2), (1, 0)).cumsum(-1)
-    states_BHKPN = (between(since_BHK) @ states_BHKX).unflatten(-1, first.shape[-2:])
+    of_states = None if states_BK is None else states_BK[:, None]
+    since_BHK = summed(F.pad(total_BKH.transpose(1, 2), (1, 0)), of_states)
+    states_BHKPN = (between(since_BHK, of_states) @ states_BHKX).unflatten(-1, first.shape[-2:])
     before_BKGRPN = states_BHKPN[:, :, :-1].transpose(1, 2).unflatten(2, (groups, -1))
     last_BHPN = states_BHKPN[:, :, -1]
 
     # What the state before a chunk gives to its positions.
-    from_start_BKGRL1 = decay_BKHL.exp().unflatten(2, (groups, -1)).unsqueeze(-1)
+    from_start_BKGRL1 = from_start_BKHL.unflatten(2, (groups, -1)).unsqueeze(-1)
     y_BKGRLP = y_BKGRLP + (C_BKGLN.unsqueeze(3) @ before_BKGRPN.mT) * from_start_BKGRL1
     y_BSHP = y_BKGRLP.flatten(2, 3).transpose(2, 3).flatten(1, 2)
     return y_BSHP[:, :positions], last_BHPN

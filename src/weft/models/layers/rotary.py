@@ -76,18 +76,31 @@ class RotaryEmbedding(nn.Module):
         join = (lambda a, b: torch.stack((a, b), -1).flatten(-2)) if self.interleave else _beside
         return join(cos, cos).to(dtype), join(-sin, sin).to(dtype)  # (a, b) turns into (a cos - b sin, b cos + a sin)
 
+    @property
+    def _is_by_length(self) -> bool:
+        return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
+
     def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions from `start` to `end`, the end of the sequence so far."""
-        scaling = self.scaling or {}
-        if scaling.get("rope_type") in BY_LENGTH and end > scaling["original_max_position_embeddings"]:
+        if self._is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
             return self._table(start, end, end)
         if end > self.cos.shape[0]:
             self._fill(1 << (end - 1).bit_length())
         return self.cos[start:end], self.sin[start:end]
 
-    def forward(self, x_BSHC: Tensor, start: int = 0) -> Tensor:
-        """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C]."""
-        cos, sin = (each[:, None].to(x_BSHC.dtype) for each in self._rows(start, start + x_BSHC.shape[1]))
+    def forward(self, x_BSHC: Tensor, start: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
+
+        `position_ids` [B, S]: the positions, each below `start` + S, where they do not follow one another.
+        """
+        end = start + x_BSHC.shape[1]
+        if position_ids is None:
+            tables = self._rows(start, end)
+        else:
+            longest = int(position_ids.max()) + 1 if self._is_by_length else end
+            cos, sin = self._rows(0, longest)
+            tables = cos[position_ids], sin[position_ids]
+        cos, sin = (each.unsqueeze(-2).to(x_BSHC.dtype) for each in tables)
         turning, rest = x_BSHC.split((self.width, x_BSHC.shape[-1] - self.width), dim=-1)
         if self.interleave:
             partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 from weft.train.data.documents import Document
-from weft.train.files import replacing
+from weft.train.files import parse_json, read_bounded, replacing
 from weft.train.tokenizer import Tokenizer
 
+_LARGEST = 1 << 20
+"""Bytes of what is known of a text."""
 FORMAT = 3
 """Of the files; a change makes new ones."""
 _EVERY_S = 5.0
@@ -57,18 +59,42 @@ def cache_folder(name: str) -> Path:
     return Path(home) / "weft"
 
 
-def open_cache(folder: Path, key: str) -> tuple[Part, Part, dict[str, Any]] | None:
-    """Training and validation part and what is known of them; None when they are not there or not whole."""
+class Damaged(ValueError):
+    """The files of a cache are there and hold something else than what was written."""
+
+
+def open_cache(
+    folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
+) -> tuple[Part, Part, dict[str, Any]] | None:
+    """Training and validation part and what is known of them; None when they are not there or not whole.
+
+    All of it is read once and compared with its fingerprints; `progress` hears every few seconds what part is. Raises
+    Damaged where they differ.
+    """
     try:
-        meta = json.loads((folder / f"{key}.json").read_text())
+        meta = parse_json(read_bounded(folder / f"{key}.json", _LARGEST))
         tokens = _mapped(folder / f"{key}.tokens", meta["dtype"], meta["train_tokens"] + meta["validation_tokens"])
         count = meta["train_documents"] + meta["validation_documents"]
         starts = _mapped(folder / f"{key}.documents", "<i8", count)
         marks = meta["train_fingerprint"], meta["validation_fingerprint"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     cut, documents = meta["train_tokens"], meta["train_documents"]
-    return Part(tokens[:cut], starts[:documents], marks[0]), Part(tokens[cut:], starts[documents:], marks[1]), meta
+    parts = Part(tokens[:cut], starts[:documents], marks[0]), Part(tokens[cut:], starts[documents:], marks[1])
+    heard, read = time.monotonic(), 0
+    for part in parts:
+        digest = hashlib.sha256()
+        for start in range(0, len(part.tokens), _AT_ONCE):
+            piece = np.ascontiguousarray(part.tokens[start : start + _AT_ONCE])
+            digest.update(piece.data)
+            read += len(piece)
+            if time.monotonic() - heard > _EVERY_S:
+                heard = time.monotonic()
+                progress(read / len(tokens))
+        digest.update(np.ascontiguousarray(part.starts).data)
+        if _shown(digest) != part.fingerprint:
+            raise Damaged(f"{folder / key}.tokens: differs from what was written there")
+    return *parts, meta
 
 
 def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
@@ -127,7 +153,7 @@ def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress:
     `progress` hears every few seconds what part of them is read.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return [str(each) for each in json.loads((folder / f"{key}.json").read_text())["fingerprints"]]
+        return [str(each) for each in parse_json(read_bounded(folder / f"{key}.json", _LARGEST))["fingerprints"]]
     found = []
     total, done, heard = sum(map(len, arrays)) or 1, 0, time.monotonic()
     for array in arrays:

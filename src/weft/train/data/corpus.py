@@ -129,7 +129,11 @@ def _tokenised(
         raise ConfigError(f"{text}: no text found there; name files or folders that hold some")
     key = _key(data, text.files, tokenizer, fraction)
     folder = cache.cache_folder(data.cache_dir)
-    found = cache.open_cache(folder, key)
+    try:
+        found = cache.open_cache(folder, key, lambda done: say(f"comparing the tokens of {text.name}: {done:.0%}"))
+    except cache.Damaged as error:
+        say(f"{error}; it is made anew")
+        found = None
     if found is None:
         _build(data, folder, key, text, tokenizer, fraction, say)
         found = cache.open_cache(folder, key)

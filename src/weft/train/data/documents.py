@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.train.errors import ConfigError
+from weft.train.files import parse_json
 from weft.train.sections import DataConfig
 
 File = tuple[str, int, int]
@@ -210,7 +211,7 @@ def _dataset_files(setting: str, path: str) -> list[str]:
     """The Arrow files of a directory that `datasets` saved, in its order."""
     folder = Path(path)
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = parse_json((folder / "state.json").read_text(encoding="utf-8"))
         names = [str(each["filename"]) for each in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         splits = sorted(each.parent.name for each in folder.glob("*/state.json"))

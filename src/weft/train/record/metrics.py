@@ -2,20 +2,23 @@
 
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
-{"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}}
+{"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}, "exchanged": {...}}
 {"step": 100, "kind": "norms", "weight": {"lm_head.weight": 31.2, ...}, "gradient": {"lm_head.weight": 0.1, ...}}
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.train.files import replace_text
+from weft.train.files import parse_json, replace_text
 from weft.train.record.loggers import Logger, open_loggers
 
 FILE = "metrics.jsonl"
+_LONGEST = 64 << 20
+"""Bytes of a line; one with the norms of all parameters of a large model has a few million."""
 
 
 class Metrics:
@@ -55,11 +58,17 @@ class Metrics:
         self._write({"step": step, "kind": kind, **_readable(values)})
         self._scalars(step, {f"{kind}/{name}": value for name, value in values.items()})
 
-    def log_experts(self, step: int, loads: dict[str, list[int]]) -> None:
-        """One line for `step` with the assignments per expert of each layer; loggers get a histogram of each."""
+    def log_experts(
+        self, step: int, loads: dict[str, list[int]], exchanged: dict[str, list[int]] | None = None
+    ) -> None:
+        """One line for `step` with the assignments per expert of each layer; loggers get a histogram of each.
+
+        `exchanged`: of each layer, the assignments to experts on other ranks and the rows that travelled for them.
+        """
         if self._file is None:
             return
-        self._write({"step": step, "kind": "experts", "load": loads})
+        moved = {name: rows for name, rows in (exchanged or {}).items() if any(rows)}
+        self._write({"step": step, "kind": "experts", "load": loads, **({"exchanged": moved} if moved else {})})
         for logger in self._loggers:
             for layer, load in loads.items():
                 logger.histogram(step, f"experts/{layer}", load)
@@ -102,17 +111,18 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
     """The records of a run in order; lines that a killed process or machine left broken are passed over, and what no
     run writes."""
-    try:
-        lines = (Path(run_directory) / FILE).read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    lines.pop()  # what follows the last newline: nothing, or a line that was not finished
-    return [record for line in lines if (record := _record(line)) is not None]
+    records = []
+    with suppress(FileNotFoundError), (Path(run_directory) / FILE).open("rb") as stream:
+        # A line without its end is one that was not finished, or is longer than any that `Metrics` writes.
+        while line := stream.readline(_LONGEST):
+            if line.endswith(b"\n") and (record := _record(line.decode(errors="replace"))) is not None:
+                records.append(record)
+    return records
 
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and _is_whole(record) else None

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -62,7 +62,7 @@ class Progress:
     On a terminal one panel is redrawn in place. Elsewhere there is one line every `log_every` steps, for the
     last step and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is
     reckoned from the last steps, so that a run resumed at `first_step` is not judged by steps that it did not
-    take.
+    take. units: by name, what is printed behind the values.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class Progress:
         log_every: int = 10,
         enabled: bool = True,
         title: str = "weft",
+        units: Mapping[str, str] | None = None,
     ) -> None:
         self._total, self._step, self._log_every, self._title = total_steps, first_step, log_every, title
         self._console = console or Console()
-        self._enabled = enabled
+        self._enabled, self._units = enabled, units or {}
         self._values: dict[str, float] = {}
         self._notes: deque[str] = deque(maxlen=_NOTES)
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
@@ -142,9 +143,12 @@ class Progress:
         self._console.file.flush()
 
     def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
-        known = [(label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]
-        other = [(n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
-        return known + other
+        known = [(name, label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]
+        other = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
+        return [
+            (label, f"{value} {self._units[name]}" if name in self._units else value)
+            for name, label, value in known + other
+        ]
 
     def _describe_step(self, values: dict[str, float]) -> str:
         width = len(str(self._total))

@@ -71,6 +71,8 @@ class Account:
             f"{self._config.sharding.strategy}, {self._config.train.precision}"
         )
         self._say(self._task.description)
+        for note in self._config.notes:
+            self._say(note)
 
     def keep_start(self) -> None:
         """Write what the run is trained with, on the first rank, once its newest checkpoint is trained with it."""
@@ -83,6 +85,12 @@ class Account:
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
         keep_facts(self._folder, self._facts)
         self._facts = {}
+
+    def is_complete(self, position: Position) -> bool:
+        """Whether the report of a run that is complete at `position` was written. All ranks call this."""
+        answer = [not self._writes or read_facts(self._folder).get("reported") == position.step]
+        dist.broadcast_object_list(answer)
+        return answer[0]
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
         """Of a run that is complete; all ranks of the first rank's pipeline call this.
@@ -114,7 +122,7 @@ class Account:
     ) -> None:
         """Of each rank of the pipeline: its units, its memory, and what it recorded."""
         baseline = self._task.baseline()
-        if baseline is not None:
+        if baseline is not None and position.validation_loss is not None:
             self._say(
                 f"validation loss {position.validation_loss:.4f} nats per byte, "
                 f"bigram table of the same text {baseline:.4f}"
@@ -133,4 +141,5 @@ class Account:
             if hidden := HiddenExchange.of(recorded[0]):
                 self._say(f"in the last step {hidden}")
         path = write_report(self._folder)
+        keep_facts(self._folder, {"reported": position.step})
         self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))

@@ -64,6 +64,15 @@ def _stage_figures(folder: Path) -> list[Drawing]:
     return [("stages", title, pipeline_figure.pipeline(stages))]
 
 
+def _rows_saved(loads: list[dict[str, Any]]) -> str:
+    """What one row per rank has saved in the steps that were recorded; nothing where no row is saved."""
+    moved = [rows for record in loads for rows in record.get("exchanged", {}).values()]
+    assignments, rows = sum(each[0] for each in moved), sum(each[1] for each in moved)
+    return (
+        f"; one row per rank saves {1 - rows / assignments:.0%} of the rows between ranks" if rows < assignments else ""
+    )
+
+
 def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing]:
     """As `_figures`, of a run with experts."""
     found: list[Drawing] = []
@@ -71,7 +80,8 @@ def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing
     if loads:
         by_layer = {layer: [record["load"][layer] for record in loads] for layer in loads[0]["load"]}
         draw = expert_figures.expert_load([record["step"] for record in loads], by_layer)
-        found.append(("experts", "Tokens per expert over the steps, for each layer", draw))
+        title = "Tokens per expert over the steps, for each layer" + _rows_saved(loads)
+        found.append(("experts", title, draw))
     intervals = read_timeline(folder)
     if hidden := HiddenExchange.of(intervals):
         draw = expert_figures.lanes(intervals, hidden.fraction)

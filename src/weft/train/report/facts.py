@@ -16,15 +16,16 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from weft.train.files import replace_text
+from weft.train.files import parse_json, read_bounded, replace_text
 
 FILE = "facts.json"
+_LARGEST = 64 << 20
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """What was kept; nothing where there is none, or none that can be read."""
     try:
-        facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        facts = parse_json(read_bounded(folder / FILE, _LARGEST))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -1,8 +1,7 @@
 """The settings of a run that its report shows: what the run used."""
 
-import tomllib
-
 from weft.train.config import TrainConfig, to_dict
+from weft.train.files import parse_toml
 from weft.train.toml_values import show
 
 ALWAYS = {
@@ -31,8 +30,8 @@ def in_use(text: str) -> str:
     Text that is none stays as it is.
     """
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        tables = parse_toml(text)
+    except ValueError:
         return text
     defaults = to_dict(TrainConfig())
     pattern = str(tables.get("model", {}).get("pattern", ""))

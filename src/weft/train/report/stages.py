@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.comm.timeline import Interval
 from weft.overlap.order import COMPUTE, FORWARD
 from weft.pipeline import Costs, Simulation, Table, format_table, parse_table
-from weft.train.files import replace_text
+from weft.train.files import parse_json, replace_text
 
 FILE = "stages.json"
 Span = tuple[float, float]
@@ -36,7 +36,7 @@ def read_stages(run_directory: str | Path) -> Simulation | None:
     path = Path(run_directory) / FILE
     if not path.exists():
         return None
-    kept = json.loads(path.read_text(encoding="utf-8"))
+    kept = parse_json(path.read_text(encoding="utf-8"))
     spans = tuple(tuple((start, end) for start, end in rank) for rank in kept["spans"])
     return Simulation(parse_table(kept["table"], str(path)), Costs(), spans)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.comm.timeline import Interval, busy
 from weft.overlap import hidden_fraction
 from weft.overlap.order import EXCHANGE
-from weft.train.files import replace_text
+from weft.train.files import parse_json, replace_text
 
 FILE = "timeline.json"
 
@@ -24,7 +24,7 @@ def read_timeline(run_directory: str | Path) -> list[Interval]:
     path = Path(run_directory) / FILE
     if not path.exists():
         return []
-    return [Interval(*json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Interval(*parse_json(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import errno
 
 from weft.checkpoint import CheckpointError
 
-SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED = range(4)
-"""Exit codes. INTERRUPTED: somebody asked it to stop; what was reached is saved."""
+SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
+"""Exit codes. INTERRUPTED: it was asked to stop, and what it reached is saved. NOT_BEGUN: it was asked to stop before
+there was anything to save."""
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
@@ -15,7 +16,11 @@ class Refused(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Somebody asked to stop before training began."""
+    """A request to stop came before training began. is_saved: whether the run has a checkpoint."""
+
+    def __init__(self, message: str, *, is_saved: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = INTERRUPTED if is_saved else NOT_BEGUN
 
 
 def in_one_line(error: BaseException) -> str | None:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from weft.checkpoint.directory import committed_steps
 from weft.train.files import replace_text
-from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL
+from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS, WRONG_CALL
 from weft.train.run.runs import LOGS, Run, remove_if_unused
 from weft.train.run.stop import Requests, on_stop_signals
 from weft.train.run.world import STORE
@@ -47,8 +47,9 @@ _GRACE_S = 3.0
 def launch(arguments: Sequence[str], ranks: int, run: Run, resume_command: str) -> int:
     """Run `python -m weft *arguments` as `ranks` local processes; returns the exit code for a person.
 
-    0: all ranks ended well. 2: one of them found the configuration wrong. 3: somebody asked them to stop, and they
-    saved. 1: anything else; stderr then names the rank that failed or died first, and `resume_command` if there is a
+    0: all ranks ended well. 2: one of them found the configuration wrong. 3: they were asked to stop, and the run has
+    a checkpoint. 4: they were asked to stop before there was one. 1: anything else; stderr then names the rank that
+    failed or died first, and `resume_command` if there is a
     checkpoint to go on from. A new run that a line explains, and that did not begin, leaves no directory behind; that
     of another failure stays, for its logs.
     """
@@ -111,9 +112,10 @@ class _Supervisor:
                 return FAILURE
             if self.died:
                 return self._explain()
-        if any(rank.process.returncode == INTERRUPTED for rank in self.ranks):
-            remove_if_unused(self.run)
-            return INTERRUPTED
+        for code in (NOT_BEGUN, INTERRUPTED):
+            if any(rank.process.returncode == code for rank in self.ranks):
+                remove_if_unused(self.run)
+                return code if self.run.step is None else INTERRUPTED
         return SUCCESS
 
     def _start(self, rank: int, store: str) -> _Rank:
@@ -176,7 +178,9 @@ class _Supervisor:
         new = [
             rank
             for rank in self.ranks
-            if not rank.reported and not rank.stopped_by_us and rank.process.poll() not in (None, SUCCESS, INTERRUPTED)
+            if not rank.reported
+            and not rank.stopped_by_us
+            and rank.process.poll() not in (None, SUCCESS, INTERRUPTED, NOT_BEGUN)
         ]
         for rank in new:
             rank.reported = True

@@ -12,18 +12,22 @@ runs/stdlib-2/        the second one
 import re
 import shlex
 import shutil
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.directory import LOCK, committed_steps
+from weft.checkpoint.directory import RUN as IDENTITY
 from weft.train.config import OF_TASK, RunConfig
 from weft.train.errors import ConfigError
+from weft.train.files import parse_toml, read_bounded
 
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 ORIGIN = "origin"
+_LARGEST = 16 << 20
+"""Bytes of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,15 @@ def run_directory(named: str | Path) -> Path:
     return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
 
 
+def read_tables(directory: Path) -> dict[str, Any]:
+    """The tables of a run's config.toml. Raises OSError and ValueError."""
+    return parse_toml(read_bounded(directory / CONFIG, _LARGEST).decode())
+
+
 def recorded_name(directory: Path) -> str | None:
     """The `run.name` that a run was started with; None where its config.toml is gone or cannot be read."""
     try:
-        return str(tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))["run"]["name"])
+        return str(read_tables(directory)["run"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -106,6 +115,18 @@ def refuse_other_directories(folder: Path, asked: str) -> None:
             raise ConfigError(
                 f"{asked}: is no run, but lies in one, which goes on from its newest checkpoint; name the run: {run}"
             )
+
+
+def refuse_no_run(folder: Path, asked: str) -> None:
+    """Raise ConfigError for a directory without the configuration of a run."""
+    if (folder / CONFIG).is_file():
+        return
+    if committed_steps(folder / CHECKPOINTS):
+        raise ConfigError(
+            f"{asked}: its {CONFIG} is gone; name its configuration too: weft train CONFIG.toml --resume "
+            f"{shlex.quote(str(folder))}"
+        )
+    raise ConfigError(f"{asked}: is no run, it holds no {CONFIG} and no checkpoint; name the directory of a run")
 
 
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
@@ -140,7 +161,7 @@ def _describes_task(directory: Path) -> bool | None:
     """Whether the configuration of a run describes its model and data; None where it cannot be read, which whoever
     needs it says."""
     try:
-        tables = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        tables = read_tables(directory)
     except (OSError, ValueError):
         return None
     return any(section in tables for section in OF_TASK)
@@ -159,7 +180,7 @@ def remove_if_unused(run: Run) -> None:
         return
     left = {path.name for path in run.directory.iterdir()}
     saved = {path.name for path in run.checkpoints.iterdir()} if run.checkpoints.is_dir() else set()
-    if left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK}:
+    if left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK, IDENTITY}:
         shutil.rmtree(run.directory)
 
 

@@ -44,6 +44,7 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[in
 
 
 _STOPPING = "stopping after this step and saving a checkpoint; Ctrl-C again ends at once"
+_NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C again ends at once"
 
 
 class StopRequest:
@@ -58,6 +59,8 @@ class StopRequest:
         self._requests = Requests()
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         """Called with one line when the request comes."""
+        self.is_training = False
+        """Whether steps are under way, after which what they reached is saved."""
         self._before: dict[int, Any] = {}
 
     @property
@@ -84,15 +87,18 @@ class StopRequest:
             os._exit(1)
         self._event.set()
         # From here, in the middle of what this thread writes, a write would be refused as reentrant.
-        threading.Thread(target=self.notify, args=(_STOPPING,)).start()
+        threading.Thread(target=self.notify, args=(self._says(),)).start()
 
     def _watch(self, pipe: int) -> None:
         while os.read(pipe, 1):
             self._request()
         os._exit(1)
 
+    def _says(self) -> str:
+        return _STOPPING if self.is_training else _NOT_BEGUN
+
     def _request(self) -> None:
         if not self.requested:
             self._requests.note_signal()
             self._event.set()
-            self.notify(_STOPPING)
+            self.notify(self._says())

@@ -46,8 +46,9 @@ def work(
         dist.destroy_process_group()
         rank.end(SUCCESS if complete else INTERRUPTED)
     except Interrupted as interrupted:
-        rank.say(str(interrupted))
-        rank.end(INTERRUPTED)
+        if place.rank == 0 or not rank.supervised:
+            rank.say(str(interrupted))
+        rank.end(interrupted.exit_code)
     except Exception as error:
         rank.end(rank.explain(error))
 

@@ -52,14 +52,13 @@ class Place:
         import torch
         import torch.distributed as dist
 
+        from weft.comm.backends import backend_for
         from weft.train.run.meeting import meet
 
         store = meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say)
-        backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks)
+        dist.init_process_group(backend_for(device), store=store, rank=self.rank, world_size=self.ranks)
 
 
 def begin_alone() -> None:

@@ -5,11 +5,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.train.sections.rules import require
-from weft.train.toml_values import show
+from weft.train.toml_values import nearest, show
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 NAMES = (*ELEMENT_WISE, "Muon")
 _OWN = ("params", "lr", "betas", "eps", "weight_decay")
+
+
+def _meant(name: str) -> str:
+    near = nearest(name, NAMES)
+    return f"did you mean {show(near[0])}? It " if near else ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class OptimizerConfig:
             "optimizer.name",
             self.name,
             named or self.name in NAMES,
-            f'must be one of {", ".join(NAMES)}, or the place of a class: "package.module:Class"',
+            _meant(self.name) + f'must be one of {", ".join(NAMES)}, or the place of a class: "package.module:Class"',
         )
         require("optimizer.lr", self.lr, self.lr > 0, "must be positive")
         require("optimizer.eps", self.eps, self.eps > 0, "must be positive")

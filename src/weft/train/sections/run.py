@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.train.sections.rules import require
+from weft.train.toml_values import nearest, show
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.loggers if name not in ("tensorboard", "wandb") and ":" not in name]
-        rule = f'must be of "tensorboard", "wandb" and "package.module:Class"; {unknown} is none of them'
+        near = nearest(unknown[0], ("tensorboard", "wandb")) if unknown else []
+        meant = f"; did you mean {show(near[0])}?" if near else ""
+        rule = f'must be of "tensorboard", "wandb" and "package.module:Class"; {unknown} is none of them{meant}'
         require("run.loggers", list(self.loggers), not unknown, rule)
         require("run.patience", self.patience, self.patience > 0, "must be positive")
         require(

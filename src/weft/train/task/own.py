@@ -1,12 +1,13 @@
 """A model and data of one's own."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import weft
 from weft.checkpoint import RandomState
@@ -30,6 +31,7 @@ class OwnTask:
     unit = "samples"
     at_once = 1
     adds_losses = False
+    loss_units: Mapping[str, str] = {}
     validation_weights = repeat(1.0)
 
     def __init__(
@@ -58,7 +60,7 @@ class OwnTask:
                 "validation: the function returns an iterator, which the first validation would use up; "
                 "return a list or a loader"
             )
-        self.units_per_step = config.train.global_batch_size
+        self._microbatch_size = config.train.microbatch_size
         self.description = f"own data: {getattr(data, '__name__', type(data).__name__)}"
         built = own_model(model, shard, config, meshes, device)
         if config.run.weights and not isinstance(built, HybridModel):
@@ -70,9 +72,12 @@ class OwnTask:
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
         self._loss = loss
 
+    def count(self, microbatches: Sequence[Any]) -> float:
+        """The first size of the first tensor of each; `train.microbatch_size` where there is no tensor."""
+        return float(sum(_samples(microbatch, self._microbatch_size) for microbatch in microbatches))
+
     def loss(self, microbatch: Any) -> Losses:
-        found = self._loss(self.model, microbatch)
-        loss, numbers = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        loss, numbers = with_numbers(self._loss(self.model, microbatch))
         what = f"a {type(loss).__name__}"
         if isinstance(loss, torch.Tensor):
             what = f"a tensor {list(loss.shape)}"
@@ -93,6 +98,23 @@ class OwnTask:
 
     def baseline(self) -> None:
         return None
+
+
+def _samples(microbatch: Any, default: int) -> int:
+    return next((each.size(0) for each in tree_leaves(microbatch) if torch.is_tensor(each) and each.dim()), default)
+
+
+def with_numbers(found: Any) -> Losses:
+    """What a loss function gives, as a loss and numbers by name. Raises ConfigError for a tuple of something else."""
+    if not isinstance(found, tuple):
+        return found, {}
+    if len(found) == 2 and isinstance(found[1], Mapping):
+        return found[0], found[1]
+    inside = ", ".join(f"a tensor {list(each.shape)}" if torch.is_tensor(each) else told(each) for each in found[:4])
+    raise ConfigError(
+        f"loss: gives a tuple of {len(found)} ({inside}); give the mean over the microbatch alone, or a tuple of it "
+        'and numbers by name: (mean, {"accuracy": number})'
+    )
 
 
 class Stream:

@@ -33,8 +33,8 @@ class Task(Protocol):
     experts: ExpertBalance
     unit: str
     """What is counted: "tokens"."""
-    units_per_step: int
-    """Over all ranks."""
+    loss_units: Mapping[str, str]
+    """Of "loss" and "validation_loss" as a person sees them, where they are known."""
     description: str
     """A line about the data."""
     at_once: int
@@ -55,6 +55,10 @@ class Task(Protocol):
     @property
     def validation_weights(self) -> Iterable[float]:
         """How much each of them counts; 1.0: as all others."""
+        ...
+
+    def count(self, microbatches: Sequence[Any]) -> float:
+        """How many units the microbatches of a step have; the sum over all ranks is that of the step."""
         ...
 
     def loss(self, microbatch: Any) -> Losses:

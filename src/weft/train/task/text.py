@@ -1,6 +1,6 @@
 """A model of tokens on text, as a configuration describes them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from weft.comm.groups import exchange_objects
 from weft.models import HybridConfig, HybridModel, shard
 from weft.models.loss import cross_entropy
 from weft.overlap import evaluate
@@ -21,7 +22,7 @@ from weft.train.imported import imported
 from weft.train.run.turns import first_rank_first
 from weft.train.sections import OwnModelConfig
 from weft.train.task.blocks import prepare
-from weft.train.task.own import own_model
+from weft.train.task.own import own_model, with_numbers
 from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
 
@@ -56,6 +57,11 @@ class TextTask:
         self.validation_weights = self.validation.microbatch_weights
         self.at_once = 2 * config.sharding.pp if config.sharding.pp > 1 else 1
         self.units_per_step = config.train.global_batch_size * data.sequence_length
+        validated = "nats/byte" if self._bytes_per_token is not None else "nats/token"
+        self.loss_units: Mapping[str, str] = {
+            "loss": "nats/token",
+            "validation_loss": validated,
+        }
         self.description = "; ".join(corpus.description for corpus in self.corpora)
         self._loss: Callable[..., Any] | None = None
         if isinstance(config.model, OwnModelConfig):
@@ -66,10 +72,12 @@ class TextTask:
             self.model = _hybrid(config, config.model, meshes, device)
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
 
+    def count(self, microbatches: Sequence[Batch]) -> float:
+        return self.units_per_step / dist.get_world_size()
+
     def loss(self, microbatch: Batch) -> Losses:
         if self._loss is not None:
-            found = self._loss(self.model, microbatch)
-            return found if isinstance(found, tuple) else (found, {})
+            return with_numbers(self._loss(self.model, microbatch))
         tokens, labels = microbatch
         return self.model(tokens, labels=labels), {}
 
@@ -97,8 +105,7 @@ class TextTask:
 
 def _compare(names: Sequence[str], texts: list[Any]) -> None:
     """Raise ConfigError on every rank where one opened other texts than the first: their orders would not agree."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, texts)
+    everyone = exchange_objects(texts, what="which texts the ranks have")
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(names, everyone[0], theirs):
             if first != other:

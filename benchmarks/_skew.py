@@ -1,0 +1,80 @@
+"""What skewed routing costs: a table and a picture."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5")
+SLOW = 1.1
+"""A rank that computes this many times as long as the mean is named."""
+
+
+class OfRank(NamedTuple):
+    """One rank in one step: seconds of computation, the hidden part of the exchange, and what left for other ranks."""
+
+    computing: float
+    hidden: float
+    assignments: int
+    rows: int
+
+
+class Skew(NamedTuple):
+    """One routing: seconds per step of each side, and what the ranks did in the combined step."""
+
+    routing: str
+    seconds: dict[str, float]
+    ranks: Sequence[OfRank]
+
+    @property
+    def hidden(self) -> float:
+        """The hidden part of the exchange, on the rank that hides least."""
+        return min(rank.hidden for rank in self.ranks)
+
+    @property
+    def saved(self) -> float:
+        """The part of the rows that one row per rank saves, over all ranks."""
+        assignments = sum(rank.assignments for rank in self.ranks)
+        return 1 - sum(rank.rows for rank in self.ranks) / assignments if assignments else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The combined step as a part of the unpaired nodes' step."""
+        return self.seconds["combined"] / self.seconds["unpaired nodes"]
+
+    @property
+    def slow(self) -> dict[int, float]:
+        """The ranks that compute longer than the others, and how many times the mean."""
+        mean = sum(rank.computing for rank in self.ranks) / len(self.ranks)
+        times = {number: rank.computing / mean for number, rank in enumerate(self.ranks)}
+        return {number: each for number, each in times.items() if each > SLOW}
+
+
+def table(skews: Sequence[Skew]) -> None:
+    """Print one line for each routing."""
+    width = max(len(skew.routing) for skew in skews) + 2
+    sides = list(skews[0].seconds)
+    print(f"{'routing':{width}}" + "".join(f"{f'{side} s':>26}" for side in sides), end="")
+    print(f"{'combined / unpaired':>21}{'hidden':>9}{'rows saved':>12}  slow ranks")
+    for skew in skews:
+        slow = ", ".join(f"rank {number} computes {times:.2f} x the mean" for number, times in skew.slow.items())
+        print(f"{skew.routing:{width}}" + "".join(f"{skew.seconds[side]:26.3f}" for side in sides), end="")
+        print(f"{skew.ratio:21.2f}{skew.hidden:9.0%}{skew.saved:12.0%}  {slow or 'none'}")
+
+
+def picture(skews: Sequence[Skew], path: str) -> None:
+    """Draw the hidden part, the rows saved and the step's time over the routings."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    parts, times = figure.subplots(1, 2)
+    names = [skew.routing.rstrip("/").rpartition("/")[2] for skew in skews]
+    parts.plot(names, [100 * skew.hidden for skew in skews], "o-", label="exchange hidden")
+    parts.plot(names, [100 * skew.saved for skew in skews], "s-", label="rows saved")
+    parts.set(ylabel="%", ylim=(0, 100))
+    for side in skews[0].seconds:
+        times.plot(names, [skew.seconds[side] for skew in skews], "o-", label=side)
+    times.set(ylabel="seconds per step")
+    times.set_ylim(bottom=0)
+    for axes in (parts, times):
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,81 @@
+"""Which transport moves tensors between the ranks of a group.
+
+    tensors on             backend        transport
+    --------------------   -----------    ------------------------------
+    a device with streams  nccl           `BuiltIn`, with averages
+    CPU                    gloo           `Gloo`
+    either                 any other      `BuiltIn`
+
+Only this file and `groups`, which makes groups, know backends by name.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from weft.comm import streams
+from weft.comm.builtin import BuiltIn
+from weft.comm.gloo import Gloo
+from weft.comm.transport import Transport
+
+HOSTS = "gloo"
+"""The backend for what lies in the memory of hosts."""
+_DEVICES = {"cpu": HOSTS, "cuda": f"cpu:{HOSTS},cuda:nccl"}
+
+_gloo, _nccl, _other = Gloo(), BuiltIn(averages=True), BuiltIn()
+_instead: Transport | None = None
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what moves tensors on `device` between the ranks of `group`, "" for nothing.
+
+    A group may have one backend for each kind of device: torch's default, "cpu:gloo,cuda:nccl", is of that kind.
+    """
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return ""
+
+
+def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """What moves tensors on `device` between the ranks of `group`."""
+    if _instead is not None:
+        return _instead
+    backend = backend_of(group, device)
+    if backend == "nccl":
+        return _nccl
+    return _gloo if backend == HOSTS and device.type == "cpu" and not streams.has_streams(device) else _other
+
+
+@contextmanager
+def moving_by(transport: Transport) -> Iterator[None]:
+    """Inside, `transport` moves everything, on every rank: for tests of what the engine makes of its capabilities."""
+    global _instead
+    _instead, before = transport, _instead
+    try:
+        yield
+    finally:
+        _instead = before
+
+
+def world() -> dist.ProcessGroup:
+    """The default process group."""
+    assert dist.group.WORLD is not None, "there is no process group"
+    return dist.group.WORLD
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend to start a process group with whose ranks compute on `device`."""
+    return _DEVICES[device.type]
+
+
+def reaches_devices() -> bool:
+    """Whether the default process group moves tensors that are not in CPU memory."""
+    return dist.get_backend() != HOSTS
+
+
+def is_pretended(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks do not exist, but count as being all like this one."""
+    return backend_of(group, torch.device("cpu")) == "fake"

@@ -1,0 +1,178 @@
+"""Collectives as the backend has them: NCCL's, and those of any backend that weft does not know.
+
+One communicator runs its operations one after another, in the order in which this rank issues them, and messages have
+no tags: every rank must issue the same ones in the same order. A bundle is one call for several tensors, which NCCL
+runs as one group.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from weft.comm import streams
+from weft.comm.pending import Pending
+from weft.comm.sums import add_scaled
+from weft.comm.transport import Capabilities
+
+
+class BuiltIn:
+    """See `weft.comm.transport.Transport`. `averages`: the backend has reductions that average."""
+
+    def __init__(self, *, averages: bool = False) -> None:
+        # The order of magnitude of NCCL between GPUs of one host.
+        self.capabilities = Capabilities(
+            tags=False, helpers=False, bundles=True, averages=averages, direct_sends=False, latency=2e-5, bandwidth=2e11
+        )
+
+    def all_gather(self, full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+        """In place: `source` is copied into `full` first, unless it lies there."""
+        size = group.size()
+        own = full.view(size, -1)[dist.get_rank(group)]
+        if source.data_ptr() != own.data_ptr():
+            own.copy_(source)
+        if size == 1:
+            return Pending()
+        return _started(dist.all_gather_into_tensor(full, own, group=group, async_op=_beside(full)))
+
+    def all_gather_bundle(
+        self,
+        fulls: Sequence[torch.Tensor | None],
+        sources: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        tag: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Pending:
+        """In place; what is not kept goes to memory of its own."""
+        rank, size = dist.get_rank(group), group.size()
+        wholes = [
+            torch.empty(size * source.numel(), dtype=dtype, device=device) if full is None else full
+            for full, source in zip(fulls, sources)
+        ]
+        own = [whole.view(size, -1)[rank] for whole in wholes]
+        torch._foreach_copy_(own, [source.detach() for source in sources])
+        if size == 1:
+            return Pending()
+        options = AllgatherOptions()
+        options.asyncOp = _beside(wholes[0])
+        work = group.allgather_into_tensor_coalesced(wholes, own, options)
+        return Pending([work], wholes.clear)  # the memory of what is not kept stays until then
+
+    def all_gather_uneven(
+        self, parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, tag: int
+    ) -> Pending:
+        """Parts are padded to the size of the largest."""
+        width = max(part.numel() for part in parts)
+        padded = parts[rank].new_zeros(len(parts), width)
+        padded[rank, : parts[rank].numel()] = parts[rank]
+
+        def spread() -> None:
+            for peer, part in enumerate(parts):
+                if peer != rank:
+                    part.copy_(padded[peer, : part.numel()])
+
+        source = padded[rank].clone()
+        work = dist.all_gather_into_tensor(padded.view(-1), source, group=group, async_op=_beside(padded))
+        return _started(work, spread)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        partial: torch.Tensor,
+        group: dist.ProcessGroup,
+        tag: int,
+        *,
+        scale: float,
+        accumulate: bool,
+        inbox: torch.Tensor,
+        sum_only: bool,
+    ) -> Pending:
+        """An average where it is one, and the backend has it."""
+        op, scale = self._scaled(partial, scale, group.size(), sum_only)
+        beside = _beside(partial)
+        if not accumulate and scale == 1.0 and output.dtype == partial.dtype:
+            return _started(dist.reduce_scatter_tensor(output, partial, op=op, group=group, async_op=beside))
+        work = dist.reduce_scatter_tensor(inbox, partial, op=op, group=group, async_op=beside)
+        return _started(work, lambda: add_scaled(output, inbox, scale, accumulate))
+
+    def reduce_scatter_bundle(
+        self,
+        outputs: Sequence[torch.Tensor],
+        partials: Sequence[torch.Tensor],
+        scales: Sequence[float],
+        adds: Sequence[bool],
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> Pending:
+        """Sums of all tensors arrive in memory of their own, and go to the outputs from there."""
+        size = group.size()
+        alike = len(set(scales)) == 1
+        scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
+        sums = [partial.new_empty(partial.numel() // size) for partial in partials]
+
+        def take_sums() -> None:
+            for output, total, scale, add in zip(outputs, sums, [scale for _, scale in scaled], adds):
+                add_scaled(output, total, scale, add)
+
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = scaled[0][0], _beside(partials[0])
+        work = group.reduce_scatter_tensor_coalesced(sums, list(partials), options)
+        return Pending([work], take_sums)
+
+    def all_reduce(
+        self,
+        output: torch.Tensor,
+        partial: torch.Tensor,
+        group: dist.ProcessGroup,
+        tag: int,
+        *,
+        scale: float,
+        accumulate: bool,
+        inbox: torch.Tensor,
+    ) -> Pending:
+        """In `partial`."""
+        _, scale = self._scaled(partial, scale, group.size(), sum_only=True)
+        works = [dist.all_reduce(partial, group=group, async_op=True)]
+        return Pending(works, lambda: add_scaled(output, partial, scale, accumulate))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int],
+        source_sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> Pending:
+        """One call."""
+        return _started(
+            dist.all_to_all_single(
+                output, source, list(output_sizes), list(source_sizes), group=group, async_op=_beside(output)
+            )
+        )
+
+    def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
+        """For a scattered result on its way to the output."""
+        return partial_numel // size if scatters else 0
+
+    def _scaled(self, partial: torch.Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
+        """The operation to ask for, and the factor that is left for afterwards."""
+        if scale == 1 / size and not sum_only and self.capabilities.averages:
+            return dist.ReduceOp.AVG, 1.0
+        if partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
+            partial.mul_(scale)
+            return dist.ReduceOp.SUM, 1.0
+        return dist.ReduceOp.SUM, scale
+
+
+def _beside(tensor: torch.Tensor) -> bool:
+    """Whether a transfer runs beside the host by itself. With streams it runs on the current one, as if at once."""
+    return not streams.has_streams(tensor.device)
+
+
+def _started(work: Any, finish: Any = None) -> Pending:
+    return Pending([work] if work is not None else [], finish)

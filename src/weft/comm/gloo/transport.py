@@ -1,0 +1,163 @@
+"""Collectives over gloo, of direct sends."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.gloo.sends import swap, terms_of
+from weft.comm.pending import Pending
+from weft.comm.sums import add_scaled, add_up, sum_into
+from weft.comm.transport import Capabilities
+
+SECOND_ROUND = 500
+"""What is added to the tag of a lane for a second round of transfers."""
+
+
+class Gloo:
+    """See `weft.comm.transport.Transport`. Tensors are in CPU memory."""
+
+    # Of processes on one host, in round numbers: between hosts both latency and bandwidth are those of the network, and
+    # their product is of the same order.
+    capabilities = Capabilities(
+        tags=True, helpers=True, bundles=True, averages=False, direct_sends=True, latency=500e-6, bandwidth=2e9
+    )
+
+    def all_gather(self, full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+        """`source` is copied into `full` while the sends are under way, unless it lies there."""
+        rank, size = dist.get_rank(group), group.size()
+        slices = full.view(size, -1)
+        works = swap(slices, [source] * size, group, tag)
+        if source.data_ptr() != slices[rank].data_ptr():
+            slices[rank].copy_(source)
+        return Pending(works)
+
+    def all_gather_bundle(
+        self,
+        fulls: Sequence[torch.Tensor | None],
+        sources: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        tag: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Pending:
+        """One message to each rank: row r of a table, from or for rank r, holds the tensors one after another."""
+        rank, size = dist.get_rank(group), group.size()
+        table = torch.empty(size, sum(source.numel() for source in sources), dtype=dtype, device=device)
+        torch.cat([source.detach() for source in sources], out=table[rank])
+
+        def spread() -> None:
+            columns = table.split([source.numel() for source in sources], dim=1)
+            kept = [(full.view(size, -1), column) for full, column in zip(fulls, columns) if full is not None]
+            if kept:
+                torch._foreach_copy_([full for full, _ in kept], [column for _, column in kept])
+
+        return Pending(swap(table, [table[rank]] * size, group, tag), spread)
+
+    def all_gather_uneven(
+        self, parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, tag: int
+    ) -> Pending:
+        """Empty parts are not sent."""
+        return Pending(swap(parts, [parts[rank]] * len(parts), group, tag))
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        partial: torch.Tensor,
+        group: dist.ProcessGroup,
+        tag: int,
+        *,
+        scale: float,
+        accumulate: bool,
+        inbox: torch.Tensor,
+        sum_only: bool,
+    ) -> Pending:
+        """Every rank gets its slice of all others and sums in rank order."""
+        rank, size = dist.get_rank(group), group.size()
+        slices = partial.view(size, -1)
+        terms = terms_of(slices[rank], inbox, rank, size)
+        return Pending(swap(terms, slices, group, tag), lambda: add_up(output, terms, scale, accumulate))
+
+    def reduce_scatter_bundle(
+        self,
+        outputs: Sequence[torch.Tensor],
+        partials: Sequence[torch.Tensor],
+        scales: Sequence[float],
+        adds: Sequence[bool],
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> Pending:
+        """One message to each rank; the sums are those of one reduction for each tensor, bit for bit."""
+        rank, size = dist.get_rank(group), group.size()
+        slices = [partial.view(size, -1) for partial in partials]
+        leaving = torch.cat(slices, dim=1)
+        arriving = torch.empty_like(leaving)
+
+        def take_sums() -> None:
+            widths = [each.shape[1] for each in slices]
+            arriving[rank] = leaving[rank]
+            alike = not any(adds) and len(set(scales)) == 1  # then all at once, in a row that has left
+            sums = [leaving[0]] if alike else outputs
+            columns = [arriving] if alike else arriving.split(widths, dim=1)
+            for total, column, scale, add in zip(sums, columns, scales, adds):
+                add_up(total, column.unbind(), scale, add)
+            if alike:
+                torch._foreach_copy_(list(outputs), leaving[0].split(widths))
+
+        return Pending(swap(arriving, leaving, group, tag), take_sums)
+
+    def all_reduce(
+        self,
+        output: torch.Tensor,
+        partial: torch.Tensor,
+        group: dist.ProcessGroup,
+        tag: int,
+        *,
+        scale: float,
+        accumulate: bool,
+        inbox: torch.Tensor,
+    ) -> Pending:
+        """Over
+
+            2 ranks    each sends all it has; the sum is the output's, in its dtype
+            more       first every rank gets and sums its slice, in fp32, then the sums go round in `partial`'s dtype
+
+        All sends of a round overlap, in both directions. The second round begins when the first has ended on this rank,
+        whatever others do; a lane starts it beside the computation.
+        """
+        rank, size = dist.get_rank(group), group.size()
+        if size == 2:
+            terms = terms_of(partial, inbox, rank, size)
+            works = swap(terms, [partial] * size, group, tag)
+            return Pending(works, lambda: add_up(output, terms, scale, accumulate))
+        slices = partial.tensor_split(size)
+        own = slices[rank]
+        terms = terms_of(own, inbox, rank, size)
+
+        def go_round(tag: int) -> Pending:
+            sum_into(own, terms, scale)
+            works = swap(slices, [own] * size, group, tag)
+            return Pending(works, lambda: add_scaled(output, partial, 1.0, accumulate))
+
+        return Pending(swap(terms, slices, group, tag), second=lambda: go_round(tag + SECOND_ROUND))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int],
+        source_sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> Pending:
+        """Rows go directly into place."""
+        rank = dist.get_rank(group)
+        arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
+        works = swap(arriving, leaving, group, tag)
+        arriving[rank].copy_(leaving[rank])
+        return Pending(works)
+
+    def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
+        """For what the other ranks send."""
+        return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)

@@ -1,0 +1,39 @@
+"""Transfers under way, as every transport returns them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Pending:
+    """Transfers under way: their work handles, and what this rank has still to do when they are done.
+
+    That is to `finish`, or to start a `second` round of transfers, after which is that round's `finish`.
+    """
+
+    works: list[Any] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+    second: Callable[[], "Pending"] | None = None
+
+    def complete(self) -> None:
+        """Wait for the transfers (on CUDA: make the current stream wait) and finish."""
+        for work in self.works:
+            work.wait()
+        if self.second is not None:
+            self.second().complete()
+        if self.finish is not None:
+            self.finish()
+
+    def followed_by(self, work: Callable[[], None]) -> "Pending":
+        """The same, with `work` at the end of all."""
+        finish, second = self.finish, self.second
+        if second is not None:
+            return Pending(self.works, None, lambda: second().followed_by(work))
+
+        def both() -> None:
+            if finish is not None:
+                finish()
+            work()
+
+        return Pending(self.works, both)

@@ -1,0 +1,35 @@
+"""Sums over ranks that are added up here, in rank order: bit-equal from run to run."""
+
+from collections.abc import Sequence
+
+import torch
+
+_SUMMED_AT_ONCE = 1 << 16
+
+
+def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
+    """`output` (+)= `scale` times the sum of `terms`, in this order."""
+    first, *rest = terms
+    add_scaled(output, first, scale, accumulate)
+    for term in rest:
+        output.add_(term, alpha=scale)
+
+
+def sum_into(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float) -> None:
+    """`output`, which may be one of `terms`, becomes `scale` times their sum, in this order and at least in fp32."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *terms))):
+        total = pieces[0].to(wide, copy=True).mul_(scale)
+        for piece in pieces[1:]:
+            total.add_(piece, alpha=scale)
+        target.copy_(total)
+
+
+def add_scaled(output: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
+    """`output` (+)= `scale` times `value`."""
+    if accumulate:
+        output.add_(value, alpha=scale)
+    elif output.dtype == value.dtype:
+        torch.mul(value, scale, out=output)
+    else:  # the product in the wider dtype
+        output.copy_(value).mul_(scale)

@@ -1,0 +1,122 @@
+"""What weft raises beyond Python's own errors. All are a `WeftError`, and a ValueError or RuntimeError besides.
+
+    from weft.errors import CollectiveMismatch
+
+    try:
+        train()
+    except CollectiveMismatch as error:  # ranks, units and places are in the message
+        ...
+
+    raised by            a ValueError: what was given is wrong      a RuntimeError: something went wrong
+    ------------------   ---------------------------------------    --------------------------------------------
+    communication                                                   `CollectiveMismatch`
+    sharding                                                        `WeightsGone`, `WeightsWritten`
+    overlap, pipelines   `TableError`                               `UndeclaredTensor`
+    checkpoints          `CheckpointMismatch`                       `CheckpointError`, `CheckpointGone`
+    models               `PatternError`, `ConversionError`          `KernelError`
+    trainer              `ConfigError`
+    debugging                                                       `StreamOrderError`
+
+An argument that has a wrong value or type raises a plain ValueError or TypeError.
+"""
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointGone",
+    "CheckpointMismatch",
+    "CollectiveMismatch",
+    "ConfigError",
+    "ConversionError",
+    "KernelError",
+    "PatternError",
+    "StreamOrderError",
+    "TableError",
+    "UndeclaredTensor",
+    "WeftError",
+    "WeightsGone",
+    "WeightsWritten",
+]
+
+
+class WeftError(Exception):
+    """The base class of all errors that weft defines."""
+
+
+# --- what went wrong --------------------------------------------------------------------------------------------------
+
+
+class CollectiveMismatch(WeftError, RuntimeError):
+    """Ranks issued different collectives; the message names the units and the ranks."""
+
+
+class WeightsGone(WeftError, RuntimeError):
+    """Gathered weights are read after they went; the message names unit and parameter."""
+
+
+class WeightsWritten(WeftError, RuntimeError):
+    """Gathered weights, which are copies, were written to; the message names unit and parameter."""
+
+
+class UndeclaredTensor(WeftError, RuntimeError):
+    """A tensor came into a node by another way than its inputs; the message names the node."""
+
+
+class StreamOrderError(WeftError, RuntimeError):
+    """Work that may run at the same time uses the same memory; the message names both, their streams and places."""
+
+
+class CheckpointError(WeftError, RuntimeError):
+    """A checkpoint could not be written, or one on disk is not what its manifest says."""
+
+
+class CheckpointGone(CheckpointError):
+    """There is no such checkpoint, or no longer: a run that trains removes older ones while they are read."""
+
+
+class KernelError(WeftError, RuntimeError):
+    """A kernel that was asked for by its name does not run here."""
+
+
+# --- what was given is wrong ------------------------------------------------------------------------------------------
+
+
+class ConfigError(WeftError, ValueError):
+    """A wrong setting: one line that names the value, the rule it breaks and the fix."""
+
+
+class CheckpointMismatch(WeftError, ValueError):
+    """The checkpoint does not fit what it should be loaded into: keys, shapes or dtypes differ."""
+
+
+class ConversionError(WeftError, ValueError):
+    """A model cannot be read, held or written as it was asked."""
+
+
+class PatternError(WeftError, ValueError):
+    """A pattern that breaks a rule: `pattern[position:]` starts with the offending `part`."""
+
+    def __init__(self, pattern: str, position: int, part: str, rule: str) -> None:
+        super().__init__(f"pattern {pattern!r}, position {position}, {part!r}: {rule}")
+        self.pattern = pattern
+        self.position = position
+        self.part = part
+        self.rule = rule
+
+    @property
+    def shown(self) -> str:
+        """The pattern with carets under the offending part, and the rule below."""
+        return f"{self.pattern}\n{' ' * self.position}{'^' * max(1, len(self.part))} {self.rule}"
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.pattern, self.position, self.part, self.rule)
+
+
+class TableError(WeftError, ValueError):
+    """A table that cannot run. `rank`; `position` of the entry in it, from 0; `reason`."""
+
+    def __init__(self, message: str, rank: int, position: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank, self.position, self.reason = rank, position, reason
+
+    def __reduce__(self) -> tuple:
+        return type(self), (str(self), self.rank, self.position, self.reason)

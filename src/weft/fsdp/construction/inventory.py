@@ -1,0 +1,100 @@
+"""What lies under a root, and whether that has changed since it was last looked at.
+
+a parameter under the root             at the beginning of a pass
+-------------------------------------  ------------------------------------------------------------------------
+of a unit, of this root or another     known
+in the place of a unit's               refused when that unit registers its own
+in `ignored_params`                    left alone
+frozen, in no unit                     left alone until it is unfrozen
+trainable, in no unit                  RuntimeError: each rank would train it for itself
+
+The first look walks through the modules. Each pass compares identities with what the last walk saw, without a call in
+Python per module, and walks again only where they differ.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, call, is_not, itemgetter
+from typing import Any
+
+from torch import nn
+
+from weft.fsdp.construction.originals import Original
+from weft.fsdp.construction.parameters import is_ignored
+from weft.fsdp.gradients.direct import home_of
+from weft.fsdp.unit import Unit
+
+_registries = itemgetter("_modules", "_parameters")
+_trains = attrgetter("requires_grad")
+
+
+class Inventory:
+    """The modules and parameters under `roots`, the modules of one unit; it keeps none of them alive."""
+
+    def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
+        """`units`: under the root, which is the first of them. Raises RuntimeError as `check` does."""
+        self._roots = [weakref.ref(root) for root in roots]
+        self._name = str(units[0])
+        self._slots = [slot for unit in units for group in unit.groups for slot in group.slots]
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._seen: list[int] = []
+        self._outside: list[weakref.ref[nn.Parameter]] = []
+        """Parameters in no unit. An identity says nothing once its parameter has gone."""
+        self._frozen: list[weakref.ref[nn.Parameter]] = []
+        """Those of them that must not be unfrozen."""
+        self._walk()
+
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter that would be trained by each rank for itself."""
+        modules = [*map(call, self._modules)]
+        if (
+            None in modules
+            or _contents(modules) != self._seen
+            or not all(map(is_not, map(call, self._outside), repeat(None)))
+            or any(map(_trains, map(call, self._frozen)))
+        ):
+            self._walk()
+
+    def _walk(self) -> None:
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
+        # What was put in the place of a unit's parameter is refused when the unit registers its own.
+        places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}
+        outside = [
+            (f"{path}.{name}" if path else name, parameter)
+            for root in roots
+            for path, module in root.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (module, name) not in places and _is_outside(parameter)
+        ]
+        frozen = [(name, parameter) for name, parameter in outside if not is_ignored(parameter)]
+        for name, parameter in frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was added to {self._name} after fully_shard and is in no unit: each rank "
+                    f"would train it for itself. {_remedy(parameter, modules)}; or freeze it, add it before, or name "
+                    "it in ignored_params"
+                )
+        plain = [module for module in modules if {"_modules", "_parameters"} <= vars(module).keys()]  # not of torch.jit
+        self._modules = [*map(weakref.ref, plain)]
+        self._seen = _contents(plain)
+        self._outside = [weakref.ref(parameter) for _, parameter in outside]
+        self._frozen = [weakref.ref(parameter) for _, parameter in frozen]
+
+
+def _is_outside(parameter: nn.Parameter) -> bool:
+    return home_of(parameter) is None or isinstance(parameter, Original)
+
+
+def _contents(modules: list[Any]) -> list[int]:
+    """The identities of what is registered in `modules`."""
+    registries = chain.from_iterable(map(_registries, map(vars, modules)))
+    return [*map(id, chain.from_iterable(map(dict.values, registries)))]
+
+
+def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
+    for module in modules:
+        if any(each is parameter for each in module._parameters.values()) and any(map(home_of, module.parameters())):
+            return "Units have other parameters of its module: put it into a module of its own and shard that"
+    return "To train it, call fully_shard on its module"

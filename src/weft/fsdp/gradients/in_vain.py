@@ -1,0 +1,33 @@
+"""What a user attaches to the gradient of a parameter, and autograd would never run: it is refused.
+
+attached by                                          why                          refused
+---------------------------------------------------  ---------------------------  --------------------------------------
+`register_hook`, `register_multi_grad_hook`          autograd computes the        at `fully_shard`, and at the beginning
+torch's `_apply_optimizer_in_backward`               gradient of what is          of a pass
+                                                     gathered
+`register_post_accumulate_grad_hook`                                              no: it runs with the reduced gradient
+"""
+
+from torch import nn
+
+_HOOK_NEVER_RUNS = (
+    "a hook on its gradient (register_hook, register_multi_grad_hook) would never run, since autograd computes the "
+    "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
+    "gradient in parameter.grad, and may change it"
+)
+
+IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute in which torch's `_apply_optimizer_in_backward` keeps the optimizers of a parameter."""
+_OPTIMIZER_NEVER_RUNS = (
+    "_apply_optimizer_in_backward would train nothing: it waits for a gradient of this very parameter, and autograd "
+    "computes the gradient of what is gathered. Step in a register_post_accumulate_grad_hook after fully_shard, where "
+    "parameter.grad is the reduced gradient: parameter.register_post_accumulate_grad_hook(lambda p: (optimizer.step(), "
+    "optimizer.zero_grad()))"
+)
+
+
+def never_runs(parameter: nn.Parameter) -> str:
+    """Why something that the user attached to the gradient of `parameter` would never run; "" if nothing is."""
+    if parameter._backward_hooks:
+        return _HOOK_NEVER_RUNS
+    return _OPTIMIZER_NEVER_RUNS if IN_BACKWARD in vars(parameter) else ""

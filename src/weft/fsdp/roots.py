@@ -1,0 +1,101 @@
+"""Which units are one model: the driver of each unit knows the one around it, and the outermost starts the engine.
+
+fully_shard(block)       a driver of its own: the root of a model with one unit
+fully_shard(model)       its driver comes around those of the blocks
+the first pass           the root makes the runtime for all units; what is left of a model keeps only itself
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from weft.fsdp.construction.inventory import Inventory
+from weft.fsdp.hooks import HookDriver
+from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.runtime.runtime import Runtime
+from weft.fsdp.unit import Unit
+
+
+class UnitDriver(HookDriver):
+    """The hook driver of one unit, which may be the root of a model or come under another."""
+
+    unit: Unit
+
+    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
+        """`options`: what `fully_shard` was given; None: nothing."""
+        super().__init__(unit, modules)
+        self._own: Runtime | None = None
+        """Of a root, which alone keeps it."""
+        self._known: weakref.ref[Runtime] | None = None
+        self.above: weakref.ref[UnitDriver] | None = None
+        """The driver of a unit around this one."""
+        self._asked = options
+        self.options = self._given = options or RuntimeOptions()
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Of the root; None before its first pass, and when it is gone."""
+        return None if self._known is None else self._known()
+
+    @property
+    def engine(self) -> Runtime:
+        """The runtime, made for all units of the root if this is its first pass."""
+        runtime = None if self._known is None else self._known()
+        if runtime is None:
+            root = self.root
+            runtime = root.runtime or root._start()
+            self._known = weakref.ref(runtime)
+        return runtime
+
+    @property
+    def root(self) -> "UnitDriver":
+        """The driver of the outermost unit around this one."""
+        root = self
+        while root.above is not None and (around := root.above()) is not None:
+            root = around
+        return root
+
+    def come_under(self, around: "UnitDriver") -> None:
+        """`around` is sharded now, and its model's root is this one's too."""
+        if self.above is None or self.above() is None:
+            self.above = weakref.ref(around)
+        runtime = self.runtime
+        changed = self.options if runtime is None else runtime.options
+        around.options = around.options.joined(self._given, changed)
+        self._own = self._known = None
+
+    def _start(self) -> Runtime:
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        drivers = drivers_under(modules)
+        units = [driver.unit for driver in drivers]
+        for unit in units:
+            for other, name in unit.tied.items():
+                if other not in units:
+                    raise RuntimeError(
+                        f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
+                        "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
+                    )
+        inventory = Inventory(modules, units)
+        for driver in drivers:
+            if driver._asked not in (None, self._given):
+                raise ValueError(
+                    f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
+                    "all units; pass them to fully_shard of the root, the last call"
+                )
+        runtime = self._own = Runtime(units, drivers, inventory, self.unit.device, self.options)
+        for driver in drivers:
+            driver._known = weakref.ref(runtime)
+        return runtime
+
+
+def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:
+    """The drivers of `modules` and of the sharded modules inside them, outermost first."""
+    return list(
+        dict.fromkeys(
+            vars(child)["_weft_driver"]
+            for module in modules
+            for child in module.modules()
+            if "_weft_driver" in vars(child)
+        )
+    )

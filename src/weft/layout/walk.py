@@ -1,0 +1,391 @@
+"""The executor in numbers: what it takes and gives at each event of a step.
+
+It applies the executor's own rules, `layout.gathers` and `layout.turns`, to units that are numbers of bytes:
+
+    event      weights                                        gradients
+    --------   --------------------------------------------   -------------------------------------------
+    use        gather it and what comes ahead, hold it
+    keep       hold it until the backward, or for good
+    done       let go; give back what nothing needs soon
+    offer                                                     open the buffers that modules write to
+    write                                                     open that buffer
+    ready                                                     pack, take turns, finish the oldest
+    later                                                     pack
+    the end    give back all but what the backward needs      take the turns that are left, finish all
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weft.layout.facts import GradientFacts, Limits, UnitFacts, kind_of
+from weft.layout.gathers import GatherOrder
+from weft.layout.trace import Event, Trace
+from weft.layout.turns import Due, ReductionOrder, turns_of
+
+WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
+"""The roles of transient memory."""
+PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
+"""In which order the passes that are known follow each other in a step."""
+
+
+class Collective(NamedTuple):
+    """`operation`: "all-gather" or "reduce-scatter". `units`: by number. `nbytes`: of the whole message."""
+
+    operation: str
+    units: tuple[int, ...]
+    nbytes: int
+
+
+class Action(NamedTuple):
+    """What an event leads to: "gather", "free", "pack", "reduce" or "finish", of these units."""
+
+    what: str
+    units: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """An event of a pass, what it leads to, and the transient bytes that are alive behind it, by role."""
+
+    kind: str
+    event: Event
+    actions: tuple[Action, ...]
+    weights: int
+    gradients: int
+
+
+class _Unit:
+    """A unit in numbers: whether its weights are here, and who holds them."""
+
+    def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
+        self.number = number
+        self.facts = facts
+        self.gathered_bytes = sum(facts.gathered)
+        self.resident = False
+        self.arrived = False
+        self.holders: list[str] = []
+        self.tied: list[_Unit] = []
+        self.piece = False
+        """Whether a piece stays when the memory goes."""
+        self.piece_held = False
+        self._walk = walk
+
+    def has_room(self) -> bool:
+        """Each has a place of its own beside what is alive with it."""
+        return True
+
+    def prefetch(self) -> None:
+        """Start the gather."""
+        for unit in self.tied:
+            unit.prefetch()
+        if not self.resident:
+            self._walk.gather((self,))
+
+    def come(self) -> None:
+        """The gather has started."""
+        self.resident, self.arrived = True, False
+        self._walk.take(WEIGHTS, self.gathered_bytes + self.facts.staging)
+
+    def arrive(self) -> None:
+        """The gather is over."""
+        if self.resident and not self.arrived:
+            self.arrived = True
+            self._walk.give(WEIGHTS, self.facts.staging)
+            self.drop_piece()
+
+    def acquire(self, holder: str) -> None:
+        """Hold the weights."""
+        for unit in self.tied:
+            unit.acquire(holder)
+        self.prefetch()
+        self.arrive()
+        self.piece = False
+        self.holders.append(holder)
+
+    def release(self, holder: str) -> None:
+        """Let go of them."""
+        if holder in self.holders:
+            self.holders.remove(holder)
+        for unit in self.tied:
+            unit.release(holder)
+
+    def free(self) -> None:
+        """Give the memory back, unless it is held."""
+        if self.resident and not self.holders:
+            self.arrive()
+            self.resident = False
+            if self.piece and not self.piece_held and self.facts.pieces:
+                self.piece_held = True
+                self._walk.take(WEIGHTS, self.facts.pieces)
+            self._walk.give(WEIGHTS, self.gathered_bytes)
+            self._walk.acts.append(Action("free", (self.number,)))
+
+    def drop_piece(self) -> None:
+        """What stayed for the backward goes."""
+        if self.piece_held:
+            self.piece_held = False
+            self._walk.give(WEIGHTS, self.facts.pieces)
+
+
+class _Bundle:
+    def __init__(self, walk: "Walk", units: Sequence[_Unit]) -> None:
+        self.numbers = frozenset(unit.number for unit in units)
+        self._walk, self.units = walk, units
+
+    def gather(self) -> None:
+        """Start the gather of those of its units that are not here."""
+        self._walk.gather([unit for unit in self.units if not unit.resident], self.units)
+
+
+class Walk:
+    """The executor in numbers: what it takes and gives at each event."""
+
+    def __init__(self, traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits) -> None:
+        self.steps: list[Step] = []
+        self.collectives: list[Collective] = []
+        self.acts: list[Action] = []
+        self.live = {WEIGHTS: 0, GRADIENTS: 0}
+        self.peak = dict(self.live)
+        self._traces = traces
+        self._limits = limits
+        self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
+        for unit in self.units:
+            unit.tied = [self.units[number] for number in unit.facts.tied]
+        bundles: dict[tuple[int, ...], _Bundle] = {
+            facts.bundle: _Bundle(self, [self.units[number] for number in facts.bundle])
+            for facts in units
+            if len(facts.bundle) > 1
+        }
+        inside = {number: bundles[facts.bundle] for number, facts in enumerate(units) if facts.bundle in bundles}
+        self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
+        self._gathers.traces.update(traces)
+        self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
+        self.alive: dict[frozenset[int], None] = {}
+        """The sets of units whose weights are here at once."""
+
+    # --- what is counted --------------------------------------------------------------------------------------------
+
+    def start_counting(self) -> None:
+        """From here on this is the step that the plan is of."""
+        self.steps, self.collectives, self.acts = [], [], []
+        self.peak = dict(self.live)
+
+    def take(self, role: str, nbytes: int) -> None:
+        """Memory comes."""
+        self.live[role] += nbytes
+        self.peak[role] = max(self.peak[role], self.live[role])
+
+    def give(self, role: str, nbytes: int) -> None:
+        """Memory goes."""
+        self.live[role] -= nbytes
+
+    def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
+        """Start the gather of `units`, as part of a message that has more of them or not."""
+        for unit in units:
+            unit.come()
+        self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
+        numbers = tuple(unit.number for unit in message or units)
+        nbytes = sum(self.units[number].gathered_bytes for number in numbers)
+        self.acts.append(Action("gather", numbers))
+        if nbytes:
+            self.collectives.append(Collective("all-gather", numbers, nbytes))
+
+    def sizes(self) -> dict[Hashable, int]:
+        """Bytes of all gathered weights, by unit and group."""
+        return {
+            (unit.number, group): nbytes
+            for unit in self.units
+            for group, nbytes in enumerate(unit.facts.gathered)
+            if nbytes
+        }
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Every pass that is known, once: a backward needs a forward."""
+        known = [kind for kind in PASSES if kind in self._traces]
+        if "accumulation" not in known and known.count("forward") == 2:
+            known.remove("forward")
+        for kind in known:
+            self._pass(self._traces[kind])
+
+    def _pass(self, trace: Trace) -> None:
+        ends_forward = trace.kind in ("forward", "evaluation")
+        if not ends_forward:
+            self._begin_reductions(trace)
+        if trace.kind in ("forward", "evaluation", "schedule"):
+            for unit in self.units:  # what an earlier pass left for a backward goes
+                unit.holders = [holder for holder in unit.holders if holder == "for good"]
+                unit.piece = False
+                unit.drop_piece()
+                unit.free()
+        if trace.kind == "schedule":
+            self._gathers.foresee(trace, self._limits.depth)
+        else:
+            self._gathers.begin("backward" if trace.kind == "accumulation" else trace.kind)
+        for position, event in enumerate(trace.events):
+            self._play(trace, position, event)
+            self._note(trace.kind, event)
+        self._end(trace.kind)
+
+    def _play(self, trace: Trace, position: int, event: Event) -> None:
+        unit, holder = self.units[event.unit], f"in use {event.unit}"
+        if event.what == "use":
+            ahead = []
+            for following in trace.events[position + 1 :]:
+                if following.what != "ahead":
+                    break
+                ahead.append(self.units[following.unit])
+            self._gathers.use(unit, ahead or None)
+            unit.acquire(holder)
+        elif event.what == "keep":
+            unit.acquire("for good" if trace.kind in ("backward", "accumulation") else "until backward")
+        elif event.what == "done":
+            if trace.kind in ("backward", "accumulation"):
+                unit.release("until backward")
+            elif trace.kind == "forward":
+                unit.piece = bool(event.detail)
+            unit.release(holder)
+            for each in (unit, *unit.tied):
+                if not self._gathers.stays(each):
+                    each.free()
+        elif event.what == "offer":
+            self._gradients.offer(event.unit, defer=bool(event.detail))
+        elif event.what == "write":
+            defer = event.detail < 0
+            self._gradients.open(event.unit, -1 - event.detail if defer else event.detail, defer=defer)
+        elif event.what == "ready":
+            self._gradients.finishes = bool(event.detail)
+            self._gradients.ready(event.unit, in_order=self._limits.checked)
+        elif event.what == "later":
+            self._gradients.pack(event.unit)
+
+    def _end(self, kind: str) -> None:
+        if kind in ("forward", "evaluation"):
+            self._gathers.end_forward()
+        else:
+            self._gradients.complete()
+            self._gradients.drain()
+            for unit in self.units:
+                if "until backward" in unit.holders:
+                    unit.holders.remove("until backward")
+                unit.piece = False
+                unit.drop_piece()
+            self._gathers.end_backward()
+        for unit in self.units:
+            if kind != "forward" or not self._gathers.stays(unit):
+                unit.free()
+        if self.steps:
+            last = self.steps[-1]
+            self.steps[-1] = Step(last.kind, last.event, (*last.actions, *self.acts), *self._alive())
+        self.acts = []
+
+    def _note(self, kind: str, event: Event) -> None:
+        self.steps.append(Step(kind, event, tuple(self.acts), *self._alive()))
+        self.acts = []
+
+    def _alive(self) -> tuple[int, int]:
+        return self.live[WEIGHTS], self.live[GRADIENTS]
+
+    def _begin_reductions(self, trace: Trace) -> None:
+        due = {event.unit for event in trace.events if event.what == "ready"}
+        order = self._limits.order or tuple(range(len(self.units) - 1, -1, -1))
+        if trace.kind == "schedule" or not self._limits.checked:
+            self._gradients.take_turns(None)
+            return
+        facts = {number: self.units[number].facts.trained() for number in order if number in due}
+        self._gradients.take_turns(
+            turns_of(
+                (
+                    Due(number, kind_of(groups), sum(group.sent for group in groups))
+                    for number, groups in facts.items()
+                    if groups
+                ),
+                self._limits.bucket_bytes,
+            )
+        )
+
+
+class _Gradients(ReductionOrder):
+    """Gradients in numbers: which buffers of which group are open."""
+
+    def __init__(self, walk: Walk, most_alive: int) -> None:
+        super().__init__(most_alive)
+        self.finishes = True
+        self._walk = walk
+        self._open: dict[tuple[int, int], dict[Hashable, int]] = {}
+        """Bytes of the open buffers of a group, by stage and role; what accumulates and travels may be one."""
+
+    def _facts(self, unit: int, group: int) -> GradientFacts:
+        facts = self._walk.units[unit].facts.gradients[group]
+        assert facts is not None, "frozen"
+        return facts
+
+    def _hold(self, unit: int, group: int, what: Hashable, nbytes: int) -> None:
+        buffers = self._open.setdefault((unit, group), {})
+        if what not in buffers:
+            buffers[what] = nbytes
+            self._walk.take(GRADIENTS, nbytes)
+
+    def _buffer(self, unit: int, group: int, stage: int, *, accumulating: bool) -> None:
+        """Open the buffer of a stage, unless it is."""
+        facts = self._facts(unit, group).stages[stage]
+        if any(isinstance(key, tuple) and key[0] == stage for key in self._open.get((unit, group), {})):
+            return
+        wide = accumulating and not facts.shared
+        self._hold(unit, group, (stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
+
+    def groups_of(self, unit: int) -> Sequence[int]:
+        """The groups that have gradients."""
+        return [number for number, facts in enumerate(self._walk.units[unit].facts.gradients) if facts is not None]
+
+    def has_buffer(self, unit: int, group: int) -> bool:
+        """Whether there is one to pack into."""
+        return (unit, group) in self._open or self._facts(unit, group).declared
+
+    def offer(self, unit: int, *, defer: bool) -> None:
+        """A backward begins in which modules of the unit may write gradients themselves."""
+        for group in self.groups_of(unit):
+            if self._facts(unit, group).declared:
+                self.open(unit, group, defer=defer)
+
+    def open(self, unit: int, group: int, *, defer: bool) -> None:
+        """A module is about to write."""
+        if group in self.groups_of(unit):
+            self.make_room(unit, group, defer=defer)
+            self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
+
+    def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
+        """Open the buffer that travels."""
+        self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
+        self._walk.acts.append(Action("pack", (unit,)))
+
+    def reduce_group(self, unit: int, group: int) -> None:
+        """Open what the reductions need."""
+        facts = self._facts(unit, group)
+        stages = range(len(facts.stages) if self.finishes else 1)
+        for stage in stages:
+            if stage == len(facts.stages) - 1:
+                self._hold(unit, group, "download", facts.download)
+            else:
+                self._buffer(unit, group, stage + 1, accumulating=not self.finishes)
+            if (stage, "wide") in self._open[unit, group]:
+                self._hold(unit, group, (stage, "narrow"), facts.stages[stage].travelling)
+            self._hold(unit, group, f"inbox {stage}", facts.stages[stage].inbox)
+        self._walk.acts.append(Action("reduce", (unit,)))
+        self._walk.collectives.append(Collective("reduce-scatter", (unit,), facts.sent))
+
+    def reduce_turn(self, turn: Sequence[int]) -> None:
+        """Several units in one message."""
+        sent = sum(group.sent for unit in turn for group in self._walk.units[unit].facts.trained())
+        self._walk.acts.append(Action("reduce", tuple(turn)))
+        self._walk.collectives.append(Collective("reduce-scatter", tuple(turn), sent))
+
+    def finish_group(self, unit: int, group: int, under_way: Any) -> None:
+        """Give back what the reductions took: of later stages, when they are the last."""
+        buffers = self._open.get((unit, group), {})
+        stays = () if self.finishes else tuple(key for key in buffers if isinstance(key, tuple) and key[0] > 0)
+        for key in [key for key in buffers if key not in stays]:
+            self._walk.give(GRADIENTS, buffers.pop(key))
+        if not buffers:
+            self._open.pop((unit, group), None)
+        self._walk.acts.append(Action("finish", (unit,)))

@@ -1,0 +1,282 @@
+"""Which positions of a batch belong to one document.
+
+    row 0   a a a b b .      documents a and b, padding at the end
+    row 1   c c c c c c      one document
+
+    position_ids   0 1 2 0 1 0 | 0 1 2 3 4 5
+    cu_seqlens     0     3   5 6           12      starts in the flattened batch, then its length
+    ids            0 0 0 1 1 -1 | 0 0 0 0 0 0      -1: padding
+
+A position reads its own document only. A row border is always a border between documents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.models.loss import IGNORED_LABEL
+
+PADDING = -1
+"""What `Documents.from_ids` takes as the number of a position that belongs to no document."""
+
+
+class AttentionLayout(NamedTuple):
+    """The positions of all documents, those of equally long documents next to each other.
+
+    `order`: their places in the flattened batch, None where they stand in this order already. `groups`: (how many
+    documents, how long each is).
+    """
+
+    order: Tensor | None
+    groups: tuple[tuple[int, int], ...]
+
+
+class ConvolutionLayout(NamedTuple):
+    """The flattened batch with empty places before each document.
+
+    `places`: where each position goes. `size`: how many places there are.
+    """
+
+    places: Tensor
+    size: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin in a batch of `batch` rows of `seq` tokens; checked when it is made, on the host.
+
+    `starts`: the first position of each document and of each stretch of padding, counted through the rows. `padding`:
+    which of them are padding, as indices into `starts`. `continues`: the last document of each row goes on behind the
+    row, so that the label at its last position counts. Two values are equal if they describe the same.
+
+    Raises `ValueError` for starts that do not ascend, do not begin every row or lie outside of the batch.
+    """
+
+    batch: int
+    seq: int
+    starts: tuple[int, ...]
+    padding: tuple[int, ...] = ()
+    continues: bool = False
+    _made: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.seq < 1:
+            raise ValueError(f"batch={self.batch}, seq={self.seq}: a batch has at least one row of one token")
+        starts = torch.tensor(self.starts, dtype=torch.int64)
+        if not len(starts) or starts[0] != 0 or bool((starts[1:] <= starts[:-1]).any()):
+            raise ValueError(f"starts={_some(self.starts)}: must begin with 0 and ascend; give each start once")
+        if starts[-1] >= self.batch * self.seq:
+            raise ValueError(
+                f"starts={_some(self.starts)}: the last document begins behind the batch of {self.batch} x {self.seq} "
+                f"tokens; starts are at most {self.batch * self.seq - 1}"
+            )
+        rows = torch.arange(self.batch) * self.seq
+        missing = rows[~torch.isin(rows, starts)]
+        if len(missing):
+            raise ValueError(
+                f"row {int(missing[0]) // self.seq} begins inside of a document: no document crosses rows of "
+                f"{self.seq} tokens; add the start {int(missing[0])}"
+            )
+        if not set(self.padding) <= set(range(len(self.starts))):
+            raise ValueError(f"padding={self.padding}: must be indices of starts, from 0 to {len(self.starts) - 1}")
+
+    # --- made from ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> "Documents":
+        """From positions [batch, seq] that begin anew with 0 at each document, as transformers has them.
+
+        Raises `ValueError` where a position is neither 0 nor one more than the position before it.
+        """
+        positions = _matrix("position_ids", position_ids)
+        begins = positions == 0
+        goes_on = torch.zeros_like(begins)
+        goes_on[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
+        if bool((wrong := ~(begins | goes_on)).any()):
+            row, place = wrong.nonzero()[0].tolist()
+            before = f"behind {int(positions[row, place - 1])}" if place else "at the beginning of the row"
+            raise ValueError(
+                f"position_ids[{row}, {place}] is {int(positions[row, place])} {before}: a document's positions are "
+                "0, 1, 2, ...; let each document begin with 0"
+            )
+        return cls(positions.shape[0], positions.shape[1], tuple(begins.flatten().nonzero()[:, 0].tolist()))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
+        """From the sums of lengths, `[0, n_1, n_1 + n_2, ..., batch * seq]`, of documents in the flattened batch.
+
+        Raises `ValueError` where they do not begin with 0, ascend and end with `batch * seq`, and where a document
+        crosses rows.
+        """
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: give two integers or more")
+        *starts, end = cu_seqlens.tolist()
+        if end != batch * seq:
+            raise ValueError(
+                f"cu_seqlens ends with {end}: the lengths must add up to batch * seq = {batch} * {seq} = {batch * seq}"
+            )
+        return cls(batch, seq, tuple(starts))
+
+    @classmethod
+    def from_ids(cls, ids: Tensor) -> "Documents":
+        """From a number for each position [batch, seq], equal within a document; -1 is padding.
+
+        Raises `ValueError` for a number below -1, and for one that appears again in its row behind another number.
+        """
+        ids = _matrix("ids", ids)
+        if bool((ids < PADDING).any()):
+            raise ValueError(f"ids has {int(ids.min())}: numbers are at least 0, and {PADDING} is padding")
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        starts = begins.flatten().nonzero()[:, 0]
+        numbers, rows = ids.flatten()[starts], starts // ids.shape[1]
+        seen: set[tuple[int, int]] = set()
+        for row, number, start in zip(rows.tolist(), numbers.tolist(), starts.tolist()):
+            if number != PADDING and (row, number) in seen:
+                raise ValueError(
+                    f"ids[{row}, {start % ids.shape[1]}] is {number}, which appears before another number in this row: "
+                    "a document stands in one piece; give each document a number of its own"
+                )
+            seen.add((row, number))
+        padding = (numbers == PADDING).nonzero()[:, 0].tolist()
+        return cls(ids.shape[0], ids.shape[1], tuple(starts.tolist()), tuple(padding))
+
+    @classmethod
+    def from_mask(cls, attention_mask: Tensor) -> "Documents":
+        """From a mask [batch, seq], 1 or True where a token is and 0 where padding is, on the left, the right or both.
+
+        Each row is one document. Raises `ValueError` for a row with padding between tokens.
+        """
+        mask = _matrix("attention_mask", attention_mask.long())
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError("attention_mask has other values than 0 and 1; several documents: Documents.from_ids")
+        return cls.from_ids(mask - 1)
+
+    # --- what follows from it -----------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(batch, seq)."""
+        return self.batch, self.seq
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The length of each document and of each stretch of padding."""
+        ends = (*self.starts[1:], self.batch * self.seq)
+        return tuple(end - start for start, end in zip(self.starts, ends))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row is one document without padding, as where nobody says otherwise."""
+        return len(self.starts) == self.batch and not self.padding
+
+    def numbers(self, device: torch.device | str = "cpu") -> Tensor:
+        """A number for each position, [batch, seq] int64, different for all documents of the batch."""
+
+        def make() -> Tensor:
+            lengths = torch.tensor(self.lengths)
+            return torch.repeat_interleave(torch.arange(len(lengths)), lengths).view(self.shape)
+
+        return self._on(device, "numbers", make)
+
+    def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
+        """Positions that begin anew at each border, [batch, seq] int64."""
+
+        def make() -> Tensor:
+            starts = torch.tensor(self.starts)[self.numbers()]
+            return torch.arange(self.batch * self.seq).view(self.shape) - starts
+
+        return self._on(device, "position_ids", make)
+
+    def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
+        """The starts in the flattened batch, then its length, int32, as kernels of variable length take them."""
+        return self._on(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """`labels` [batch, seq], -100 at the last position of each document and in padding."""
+        self.require(labels)
+
+        def make() -> Tensor:
+            without = self._in_padding().view(self.shape)
+            ends = without.clone().flatten()
+            ends[torch.tensor([*self.starts[1:], self.batch * self.seq]) - 1] = True
+            ends = ends.view(self.shape)
+            if self.continues:
+                ends[:, -1] = without[:, -1]
+            return ends
+
+        return labels.masked_fill(self._on(labels.device, "labels", make), IGNORED_LABEL)
+
+    def following(self, values: Tensor, places: int, filling: int) -> Tensor:
+        """[batch, seq] -> what stands `places` further on in the same document; `filling` where nothing does."""
+        self.require(values)
+        moved = F.pad(values[:, places:], (0, min(places, self.seq)), value=filling)
+        numbers = self.numbers(values.device)
+        other = F.pad(numbers[:, places:], (0, min(places, self.seq)), value=PADDING)
+        return moved.masked_fill(other != numbers, filling)
+
+    def require(self, values: Tensor) -> None:
+        """Raise `ValueError` unless `values` has the shape of this batch."""
+        if values.shape != self.shape:
+            raise ValueError(
+                f"documents of {self.batch} rows of {self.seq} tokens beside a tensor of shape {list(values.shape)}: "
+                "make them for this batch"
+            )
+
+    def attention(self, device: torch.device) -> AttentionLayout:
+        """Documents by length, without padding."""
+        if (device, "attention") not in self._made:
+            lengths = self.lengths
+            kept = [number for number in range(len(lengths)) if number not in set(self.padding)]
+            kept.sort(key=lambda number: lengths[number])
+            counts: dict[int, int] = {}
+            for number in kept:
+                counts[lengths[number]] = counts.get(lengths[number], 0) + 1
+            order = None
+            if kept != list(range(len(lengths))):
+                places = [torch.arange(lengths[each]) + self.starts[each] for each in kept]
+                order = self._placed(torch.cat(places) if places else torch.zeros(0, dtype=torch.int64), device)
+            layout = AttentionLayout(order, tuple((count, length) for length, count in counts.items()))
+            self._made[device, "attention"] = layout
+        return self._made[device, "attention"]
+
+    def convolution(self, before: int, device: torch.device) -> ConvolutionLayout:
+        """With `before` empty places ahead of each document."""
+        places = self._on(
+            device,
+            f"convolution/{before}",
+            lambda: torch.arange(self.batch * self.seq) + before * (self.numbers().flatten() + 1),
+        )
+        return ConvolutionLayout(places, self.batch * self.seq + before * len(self.starts))
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _in_padding(self) -> Tensor:
+        """[batch * seq] bool."""
+        return torch.isin(self.numbers().flatten(), torch.tensor(self.padding, dtype=torch.int64))
+
+    def _on(self, device: torch.device | str, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made on the host once, and copied to each device once."""
+        key = torch.device(device), name
+        if key not in self._made:
+            self._made[key] = self._placed(make(), key[0])
+        return self._made[key]
+
+    @staticmethod
+    def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # a tensor of inference mode could not be used in training afterwards
+            return tensor.clone().to(device) if tensor.is_inference() else tensor.to(device)
+
+
+def _matrix(name: str, values: Tensor) -> Tensor:
+    if values.dim() != 2 or values.is_floating_point() or not values.numel():
+        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: give integers [batch, seq]")
+    return values.detach().cpu().long()
+
+
+def _some(values: tuple[int, ...]) -> str:
+    return str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

@@ -1,0 +1,111 @@
+"""The plan of a step says to the byte what the step takes, for whatever the model is sharded with."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.comm.groups import exchange_objects
+from weft.fsdp import plan_of
+
+BF16 = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NARROW = weft.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float16)
+CASES = {
+    **{strategy: {"strategy": strategy} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
+    "bundles": {"runtime": weft.RuntimeOptions(bucket_bytes=1 << 18)},
+    "small bundles": {"runtime": weft.RuntimeOptions(bucket_bytes=1 << 11)},
+    "caching": {"runtime": weft.RuntimeOptions(allocator="caching")},
+    "a budget": {"runtime": weft.RuntimeOptions(prefetch_bytes=1 << 12)},
+    "three alive": {"runtime": weft.RuntimeOptions(max_live_reduce_buffers=3)},
+    "one alive": {"runtime": weft.RuntimeOptions(max_live_reduce_buffers=1)},
+    "bf16": {"mp_policy": BF16},
+    "bf16 and bundles": {"mp_policy": BF16, "runtime": weft.RuntimeOptions(bucket_bytes=1 << 18)},
+    "narrow gradients": {"mp_policy": NARROW},
+    "offload": {"offload_policy": weft.CPUOffloadPolicy(pin_memory=False)},
+    "offload and bf16": {"mp_policy": BF16, "offload_policy": weft.CPUOffloadPolicy(pin_memory=False)},
+    "stays": {"reshard_after_forward": False},
+}
+TWO_AXES = {
+    "hsdp": {},
+    "hsdp bf16": {"mp_policy": BF16},
+    "hfsdp": {"outer_strategy": "optim"},
+    "a piece stays": {"reshard_after_forward": 2, "mesh": None},
+}
+
+
+def peaks(net):
+    return {role: counts["peak"] for role, counts in weft.memory_report(net)["transient"].items()}
+
+
+def check(options, microbatches):
+    options = {"runtime": weft.RuntimeOptions(bucket_bytes=0), **options}
+    net = nets.shard(nets.make(), **options)
+    assert plan_of(net) is None, "nothing ran yet"
+    nets.train_here(net, nets.data(4, 4 * microbatches), microbatches=microbatches)
+    plan = plan_of(net)
+    assert plan.peak_bytes == peaks(net)
+    assert max(plan.bytes_at(number) for number in range(len(plan.events))) <= sum(plan.peak_bytes.values())
+    assert plan.off_plan == {}
+    assert len(set(exchange_objects(plan.hash, dist.group.WORLD))) == 1
+    assert set(plan.addresses) == {unit.name for unit in net._weft_driver.runtime.units if unit.gathered_bytes}
+
+
+@pytest.mark.parametrize("name", CASES)
+@distributed(2)
+def test_the_peaks_of_the_plan_are_those_that_memory_reports(name):
+    check(CASES[name], 1)
+    check(CASES[name], 2)
+
+
+@pytest.mark.parametrize("name", TWO_AXES)
+@distributed(4)
+def test_the_peaks_of_the_plan_are_those_that_memory_reports_over_two_axes(name):
+    mesh = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))}
+    options = {**mesh, **TWO_AXES[name]}
+    if options["mesh"] is None:
+        del options["mesh"]
+    check(options, 1)
+    check(options, 2)
+
+
+@distributed(2)
+def test_the_plan_lists_what_happens_and_what_travels():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    for layer in net:
+        weft.fully_shard(layer)
+    weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
+    for _ in range(3):
+        net(torch.ones(2, 40)).sum().backward()
+    plan = plan_of(net)
+    assert [(each.what, each.unit) for each in plan.events[:4]] == [("use", 0), ("use", 1), ("done", 1), ("use", 2)]
+    gathers = [each.units for each in plan.collectives if each.operation == "all-gather"]
+    reduced = [each.units for each in plan.collectives if each.operation == "reduce-scatter"]
+    assert gathers == [(1,), (2,), (3,), (2,), (1,)], "the last unit of the forward stays for the backward"
+    assert reduced == [(3,), (2,), (1,)]
+    assert plan.peak_bytes["gathered weights"] == 2 * net[0]._weft_unit.gathered_bytes, "two layers are here at once"
+    assert {name for name, address in plan.addresses.items() if address == 0} != set(plan.addresses)
+    assert "forward: use 0" in plan.table()
+    with pytest.raises(IndexError):
+        plan.bytes_at(len(plan.events))
+
+
+@distributed(2)
+def test_a_pass_that_is_not_as_the_last_one_is_counted_with_its_reason():
+    net = nets.shard(nets.make())
+    tokens = nets.data(1, 4)[0]
+    for _ in range(2):
+        nets.loss_of(net, tokens).backward()
+    assert plan_of(net).off_plan == {}
+    net.blocks = nn.ModuleList([net.blocks[0], net.blocks[2], net.blocks[1]])
+    nets.loss_of(net, tokens).backward()
+    assert plan_of(net).off_plan == {
+        "forward: other units, or in another order": 1,
+        "backward: other units, or in another order": 1,
+    }
+    nets.loss_of(net, tokens).backward()
+    assert sum(plan_of(net).off_plan.values()) == 2, "the new order is known"

@@ -1,0 +1,91 @@
+"""The engine over a transport without tags and helpers, with bundles, on one process group: as over NCCL, on CPU.
+
+Tests of other files run here with the collectives that are built into the backend, which run one after another.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.fsdp import nets, test_behaviour, test_frozen, test_numbers
+from tests.fsdp.seams import test_freshness, test_two_roots
+from tests.pool import distributed
+from weft.comm.backends import moving_by
+from weft.comm.builtin import BuiltIn
+from weft.comm.gloo import Gloo
+from weft.fsdp.runtime import options
+
+Z3 = {"strategy": "optim_grads_params"}
+
+
+class Untagged(BuiltIn):
+    """Counts what it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith(("all_", "reduce_")):
+            self.moved.append(name)
+        return super().__getattribute__(name)
+
+
+def case(body: Callable, ranks: int = 2, **given: Any) -> Any:
+    name = [body.__name__.removeprefix("test_"), *(getattr(each, "__name__", str(each)) for each in given.values())]
+    return pytest.param(body, ranks, given, id="-".join(name))
+
+
+CASES = [
+    case(test_numbers.test_one_axis_equals_one_process, recompute="non-reentrant"),
+    case(test_numbers.test_two_axes_equal_one_process, 4, recompute=None, microbatches=3, flagged=True),
+    case(test_behaviour.test_low_rank_corrections_of_a_frozen_base_train),
+    case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
+    case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
+    case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
+    case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim_grads"),
+    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
+    case(test_behaviour.test_training_goes_on_after_an_exception_in_forward, **Z3),
+    case(test_frozen.test_adapters_frozen_units_and_later_changes_equal_one_process, recompute="non-reentrant"),
+    case(test_freshness.test_an_optimizer_that_steps_between_microbatches, strategy="optim"),
+    case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
+]
+
+
+def untagged(module: str, name: str, given: dict[str, Any]) -> None:
+    """Run the body of a test on this rank."""
+    body = getattr(importlib.import_module(module), name)
+    transport = Untagged()
+    with mock.patch.object(options, "BUCKET_BYTES", 1 << 18), moving_by(transport):
+        getattr(body, "body", body)(**given)
+    assert "all_gather" in str(transport.moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "ranks", "given"), CASES)
+def test_a_transport_without_tags_changes_nothing(pool, body, ranks, given):
+    pool.run(ranks, untagged, body.__module__, body.__name__, given)
+
+
+@distributed(2)
+def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
+    results, rank, world = [], dist.get_rank(), dist.get_world_size()
+    transport = Untagged()
+    for each in (Gloo(), transport):
+        with moving_by(each):
+            net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for batch in nets.data(3, 4):
+                nets.loss_of(net, batch[rank::world]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([each.full_tensor() for each in net.parameters()])
+    assert "all_gather_bundle" in transport.moved and "reduce_scatter" in transport.moved
+    assert "all_gather" not in transport.moved
+    torch.testing.assert_close(*results)

@@ -1,0 +1,132 @@
+"""What the source keeps to, read from it."""
+
+import ast
+import pickle
+import re
+from itertools import chain
+from pathlib import Path
+
+import weft
+from weft import errors
+from weft.fsdp.driver import Engine
+
+PACKAGE = Path(__file__).parents[1] / "src" / "weft"
+COLLECTIVES = re.compile(
+    r"^(all_gather|all_reduce|all_to_all|barrier|batch_isend|broadcast|gather|irecv|isend|monitored_barrier|recv|reduce"
+    r"|scatter|send)(_|$)"
+)
+ENGINE_ROOMS = ("comm", "fsdp", "dtensor", "layout", "memory", "debug", "pipeline")
+MOST_LINES = 400
+LONGER = {"fsdp/runtime/runtime.py"}
+"""What is longer than that still; it may only become shorter."""
+
+
+def files(*rooms: str) -> list[Path]:
+    return sorted(chain.from_iterable((PACKAGE / room).rglob("*.py") for room in rooms or ("",)))
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(PACKAGE))
+
+
+def above_comm() -> list[tuple[str, ast.Module]]:
+    return [(name_of(file), ast.parse(file.read_text())) for file in files() if not name_of(file).startswith("comm/")]
+
+
+def documentation(tree: ast.Module) -> set[int]:
+    """The ids of the strings that are documentation."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def test_only_comm_calls_the_collectives_of_torch():
+    """What it does not call the detector of hangs does not see."""
+    calls = [
+        f"{name}:{node.lineno} {ast.unparse(node.func)}"
+        for name, tree in above_comm()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and COLLECTIVES.match(node.func.attr)
+        and ast.unparse(node.func.value) in ("dist", "torch.distributed")
+    ]
+    assert not calls
+
+
+def test_no_room_above_comm_names_a_backend_or_asks_how_a_group_sends():
+    named = [
+        f"{name}:{node.lineno} {node.value!r}"
+        for name, tree in above_comm()
+        for known in [documentation(tree)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in known
+        and re.search("gloo|nccl", node.value)
+    ]
+    assert not named
+    asked = [name_of(file) for file in files() if re.search("sends_directly|get_backend", file.read_text())]
+    assert all(name.startswith("comm/") for name in asked), asked
+
+
+def test_files_of_the_engine_hold_one_noun_each():
+    lengths = {name_of(file): len(file.read_text().splitlines()) for file in files(*ENGINE_ROOMS)}
+    assert {name for name, length in lengths.items() if length > MOST_LINES} <= LONGER
+
+
+def imports_of(file: Path, there: set[str]) -> set[str]:
+    """The modules of weft that `file` imports, for types too, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("weft"):
+            inside = {f"{node.module}.{each.name}" for each in node.names}
+            found |= inside & there or {node.module}
+    return found
+
+
+def test_imports_in_comm_and_fsdp_make_no_circle():
+    modules = {
+        "weft." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in files("comm", "fsdp")
+    }
+    left = {name: imports_of(file, set(modules)) & set(modules) - {name} for name, file in modules.items()}
+    while lowest := {name for name, below in left.items() if not below}:
+        left = {name: below - lowest for name, below in left.items() if name not in lowest}
+    assert not left
+
+
+def test_every_error_is_defined_in_one_module_under_one_base_class():
+    defined = {
+        (name_of(file), node.name)
+        for file in files()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(re.search("Error$|^Exception$|Warning$", ast.unparse(base)) for base in node.bases)
+    }
+    private = {("train/run/failures.py", name) for name in ("Refused", "Interrupted")}  # end a process
+    assert {file for file, _ in defined - private} == {"errors.py"}
+    classes = [getattr(errors, name) for name in errors.__all__]
+    assert {cls.__name__ for cls in classes} == {name for _, name in defined - private}
+    for cls in classes:
+        assert issubclass(cls, errors.WeftError)
+        assert cls is errors.WeftError or issubclass(cls, (RuntimeError, ValueError))
+
+
+def test_errors_keep_what_they_say_between_processes():
+    for error in (
+        errors.PatternError("*x", 1, "x", "no such layer"),
+        errors.TableError("no rank can run", 1, 3, "it waits"),
+        errors.CollectiveMismatch("ranks wait"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error) and vars(again) == vars(error) and isinstance(again, weft.errors.WeftError)
+
+
+def test_drivers_use_the_protocol_of_the_engine_and_nothing_else_of_it():
+    faces = {"weft.fsdp.driver", "weft.fsdp.module", "weft.fsdp.precision", "weft.fsdp.trees"}
+    for driver in ("fsdp/hooks.py", "overlap/units.py", "overlap/run.py", "overlap/chunk_pass.py"):
+        text = (PACKAGE / driver).read_text()
+        used = set(re.findall(r"^\s*(?:from|import) (weft\.fsdp[\w.]*)", text, re.MULTILINE))
+        assert used <= faces, (driver, used - faces)
+    said = set(re.findall(r"\b(?:engine|self\.engine|driver\.engine)\.(\w+)", (PACKAGE / "fsdp/hooks.py").read_text()))
+    said |= set(re.findall(r"\bengine\.(\w+)", (PACKAGE / "overlap/units.py").read_text()))
+    assert said <= {name for name in vars(Engine) if not name.startswith("_")}, said
