@@ -116,6 +116,11 @@ def first(table):
     return next(name for name in table if name != "__metadata__")
 
 
+def another(places):
+    """A shard that does not hold the first tensor."""
+    return next(place for place in places.values() if place != places[first(places)])
+
+
 def index(change):
     def damage(directory):
         path = directory / "model.safetensors.index.json"
@@ -160,7 +165,7 @@ DAMAGES = {
     "an index that leaves the folder": mapped(lambda table: dict.fromkeys(table, "../model.safetensors")),
     "an index without a tensor": mapped(lambda table: without(table, first(table))),
     "an index with one tensor more": mapped(lambda table: {**table, "model.extra": next(iter(table.values()))}),
-    "an index that names another shard": mapped(lambda table: {**table, first(table): list(table.values())[-1]}),
+    "an index that names another shard": mapped(lambda table: {**table, first(table): another(table)}),
     "a long header": overwritten("weights", 0, (1 << 40).to_bytes(8, "little")),
     "a header of no length": overwritten("weights", 0, (0).to_bytes(8, "little")),
     "a header that is no JSON": overwritten("weights", 8, b"not JSON"),

@@ -65,7 +65,7 @@ def read_ours(directory: Path) -> Raw:
 def family_of(raw: Raw) -> Family:
     """The family that a config.json names."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConversionError(f"model_type={kind!r}: there are {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
