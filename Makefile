@@ -1,4 +1,4 @@
-# make train | train-moe | train-hybrid | train-pipeline | chat | test | test-fast | test-long | test-ecosystem | kills | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | chat | test | test-fast | test-long | test-ecosystem | kills | faults | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,10 @@ STAMP  := $(VENV)/.installed
 # Other libraries: an environment of their own, which sees the one above and holds what that lacks.
 OTHERS := .venv-ecosystem
 
-.PHONY: install train train-moe train-hybrid train-pipeline chat test test-fast test-long test-ecosystem kills fuzz mutate lint bench
+# Each process of a test would compile weft again, and each mutant the whole copy.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: install train train-moe train-hybrid train-pipeline chat test test-fast test-long test-ecosystem kills faults fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -58,6 +61,9 @@ $(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt
 
 kills: install
 	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often
+
+faults: install
+	WEFT_FAULTS=1 $(BIN)/python -m pytest -s tests/train/test_faults.py
 
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py

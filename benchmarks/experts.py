@@ -64,6 +64,7 @@ DELAYED = "combined, wgrad delayed"
 SIDES: dict[str, Callable[[HybridModel, list], object]] = {
     "combined": forward_backward,
     DELAYED: lambda net, data: forward_backward(net, data, delay_wgrad=True),
+    "combined, delayed, halves": lambda net, data: forward_backward(net, data, delay_wgrad=True, halves=True),
     "unpaired nodes": lambda net, data: forward_backward(net, data, overlap=False),
     "plain": plain,
 }

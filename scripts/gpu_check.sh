@@ -11,12 +11,14 @@ export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 
 target=docs/results/gpu.md
 sanitizer=TORCH_CUDA_SANITIZER=1
+some=
 where='import platform, torch
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}")'
 if [ "${1:-}" = --rehearse ]; then
     target=$2
     export WEFT_REHEARSE=1
     sanitizer=WEFT_REHEARSE=1 # that of torch wants CUDA
+    some="-k two_axes"        # without it they are the tests of the part before
     where='import platform, torch; print(f"no GPU: a rehearsal; torch {torch.__version__}, Python {platform.python_version()}")'
 elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_check: torch sees no GPU; run this on a machine that has one, or --rehearse OUTPUT.md here" >&2
@@ -49,7 +51,7 @@ part() {
     "$PYTHON" -c "$where"
     echo
     part "Tests" "$PYTHON" -m pytest -q tests/gpu
-    part "Tests under torch's stream sanitizer" env $sanitizer "$PYTHON" -m pytest -q tests/gpu/test_engine.py
+    part "Tests under torch's stream sanitizer" env $sanitizer "$PYTHON" -m pytest -q tests/gpu/test_engine.py $some
     part "Beside torch FSDP2" "$PYTHON" -m weft bench gpu --ranks 1
     part "Beside torch FSDP2, two ranks on one card" "$PYTHON" -m weft bench gpu --ranks 2
 } >"$output"

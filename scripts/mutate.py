@@ -39,6 +39,7 @@ class Mutation(NamedTuple):
 ORDER = "fsdp/test_order.py::"
 STEPS = "dtensor/test_steps.py::"
 BUCKETS = "fsdp/test_buckets.py::"
+AGREED = "overlap/test_agreed.py::"
 SEAMS = "fsdp/seams/"
 MEMBERSHIP = "fsdp/test_membership.py::"
 BETWEEN = "fsdp/test_between_passes.py::"
@@ -60,10 +61,159 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
+BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
+MICROBATCHES = "overlap/test_microbatches.py::"
+PACKED = "train/test_documents.py::"
+CONTEXT = "models/test_context.py::"
+OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process[2]"
 VISITS = "moe/test_visits.py::"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 
 MUTATIONS = [
+    # --- context parallelism ------------------------------------------------------------------------------------------
+    Mutation(
+        "positions of slices begin at 0",
+        "models/context.py",
+        'return self._on(device, "position_ids", lambda: self.cut(self.whole.position_ids()))',
+        "return torch.arange(2 * self.width, device=device).expand(self.whole.batch, -1)",
+        OF_MIXERS,
+    ),
+    Mutation(
+        "a convolution sees nothing of the slice before",
+        "models/context.py",
+        "by_slice[number - 1] if number else torch.zeros_like(by_slice[0])",
+        "torch.zeros_like(by_slice[0])",
+        OF_MIXERS,
+    ),
+    Mutation(
+        "a convolution reaches into another document in the slice before",
+        "models/context.py",
+        'same = self._on(x.device, f"halo/{size}", make) == first',
+        'same = self._on(x.device, f"halo/{size}", make) >= 0',
+        OF_MIXERS,
+    ),
+    Mutation(
+        "a state does not fade in the slices that it passes",
+        "models/layers/mamba2.py",
+        "    return decay_BH[..., None, None] * state_BHPN\n",
+        "    return state_BHPN\n",
+        OF_MIXERS,
+    ),
+    Mutation(
+        "what a slice writes forgets the state before it",
+        "models/layers/delta_net.py",
+        "written_BHRKLC - w @ more_BHRKCC",
+        "written_BHRKLC",
+        OF_MIXERS,
+    ),
+    Mutation(
+        "the loss of context ranks is scaled as of one",
+        "models/context.py",
+        "return gradient * ctx.ranks, None",
+        "return gradient, None",
+        OF_MIXERS,
+    ),
+    Mutation(
+        "queries wait for the keys and values of other ranks",
+        "models/layers/attention.py",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = attention_over(",
+        "            came = others()\n            others = lambda: came\n"
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = attention_over(",
+        CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
+    ),
+    # --- documents in one row -----------------------------------------------------------------------------------------
+    Mutation(
+        "attention sees the whole row",
+        "models/layers/attention.py",
+        "    if documents is None:\n        return causal_attention(",
+        "    if True:\n        return causal_attention(",
+        ALONE + "[*]",
+    ),
+    Mutation(
+        "positions go on over a border",
+        "models/layers/attention.py",
+        "return start, documents.position_ids(x_BSD.device)",
+        "return start, None",
+        ALONE + "[+]",
+    ),
+    Mutation(
+        "a convolution reaches over a border",
+        "models/layers/convolution.py",
+        "        if documents is not None:\n",
+        "        if False:\n",
+        ALONE + "[M]",
+    ),
+    Mutation(
+        "within a chunk a state goes on over a border",
+        "models/layers/chunks.py",
+        "nothing = nothing | (numbers[..., :, None] != numbers[..., None, :])",
+        "pass",
+        ALONE + "[M]",
+    ),
+    Mutation(
+        "sums of decays begin at the chunk, and rounding tells of another document",
+        "models/layers/chunks.py",
+        "same = numbers[..., places:] == numbers[..., :-places]",
+        "same = numbers[..., places:] == numbers[..., places:]",
+        BITS + "[M]",
+    ),
+    Mutation(
+        "the state before a chunk reaches every document in it",
+        "models/layers/mamba2.py",
+        "from_start_BKHL.where(numbers_BK1L == states_BK[:, :-1, None, None], -math.inf)",
+        "from_start_BKHL",
+        ALONE + "[M]",
+    ),
+    Mutation(
+        "a chunk hands on what every document in it wrote",
+        "models/layers/delta_net.py",
+        "to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)",
+        "pass",
+        ALONE + "[G]",
+    ),
+    Mutation(
+        "the memory before a chunk outlives a border in it",
+        "models/layers/delta_net.py",
+        "across_BHRK1 = across_BHRK1.where(before == after, -math.inf)",
+        "pass",
+        ALONE + "[G]",
+    ),
+    Mutation(
+        "a prediction depth reads and predicts tokens of the next document",
+        "models/documents.py",
+        "return moved.masked_fill(other != numbers, filling)",
+        "return moved",
+        BITS + "[*]",
+    ),
+    Mutation(
+        "a document predicts the first token of the next",
+        "models/documents.py",
+        "ends[torch.tensor([*self.starts[1:], self.batch * self.seq]) - 1] = True",
+        "pass",
+        "models/test_documents.py::test_documents_are_what_they_were_made_from",
+    ),
+    Mutation(
+        "a schedule leaves out what stands beside tokens and labels of layers",
+        "overlap/chunk_pass.py",
+        "beside=self._microbatch.given(self._layers[layer].attend),",
+        "beside={},",
+        MICROBATCHES + "test_documents_reach_layers_depths_and_loss_of_a_schedule",
+    ),
+    Mutation(
+        "the trainer counts labels over borders",
+        "train/data/sequences.py",
+        "        if self.apart:\n",
+        "        if False:\n",
+        PACKED + "test_no_document_predicts_the_next_and_no_label_of_one_is_lost",
+    ),
+    Mutation(
+        "a model of transformers keeps a cache and reads over borders",
+        "train/task/text.py",
+        'given["use_cache"] = False',
+        "pass",
+        PACKED + "test_a_model_of_transformers_is_told_where_documents_begin",
+    ),
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
         "what a method sets before the root is sharded is lost",
@@ -111,7 +261,7 @@ MUTATIONS = [
     Mutation(
         "what is registered follows every holder",
         "fsdp/unit.py",
-        "            if holder.computes or _is_users(holder):\n                self._shows_full = True\n",
+        "            if holder.computes or is_users(holder):\n                self._shows_full = True\n",
         "            self._shows_full = True\n",
         BETWEEN + "test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameters[2-optim_grads_params]",
     ),
@@ -146,16 +296,16 @@ MUTATIONS = [
     ),
     Mutation(
         "torch's clipping takes the norm of DTensors, one for each gradient",
-        "dtensor/clipping.py",
-        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm",
-        "clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _torchs_norm",
+        "fsdp/patches.py",
+        'Patch("nn.utils.clip_grad", "_get_total_norm", norm_at_once)',
+        'Patch("nn.utils.clip_grad", "_get_total_norm", lambda theirs: theirs)',
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
         "torch's clipping multiplies DTensors",
-        "dtensor/clipping.py",
-        "torch.nn.utils.clip_grads_with_norm_ = _clipping",
-        "torch.nn.utils.clip_grads_with_norm_ = _torchs_clipping",
+        "fsdp/patches.py",
+        'Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", clipping_at_once)',
+        'Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", lambda theirs: theirs)',
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
@@ -296,7 +446,7 @@ MUTATIONS = [
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
         "fsdp/runtime/joins.py",
-        "watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))",
+        "watch.can_join(self, key, functools.partial(weakly(self.take_part_in_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
@@ -439,7 +589,7 @@ MUTATIONS = [
     Mutation(
         "weights that stay are made anew one at a time",
         "fsdp/runtime/freshness.py",
-        "        if self._ahead and self._made and self._made[-1] is unit:",
+        "        if self.ahead and self._made and self._made[-1] is unit:",
         "        if False:",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
@@ -476,8 +626,8 @@ MUTATIONS = [
     Mutation(
         "a weight is applied twice",
         "moe/layer.py",
-        "        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived)",
-        "        return weigh(self.experts(rows, handle.offsets), weights * weights, handle.arrived)",
+        "return weigh(self.experts(rows, handle.offsets), weights, handle.arrived, exact=False)",
+        "return weigh(self.experts(rows, handle.offsets), weights * weights, handle.arrived, exact=False)",
         "moe/test_layer.py::test_experts_over_ranks_equal_one_process_with_all_of_them[2]",
     ),
     Mutation(
@@ -585,7 +735,7 @@ MUTATIONS = [
     Mutation(
         "copies of what two stages share count twice in a norm",
         "optim/norms.py",
-        "if stages is not None and cut.has_copies:",
+        "if cut is not None and stages is not None and cut.has_copies:",
         "if False:",
         "overlap/test_stages_sharded.py::test_clipped_steps_equal_those_of_one_process[True-2]",
     ),
@@ -650,8 +800,9 @@ MUTATIONS = [
     Mutation(
         "staging is not given back",
         "fsdp/group.py",
-        "self._staging.give()",
-        "pass",
+        "    def _give_staging(self) -> None:\n"
+        "        if self._staging is not None:\n            self._staging.give()\n",
+        "    def _give_staging(self) -> None:\n        pass\n",
         SEAMS + "test_transients.py::"
         "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
     ),
@@ -840,6 +991,42 @@ MUTATIONS = [
         "comm/test_groups.py::"
         "test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others[4]",
     ),
+    # --- what the ranks agree on --------------------------------------------------------------------------------------
+    Mutation(
+        "stages do not compare their tokens",
+        "overlap/agreed.py",
+        'f"{shapes} {checksum}".encode()',
+        'f"{shapes}".encode()',
+        AGREED + "test_stages_that_read_different_data_say_so_before_anything_runs[2-tokens]",
+    ),
+    Mutation(
+        "a model that was converted crosses stages in its old dtype",
+        "pipeline/transport.py",
+        "        self._known.clear()\n",
+        "        pass\n",
+        AGREED + "test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype[2]",
+    ),
+    Mutation(
+        "what is known of a model's gathers stays when the model goes",
+        "comm/watch/lookout.py",
+        "MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()",
+        "MutableMapping[Any, dict[str, Callable[[], bool]]] = {}",
+        "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
+    ),
+    Mutation(
+        "a torch that lacks a name is patched in part",
+        "fsdp/patches.py",
+        "    if missing:\n",
+        "    if False:\n",
+        "fsdp/test_patches.py::test_a_torch_that_lacks_a_name_is_refused_and_left_as_it_is",
+    ),
+    Mutation(
+        "small units travel one by one without tags",
+        "comm/builtin.py",
+        "helpers=False, bundles=True",
+        "helpers=False, bundles=False",
+        "fsdp/test_untagged.py::test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags[2]",
+    ),
     # --- weights -----------------------------------------------------------------------------------------------------
     Mutation(
         "weights that are gone can be read",
@@ -917,7 +1104,7 @@ MUTATIONS = [
     Mutation(
         "a user's hold is evicted after a failed pass",
         "fsdp/unit.py",
-        "for holder in [each for each in self.holders if not _is_users(each)]:",
+        "for holder in [each for each in self.holders if not is_users(each)]:",
         "for holder in list(self.holders):",
         SEAMS + "test_holds.py::test_a_users_unshard_outlives_a_pass_that_fails[2]",
     ),
@@ -1220,8 +1407,8 @@ MUTATIONS = [
     Mutation(
         "gradients of units that do not run in the last microbatch are left over",
         "fsdp/runtime/runtime.py",
-        "if arrived or self.reductions.left_over(unit):",
-        "if arrived:",
+        "if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):",
+        "if unit.awaits_reduction_in_turn:",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
     Mutation(
@@ -1353,6 +1540,48 @@ MUTATIONS = [
         "dtensor/test_whole_mesh.py::test_what_does_not_go_together_is_named[4]",
     ),
     # --- checkpoints -------------------------------------------------------------------------------------------------
+    Mutation(
+        "a damaged token file is trained on",
+        "train/data/cache.py",
+        "if _shown(digest) != part.fingerprint:",
+        "if False:",
+        "train/test_token_cache.py::test_a_damaged_token_file_of_the_right_length_is_made_anew[tokens]",
+    ),
+    Mutation(
+        "a checkpoint of another run is taken",
+        "checkpoint/directory.py",
+        "if own and manifest.run and manifest.run != own:",
+        "if False:",
+        "checkpoint/test_trust.py::test_a_checkpoint_of_another_run_is_passed_over_and_named",
+    ),
+    Mutation(
+        "the legacy format is read behind a harmless archive",
+        "checkpoint/loading.py",
+        "if stream.read(4) != _ZIP:",
+        "if False:",
+        "checkpoint/test_trust.py::test_the_legacy_format_in_front_of_a_harmless_archive_is_refused",
+    ),
+    Mutation(
+        "code that a run directory from elsewhere names is imported",
+        "train/run/trust.py",
+        "if trust or not code or _is_marked(directory, code):",
+        "if True:",
+        "train/test_trust_of_runs.py::test_own_directories_are_trusted_and_others_name_their_code",
+    ),
+    Mutation(
+        "a file operation that does not return is not noticed",
+        "train/run/watchdog.py",
+        "if operations and time.monotonic() - operations[0].started > self.limit:",
+        "if False:",
+        "train/test_hangs.py::test_a_file_operation_that_never_returns_is_named_on_all_ranks_though_nothing_else_is_watched[2]",
+    ),
+    Mutation(
+        "buffers of ranks are left as they are",
+        "train/buffers.py",
+        'if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:',
+        "if True:",
+        "train/test_buffers.py::test_the_mean_is_that_of_all_ranks_and_counts_are_those_of_rank_0[2]",
+    ),
     Mutation(
         "a tensor of which a part is missing is loaded",
         "checkpoint/metadata.py",

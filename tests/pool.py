@@ -15,12 +15,14 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -78,15 +80,19 @@ class Pool:
         *args: Any,
         timeout: float = TIMEOUT_S,
         checked_streams: bool = False,
+        pictures: bool = False,
         **kwargs: Any,
     ) -> list:
-        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks."""
+        """Run the module-level function `body(*args, **kwargs)` on `ranks` ranks.
+
+        Without `pictures` there is no matplotlib: drawing a report takes seconds.
+        """
         self._start(ranks)
         self.jobs += 1
         store = os.path.join(self.folder.name, f"store-{self.jobs}")
         name = (body.__module__, body.__qualname__)
         for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-            pipe.send((name, args, kwargs, rank, ranks, store, timeout, checked_streams))
+            pipe.send((name, args, kwargs, rank, ranks, store, timeout, checked_streams, pictures))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:ranks])}
@@ -157,7 +163,15 @@ def _serve(pipe: Any) -> None:
 
 
 def _run_job(
-    name: tuple[str, str], args: tuple, kwargs: dict, rank: int, ranks: int, store: str, timeout: float, checked: bool
+    name: tuple[str, str],
+    args: tuple,
+    kwargs: dict,
+    rank: int,
+    ranks: int,
+    store: str,
+    timeout: float,
+    checked: bool,
+    pictures: bool,
 ) -> Any:
     import torch
     import torch.distributed as dist
@@ -177,7 +191,11 @@ def _run_job(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        with weft.debug.check_streams() if checked else contextlib.nullcontext() as checker:
+        hidden = {} if pictures else {"matplotlib": None}
+        with (
+            mock.patch.dict(sys.modules, hidden),
+            weft.debug.check_streams() if checked else contextlib.nullcontext() as checker,
+        ):
             result = getattr(body, "body", body)(*args, **kwargs)
             assert checker is None or not checker.unawaited, checker.unawaited
         dist.barrier()

@@ -97,6 +97,8 @@ def test_the_tests_that_a_page_names_are_there(page):
         assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
 
 
+STEPS = 40
+"""Of the trainer's examples in tests: beyond the step at which they are stopped, and enough to learn something."""
 TRAINED = ("vision", "hf_finetune", "hf_lora")
 
 
@@ -116,10 +118,19 @@ def in_process(example, folder, *arguments, interrupt_at=0):
             signal.raise_signal(signal.SIGINT)
         own(self, name, numbers)
 
-    own = Trainer.moment
+    def shortened(self, *args, config, **options):
+        train = {
+            **config["train"],
+            "steps": STEPS,
+            "validate_every": min(STEPS, config["train"].get("validate_every", 0)),
+        }
+        make(self, *args, config={**config, "train": train}, **options)
+
+    own, make = Trainer.moment, Trainer.__init__
     (folder / "here").mkdir(exist_ok=True, parents=True)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Trainer, "moment", moment)
+        patched.setattr(Trainer, "__init__", shortened)
         patched.setattr("weft.train.report.page.can_draw", lambda: False)  # pictures take seconds
         patched.setattr(sys, "argv", [example, *arguments])
         patched.chdir(folder / "here")

@@ -12,9 +12,9 @@
     communication                                                   `CollectiveMismatch`
     sharding                                                        `WeightsGone`, `WeightsWritten`
     overlap, pipelines   `TableError`                               `UndeclaredTensor`
-    checkpoints          `CheckpointMismatch`                       `CheckpointError`, `CheckpointGone`
+    checkpoints          `CheckpointMismatch`                       `CheckpointError`, `CheckpointGone`, `StorageError`
     models               `PatternError`, `ConversionError`          `KernelError`
-    trainer              `ConfigError`
+    trainer              `ConfigError`, `NotReadable`, `TokensDamaged`
     debugging                                                       `StreamOrderError`
 
 An argument that has a wrong value or type raises a plain ValueError or TypeError.
@@ -28,9 +28,12 @@ __all__ = [
     "ConfigError",
     "ConversionError",
     "KernelError",
+    "NotReadable",
     "PatternError",
+    "StorageError",
     "StreamOrderError",
     "TableError",
+    "TokensDamaged",
     "UndeclaredTensor",
     "WeftError",
     "WeightsGone",
@@ -73,6 +76,13 @@ class CheckpointGone(CheckpointError):
     """There is no such checkpoint, or no longer: a run that trains removes older ones while they are read."""
 
 
+class StorageError(WeftError, OSError, RuntimeError):
+    """A file operation failed; the message names rank, operation and file. `errno` is that of the system."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class KernelError(WeftError, RuntimeError):
     """A kernel that was asked for by its name does not run here."""
 
@@ -82,6 +92,14 @@ class KernelError(WeftError, RuntimeError):
 
 class ConfigError(WeftError, ValueError):
     """A wrong setting: one line that names the value, the rule it breaks and the fix."""
+
+
+class NotReadable(WeftError, ValueError):
+    """A file is not an ordinary one, is larger than its kind ever is, or nests deeper than a parser goes."""
+
+
+class TokensDamaged(WeftError, ValueError):
+    """The token files of a text are there and hold something else than what was written."""
 
 
 class CheckpointMismatch(WeftError, ValueError):

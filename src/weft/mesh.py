@@ -2,11 +2,12 @@
 
 Ranks count along these axes, the last one fastest:
 
-    dense view     pp | dp_replicate | dp_shard           | tp
+    dense view     pp | dp_replicate | dp_shard      | cp | tp
     expert view    pp | expert_replicate | expert_shard | ep | tp
 
-Both views cut the same data-parallel ranks; the expert view only groups them differently. Eight ranks with
-`dp_shard=8, ep=4`, each digit a rank:
+Both views cut the same data-parallel ranks; the expert view only groups them differently. To sharding, context ranks
+are data-parallel ranks: `dense` goes over dp_shard and cp together. Eight ranks with `dp_shard=8, ep=4`, each digit a
+rank:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
     meshes.ep of rank 5                4 5 6 7      one copy of every expert is spread over these
@@ -18,7 +19,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class Meshes:
 
     `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`.
     `expert`: the data-parallel ranks that hold the same experts; `dense` itself where `ep` is 1.
-    `ep`, `pp`, `tp`: 1-D, or None where the axis has one rank.
+    `ep`, `pp`, `tp`, `cp`: 1-D, or None where the axis has one rank.
     """
 
     dense: DeviceMesh
@@ -43,16 +44,21 @@ class Meshes:
     ep: DeviceMesh | None = None
     pp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks: into how many parts a global batch is split."""
-        return self.dense.size()
+        """Into how many parts a global batch is split: the number of ranks of `dense`, without those of `cp`."""
+        return self.dense.size() // self._context_ranks
 
     @property
     def dp_rank(self) -> int:
-        """Which of those parts is this rank's, from 0 to `dp_size - 1`; one tp or pp group shares it."""
-        return position_on(self.dense, range(self.dense.ndim))
+        """Which of those parts is this rank's, from 0 to `dp_size - 1`; one cp, tp or pp group shares it."""
+        return position_on(self.dense, range(self.dense.ndim)) // self._context_ranks
+
+    @property
+    def _context_ranks(self) -> int:
+        return 1 if self.cp is None else self.cp.size()
 
 
 def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
@@ -69,14 +75,21 @@ def position_on(mesh: DeviceMesh, axes: Iterable[int]) -> int:
 
 
 def init_meshes(
-    device_type: str, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, ep: int = 1, tp: int = 1
+    device_type: str,
+    *,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    dp_shard: int = -1,
+    cp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
 ) -> Meshes:
     """Lay all ranks out over the axes; collective, every rank calls it with the same sizes.
 
-    `dp_replicate * dp_shard` counts all data-parallel ranks, `dp_shard=-1` takes what the other axes leave,
-    and `ep` divides that count. With `dp_replicate > 1` the expert mesh is 2-D (outer, shard) as the dense
-    one is, as long as `ep` divides `dp_shard`; otherwise an expert group reaches over replicas and the expert
-    mesh is 1-D.
+    `dp_replicate * dp_shard * cp` counts the ranks over which dense parameters are spread, `dp_shard=-1` takes what the
+    other axes leave, and `ep` divides that count. With `dp_replicate > 1` the expert mesh is 2-D (outer, shard) as the
+    dense one is, as long as `ep` divides `dp_shard * cp`; otherwise an expert group reaches over replicas and the
+    expert mesh is 1-D.
 
     Uses the default process group, or joins the one that the launcher's environment variables describe.
 
@@ -90,7 +103,7 @@ def init_meshes(
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device_type='cuda': torch finds no such device here; choose 'cpu', or install torch for CUDA")
     world = _world_size()
-    dp_shard = _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, ep=ep, tp=tp)
+    dp_shard = cp * _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, ep=ep, tp=tp)
     forget_meshes()  # those of an earlier world, whose groups are gone, may be equal to these
 
     dense_view = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
@@ -98,8 +111,11 @@ def init_meshes(
     dense = dense_view["dp_replicate", "dp_shard"] if outer else dense_view["dp_shard"]
     pp_mesh = dense_view["pp"] if pp > 1 else None
     tp_mesh = dense_view["tp"] if tp > 1 else None
+    cp_mesh = None
+    if cp > 1:
+        cp_mesh = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard // cp, cp=cp, tp=tp)["cp"]
     if ep == 1:
-        return Meshes(dense, dense, None, pp_mesh, tp_mesh)
+        return Meshes(dense, dense, None, pp_mesh, tp_mesh, cp_mesh)
 
     if outer and dp_shard % ep == 0:
         cut = {"expert_replicate": dp_replicate, "expert_shard": dp_shard // ep}
@@ -107,7 +123,7 @@ def init_meshes(
         cut = {"expert_shard": dp_replicate * dp_shard // ep}
     expert_view = _view(device_type, pp=pp, **cut, ep=ep, tp=tp)
     expert = expert_view[tuple(cut)]
-    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh)
+    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh, cp_mesh)
 
 
 _worlds: dict[tuple[str, Any], DeviceMesh] = {}
@@ -166,7 +182,9 @@ def _fit(world: int, **axes: int) -> int:
             default = ", or -1 for what the other axes leave" if name == "dp_shard" else ""
             raise ValueError(f"{name}={size!r}: an axis has at least 1 rank; give a positive integer{default}")
 
-    factors = {name: axes[name] for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+    factors = {
+        name: axes[name] for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if name != "cp" or axes[name] != 1
+    }
     others = math.prod(size for name, size in factors.items() if name != "dp_shard")
     rest, left_over = divmod(world, others)
     unresolved = factors["dp_shard"] == -1
@@ -179,16 +197,38 @@ def _fit(world: int, **axes: int) -> int:
         shown = " * ".join(f"{name}={size}" for name, size in factors.items())
         rule = "must divide the world size, so that dp_shard=-1 can take the rest" if unresolved else ""
         if left_over:
-            fix = f"start a multiple of {others} ranks, or make pp, dp_replicate or tp smaller"
+            fix = f"start a multiple of {others} ranks, or make pp, dp_replicate, cp or tp smaller"
         else:
             fix = f"set dp_shard={rest} or -1, or start {product} ranks"
         raise ValueError(f"{shown} = {product} {rule or 'must be the world size'}, which is {world}; {fix}")
 
-    data_parallel = factors["dp_replicate"] * factors["dp_shard"]
+    data_parallel = factors["dp_replicate"] * factors["dp_shard"] * axes["cp"]
     if data_parallel % axes["ep"]:
+        of_context = f" * cp={axes['cp']}" if axes["cp"] > 1 else ""
         fits = [size for size in range(1, data_parallel + 1) if data_parallel % size == 0]
         raise ValueError(
             f"ep={axes['ep']} must divide the data-parallel ranks, dp_replicate={factors['dp_replicate']} * "
-            f"dp_shard={factors['dp_shard']} = {data_parallel} (world size {world}); choose ep from {fits}"
+            f"dp_shard={factors['dp_shard']}{of_context} = {data_parallel} (world size {world}); choose ep from {fits}"
         )
     return factors["dp_shard"]
+
+
+class Parts(Protocol):
+    """What rooms that know no stages may ask of a model that lies in parts on several ranks (`weft.pipeline.Cut`)."""
+
+    group: Any
+    """The process group of these ranks, None where all parts are on this one."""
+    channel: int
+    """Keeps what they tell each other apart from what those of another model do."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether this rank has copies, `model.shared_ends`, of what another rank has."""
+
+    def stages_of(self, model: Any) -> dict[str, int]:
+        """The part of each parameter, by name."""
+
+
+def parts_of(model: Any) -> Parts | None:
+    """How `model` is cut into parts, None for one in one piece."""
+    return getattr(model, "cut", None)

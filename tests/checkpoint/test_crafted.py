@@ -258,11 +258,12 @@ def test_a_key_cannot_write_to_the_terminal(checkpoint, capsys):
 
 
 @pytest.mark.slow
-def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(tmp_path):
+def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(pool, tmp_path):
     from tests.train.command import weft, write_config
+    from tests.train.test_loop import train_on
 
     config = write_config(tmp_path, train__steps=1, train__validate_every=0)
-    assert weft("train", config).returncode == 0
+    pool.run(1, train_on, config, tmp_path / "runs" / "tiny", stop_at=2)
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000001"
     mark = tmp_path / "mark"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))

@@ -11,7 +11,18 @@ import weft
 from tests.pool import distributed
 from weft.checkpoint import CheckpointManager
 from weft.comm import groups
-from weft.comm.groups import check_alive, exchange_objects, host_group, neighbours, next_channel, tag_of, twin_group
+from weft.comm.backends import moving_by
+from weft.comm.builtin import BuiltIn
+from weft.comm.groups import (
+    check_alive,
+    exchange_objects,
+    host_group,
+    neighbours,
+    next_channel,
+    second_communicator,
+    tag_of,
+    twin_group,
+)
 from weft.comm.watch.lookout import lookout
 
 CPU = torch.device("cpu")
@@ -112,3 +123,13 @@ def test_waits_are_watched_once_anything_has_a_channel_and_tags_stay_apart_and_s
     groups._of_groups[group]["channel"] = 2**31 // groups.CHANNEL_STRIDE
     with pytest.raises(RuntimeError, match="no tags are left"):
         next_channel(group)
+
+
+@distributed(2)
+def test_messages_without_tags_get_a_second_communicator_and_those_with_tags_share_one():
+    group = dist.new_group([0, 1])
+    assert second_communicator(group) is group
+    with moving_by(BuiltIn()):
+        twin = second_communicator(group)
+    assert twin is not group and dist.get_process_group_ranks(twin) == [0, 1]
+    assert second_communicator(dist.group.WORLD) is dist.group.WORLD

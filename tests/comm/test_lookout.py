@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp import nets
 from tests.pool import distributed
+from tests.programs import run_programs
 from weft.comm import collectives
 from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
@@ -234,8 +233,8 @@ RAISES = """
 import datetime, sys, torch, torch.distributed as dist
 from weft.comm import collectives
 from weft.comm.watch.lookout import keep_lookout
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+rank = {rank}
+dist.init_process_group("gloo", store=dist.FileStore({store!r}, 2), rank=rank, world_size=2)
 watch = keep_lookout()
 collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD)
 if rank == 1:
@@ -250,15 +249,16 @@ ENDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ENDS)
-def test_a_rank_whose_program_ends_ends_the_others_with_its_reason(tmp_path, end):
+def test_a_rank_whose_program_ends_ends_the_others_with_its_reason(tmp_path):
     begin = time.monotonic()
-    command = [sys.executable, "-c", RAISES.format(end=end), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    said = rf"CollectiveMismatch: ranks wait for different things \(rank 0: a norm.*; rank 1: {re.escape(ENDS[end])}"
-    assert re.search(said, errors[0]), errors[0]
-    assert ranks[0].returncode == 1 and time.monotonic() - begin < 100
+    stores = [str(tmp_path / f"store-{number}") for number in range(len(ENDS))]
+    ended = run_programs(
+        [RAISES.format(end=end, rank=rank, store=store) for end, store in zip(ENDS, stores) for rank in range(2)]
+    )
+    for first, reason in zip(ended[::2], ENDS.values()):
+        said = rf"CollectiveMismatch: ranks wait for different things \(rank 0: a norm.*; rank 1: {re.escape(reason)}"
+        assert re.search(said, first.stderr), first.stderr
+        assert first.returncode == 1 and time.monotonic() - begin < 100
 
 
 LEAVES = """
@@ -275,11 +275,7 @@ time.sleep(0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
-def test_a_program_ends_well_while_the_thread_asks_the_store(end):
-    for _ in range(2):
-        command = [sys.executable, "-c", LEAVES.format(end=end)]
-        some = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-        for each in some:
-            errors = each.communicate(timeout=100)[1]
-            assert each.returncode == 0, errors
+def test_a_program_ends_well_while_the_thread_asks_the_store():
+    ends = ["", "dist.destroy_process_group()"] * 6
+    for ended in run_programs([LEAVES.format(end=end) for end in ends]):
+        assert ended.returncode == 0, ended.stderr

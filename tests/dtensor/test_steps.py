@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -317,7 +318,7 @@ def test_autograd_knows_a_differentiable_step(foreach):
     for model in (Bag(SHAPES["tiny"]), weft.fully_shard(Bag(SHAPES["tiny"]))):
         weights = [parameter.detach().clone().requires_grad_() * 1.0 for parameter in model.parameters()]
         gradients = [weight.detach().clone().requires_grad_() for weight in weights]
-        steps.sgd.sgd(
+        sgd.sgd(
             weights, gradients, [None] * len(weights), foreach=foreach, weight_decay=0.0, momentum=0.0, lr=0.1,
             dampening=0.0, nesterov=False, maximize=False,
         )  # fmt: skip

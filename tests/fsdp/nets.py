@@ -1,6 +1,6 @@
 """Small models, and the plain single-process run that every sharded run is compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.fsdp import UnevenDTensor
 
 
 class Block(nn.Module):
@@ -145,6 +146,26 @@ def train(
 def train_here(net: nn.Module, batches: torch.Tensor, **options) -> dict[str, list]:
     """`train` on this rank's rows."""
     return train(net, batches, rank=dist.get_rank(), ranks=dist.get_world_size(), **options)
+
+
+def assert_same(
+    actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None], **tolerance: float
+) -> None:
+    """`actual`, sharded or not, has the plain values of `expected`; None where that has None.
+
+    Each rank compares what lies on it with the same part of the plain value. That takes no message, and it sees the
+    copies of all replicas.
+    """
+    assert actual.keys() == expected.keys()
+    here, there = {}, {}
+    for name, value in actual.items():
+        plain = expected[name] if expected[name] is None else expected[name].detach()
+        if isinstance(value, UnevenDTensor) and plain is not None:
+            assert value.shape == plain.shape, name
+            here[name], there[name] = value.detach().to_local(), value.slice_of(plain)
+        else:
+            here[name], there[name] = value if value is None else full(value), plain
+    torch.testing.assert_close(here, there, **tolerance)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

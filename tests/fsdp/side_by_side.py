@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import weft
 from tests.fsdp import nets
+from weft.fsdp.construction.parameters import is_ignored
 
 
 class Net(nn.Module):
@@ -78,6 +79,13 @@ def kinds(net: nn.Module) -> dict[str, tuple]:
     }
 
 
+def kinds_between(net: nn.Module) -> dict[str, tuple]:
+    """Likewise between passes, where torch registers what stays whole, and weft the sharded parameters."""
+    if isinstance(net, weft.FSDPModule):
+        assert all(isinstance(p, DTensor) or is_ignored(p) for p in net.parameters())
+    return {name: (tuple(p.shape), p.requires_grad) for name, p in net.named_parameters()}
+
+
 def with_gradients(net: nn.Module) -> list[str]:
     """The sharded parameters that have a gradient. A plain one tells too much: between backwards that do not reduce,
     torch keeps what it accumulates in `.grad` of the full parameter, weft in a buffer."""
@@ -124,7 +132,9 @@ def steps(net, *, before=lambda number, last: None, micro=3, clip=None, seen=Non
             before(number, number == micro - 1)
             (net.loss(part) / micro).backward()
             if seen is not None:
-                seen.append([kinds(net), with_gradients(net)])
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                own = [number for number, p in enumerate(own) if isinstance(p, DTensor) and p.grad is not None]
+                seen.append([kinds_between(net), own])
         if clip is not None:
             numbers.append(clip(net))
         for child in net.modules():

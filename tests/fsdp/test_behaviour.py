@@ -32,18 +32,13 @@ def everything(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
 
-def state(net: nn.Module) -> dict:
-    """Full weights and gradients by name; a missing gradient stays missing."""
-    weights = {name: nets.full(value) for name, value in net.state_dict().items()}
-    gradients = {name: nets.full(p.grad) if p.grad is not None else None for name, p in net.named_parameters()}
-    return {"weights": weights, "gradients": gradients}
+def state(net: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Weights and gradients by name; a missing gradient stays missing."""
+    return dict(net.state_dict()) | {f"{name}.grad": parameter.grad for name, parameter in net.named_parameters()}
 
 
 def assert_same_state(sharded: nn.Module, plain: nn.Module, **tolerance) -> None:
-    actual, expected = state(sharded), state(plain)
-    missing = {name for name, value in expected["gradients"].items() if value is None}
-    assert {name for name, value in actual["gradients"].items() if value is None} == missing
-    torch.testing.assert_close(actual, expected, **tolerance)
+    nets.assert_same(state(sharded), state(plain), **tolerance)
 
 
 def assert_at_rest(net: nn.Module) -> None:

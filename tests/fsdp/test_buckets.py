@@ -1,5 +1,6 @@
 """Neighbouring small units travel together: fewer messages, the same bits, whatever each rank runs of them."""
 
+import dataclasses
 import gc
 from collections import Counter
 from unittest import mock
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.pool import distributed
+from weft.comm.backends import transport_of
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.lookout import lookout
 from weft.fsdp.module import units_under
@@ -326,3 +328,17 @@ def test_a_replaced_module_that_lives_on_on_one_rank_only_leaves_no_hole_in_the_
 
     (together, kept), (alone, _) = replaced(ALL), replaced(EACH)
     assert kept == dist.get_rank() and equal_bit_by_bit(together, alone)
+
+
+@distributed(2)
+def test_by_default_a_message_has_the_size_that_takes_as_long_as_its_latency():
+    said = transport_of(dist.group.WORLD, torch.device("cpu")).capabilities
+    net, lanes, layer = model(None), Counter(), bytes_of_a_layer()
+    train(net, lanes=lanes)
+    assert said.bundle_bytes >= DEPTH * layer
+    assert lanes == {"gathers": 2, "reductions": 1}
+    slow = dataclasses.replace(said, latency=2 * layer / said.bandwidth * 1.01)
+    with mock.patch.object(type(transport_of(dist.group.WORLD, torch.device("cpu"))), "capabilities", slow):
+        net = model(None)
+        train(net, lanes=lanes)
+    assert lanes == {"gathers": 2 * (DEPTH // 2), "reductions": DEPTH // 2}

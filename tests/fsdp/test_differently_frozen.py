@@ -4,6 +4,7 @@ has frozen it has zero."""
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
@@ -11,6 +12,7 @@ from tests.fsdp.seams.truth import assert_gradients, assert_weights, sgd
 from tests.fsdp.test_behaviour import mine
 from tests.pool import distributed
 from weft.comm.watch.rules import CollectiveMismatch
+from weft.fsdp.gradients.group import Where
 
 FROZEN = [
     [(), ()],
@@ -25,9 +27,9 @@ FROZEN = [
 
 
 def freeze(net: nets.Net, blocks) -> None:
+    """Whole blocks: each is one group."""
     for number, block in enumerate(net.blocks):
-        for name, parameter in block.named_parameters():
-            parameter.requires_grad_(number not in blocks or name == "norm.bias")  # a group that trains in part
+        block.requires_grad_(number not in blocks)
 
 
 def mean_over_ranks(plain: nets.Net, batch: torch.Tensor, frozen) -> None:
@@ -76,9 +78,12 @@ def test_ranks_that_freeze_different_blocks_have_true_gradients_with_every_strat
 
 @pytest.mark.slow
 @distributed(2)
-def test_what_ranks_froze_differently_before_sharding_is_refused_where_it_cuts_differently():
+def test_what_ranks_froze_differently_before_sharding_is_right_and_refused_where_it_cuts_differently():
+    train(from_the_start=[(1,), ()])
+    net = nets.make()
+    net.blocks[1].norm.bias.requires_grad_(dist.get_rank() == 0)  # a group of its own, on one rank
     with pytest.raises(CollectiveMismatch, match="different units"):
-        train(steps=[[(1,), ()]], from_the_start=[(1,), ()])
+        nets.loss_of(nets.shard(net), mine(nets.data(1, 4)[0]))
 
 
 @pytest.mark.slow
@@ -107,3 +112,19 @@ def test_what_all_ranks_have_frozen_is_not_reduced_from_the_second_step_on():
         net.blocks[1].requires_grad_(False)
     units = [block._weft_unit for block in net.blocks]
     assert [len(unit.trainable_groups) for unit in units] == [1, 0, 1]
+
+
+@distributed(2)
+def test_what_was_frozen_while_sums_waited_for_the_outer_axis_is_not_forgotten():
+    net = nets.make()
+    nets.shard(net, strategy="optim_grads", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard")))
+    for number, batch in enumerate(nets.data(4, 4)):
+        net.blocks[0].requires_grad_(number == 0)
+        net.set_is_last_backward(number % 2 == 0)
+        net.set_requires_gradient_sync(number != 1)
+        nets.loss_of(net, mine(batch)).backward()
+    net.set_is_last_backward(True)
+    for _ in range(2):
+        nets.loss_of(net, mine(batch)).backward()
+    assert all(group.gradients.where is Where.NOWHERE for block in net.blocks for group in block._weft_unit.groups)
+    assert len(net.blocks[0]._weft_unit.trainable_groups) == 0

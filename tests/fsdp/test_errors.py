@@ -256,7 +256,7 @@ def test_runtime_options_are_checked(option, said):
         ({"max_live_reduce_buffers": 1.5}, ["max_live_reduce_buffers=1.5", "an int"]),
         ({"max_live_reduce_buffers": True}, ["max_live_reduce_buffers=True", "an int"]),
         ({"prefetch_bytes": "1"}, ["prefetch_bytes='1'", "an int", "None"]),
-        ({"bucket_bytes": None}, ["bucket_bytes=None", "an int", "0"]),
+        ({"bucket_bytes": "1"}, ["bucket_bytes='1'", "an int", "0"]),
     ],
 )
 def test_types_of_runtime_options_are_checked(option, said):

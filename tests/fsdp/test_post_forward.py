@@ -22,7 +22,7 @@ def gathered_bytes(net) -> int:
 
 @distributed(4)
 def test_training_equals_one_process_and_allocates_nothing_once_planned():
-    batches = nets.data(5, 8)
+    batches = nets.data(3, 8)
     for recompute in (None, "non-reentrant"):
         plain = nets.train(nets.make().double(), batches, microbatches=2)
         net = nets.shard(nets.make(recompute).double(), reshard_after_forward=2)

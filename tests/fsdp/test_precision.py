@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.seams.truth import assert_gradients, assert_weights
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
@@ -92,15 +93,13 @@ def test_every_recipe_equals_one_process_that_casts_at_the_same_places(strategy)
                     net.set_is_last_backward(bool(last))
                     nets.loss_as_cast(plain, rows, ranks=ranks, compute=compute, travels=travels).backward()
                     nets.loss_of(net, mine(rows)).backward()
-                for p, expected in zip(net.parameters(), plain.parameters(), strict=True):
-                    assert (p.dtype, p.grad.dtype) == (main, main_grad)
-                    torch.testing.assert_close(nets.full(p.grad), expected.grad, **NEIGHBOURS)
+                assert {(p.dtype, p.grad.dtype) for p in net.parameters()} == {(main, main_grad)}
+                assert_gradients(net, plain, **NEIGHBOURS)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
         assert seen == {travels}
-        for p, expected in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(nets.full(p), expected.detach(), **NEIGHBOURS)
+        assert_weights(net, plain, **NEIGHBOURS)
         net.unshard()
         assert net.norm.weight.dtype == compute
 

@@ -123,18 +123,26 @@ def walked(monkeypatch) -> list[tuple[str, Any, str, Any]]:
     """The transitions of all units and gradients: whose, from, event, to."""
     found = []
 
-    def watch(cls: type, attribute: str, whose: Callable[[Any], str]) -> None:
-        change = cls._to
+    asked: list[Any] = []
 
-        def changed(self: Any, event: str) -> None:
-            before = getattr(self, attribute)
-            change(self, event)
-            found.append((whose(self), before, event, getattr(self, attribute)))
+    class Table(dict):
+        """A table of transitions that notes which event was looked up last."""
 
-        monkeypatch.setattr(cls, "_to", changed)
+        def get(self, key: tuple[Any, str]) -> Any:
+            asked.append(key)
+            return super().get(key)
 
-    watch(Unit, "state", str)
-    watch(GroupGradients, "where", lambda each: each._describe().removeprefix("the gradients of "))
+    def watch(machine: Any, cls: type, attribute: str, whose: Callable[[Any], str]) -> None:
+        def change(self: Any, state: Any) -> None:
+            if attribute in vars(self) and asked and asked[-1][0] is vars(self)[attribute]:
+                found.append((whose(self), *asked.pop(), state))
+            vars(self)[attribute] = state
+
+        monkeypatch.setattr(machine, "TRANSITIONS", Table(machine.TRANSITIONS))
+        monkeypatch.setattr(cls, attribute, property(lambda self: vars(self)[attribute], change), raising=False)
+
+    watch(weights, Unit, "state", str)
+    watch(gradients, GroupGradients, "where", lambda each: each._describe().removeprefix("the gradients of "))
     return found
 
 
@@ -230,7 +238,7 @@ def bring(net: nets.Net, state: State) -> Unit:
 def test_everything_else_is_an_error_that_names_unit_state_and_holders(state, event, net):
     unit = bring(net, state)
     with pytest.raises(RuntimeError) as refused:
-        unit._to(event)
+        unit.state = weights.TRANSITIONS.get((unit.state, event)) or unit._refuse(event)
     message = str(refused.value)
     assert "blocks.1 (Block)" in message and f"'{event}'" in message and state.value in message
     for holder in unit.holders:
@@ -505,7 +513,7 @@ def test_everything_else_is_an_error_that_names_unit_and_state_of_gradients(stat
     world(0, 4)
     found = gradients_in(state)
     with pytest.raises(RuntimeError) as refused:
-        found._to(event)
+        found.where = gradients.TRANSITIONS.get((found.where, event)) or found._refuse(event)
     message = str(refused.value)
     assert "blocks.1 (Block)" in message and f"'{event}'" in message and state.value in message
     assert found.where is state

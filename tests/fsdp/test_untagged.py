@@ -44,7 +44,14 @@ def case(body: Callable, ranks: int = 2, **given: Any) -> Any:
 
 CASES = [
     case(test_numbers.test_one_axis_equals_one_process, recompute="non-reentrant"),
-    case(test_numbers.test_two_axes_equal_one_process, 4, recompute=None, microbatches=3, flagged=True),
+    case(
+        test_numbers.test_two_axes_equal_one_process,
+        4,
+        recompute=None,
+        microbatches=3,
+        flagged=True,
+        some=slice(0, None, 2),
+    ),
     case(test_behaviour.test_low_rank_corrections_of_a_frozen_base_train),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),

@@ -219,6 +219,7 @@ EVENTS: dict[str, dict] = {
     "an exception in forward": {"fails": "forward"},
     "an exception in backward": {"fails": "backward"},
 }
+EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 USUAL = {"path": (0, 1, 2, 3), "recompute": None, "fails": None}
 
 
@@ -256,7 +257,7 @@ class Trainer:
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
 @distributed(2)
 def test_events_change_no_number_are_counted_and_lead_to_a_plan_that_knows_them(strategy):
-    for event in EVENTS:
+    for event in list(EVENTS)[{"optim_grads_params": slice(None), "optim_grads": EVEN, "optim": ODD}[strategy]]:
         sharded = Trainer(shard(Stack([24, 32, 40, 24]), strategy=strategy), dist.get_world_size(), dist.get_rank())
         plain = Trainer(Stack([24, 32, 40, 24]))
         sharded.step({})

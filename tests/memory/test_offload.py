@@ -37,8 +37,8 @@ def test_an_offloaded_run_is_bit_equal_to_one_on_the_device():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
         cases = [{"reshard_after_forward": 2}, {"mesh": mesh}]
         cases += [{"mesh": mesh, "outer_strategy": "optim", "mp_policy": HALF}]
-    for options in cases:
-        for micro, reference in plain.items():
+    for number, options in enumerate(cases):
+        for micro, reference in list(plain.items())[:: 1 if number == 0 else -1][: 2 if number == 0 else 1]:
             runs = []
             for policy in (weft.OffloadPolicy(), OFFLOAD):
                 net = nets.shard(nets.make(), offload_policy=policy, **options)

@@ -143,6 +143,16 @@ def test_the_chunked_forms_are_the_recurrences_with_borders(length, monkeypatch)
         assert_close(one, two, **EXACT)
 
 
+@pytest.mark.parametrize("kind", "MG")
+def test_a_document_that_fades_fast_leaves_gradients_of_the_next_finite(kind):
+    model = build(config(kind), torch.float32)
+    with torch.no_grad():
+        model.decoder.layers[0].mixer.A_log.fill_(5.0)
+        model.decoder.layers[0].mixer.dt_bias.fill_(5.0)
+    model(*batch(), documents=borders()).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("kind", MIXERS)
 def test_padding_on_either_side_is_as_if_it_were_not_there(kind):
     model = build(config(f"[{kind[0]}-]", **MIXERS[kind]))

@@ -178,21 +178,21 @@ WAYS = [
 @pytest.mark.slow
 @distributed(2, 4)
 @pytest.mark.parametrize("chosen", ROUTERS)
-def test_five_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
+def test_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
     """Expert parallel over two ranks and over all of them. Where two of four experts get all tokens, the ranks of the
     others get none, and half of the assignments exceed the capacity. Norms, clipping and optimizers count every expert
     once."""
     cfg, rank, ranks = ROUTERS[chosen], dist.get_rank(), dist.get_world_size()
-    tokens, labels = torch.randint(37, (2, 5, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
+    tokens, labels = torch.randint(37, (2, 3, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
     whole = with_experts(cfg)
     adamw = torch.optim.AdamW(whole.parameters(), **ADAMW)
     expected = clipped_steps(whole, list(zip(tokens, labels)), adamw, torchs_clip, one_after_another)
-    assert min(expected[1]) > 0.3  # all five steps are clipped
+    assert min(expected[1]) > 0.3  # all steps are clipped
     (load,) = weft.moe.load_statistics(whole).values()
     assert bool(load[2:].any()) == (chosen == "all experts")
 
     mine = [batch[:, rank::ranks] for batch in (tokens, labels)]
-    for ep, (strategy, run, flat) in itertools.product(sorted({2, ranks}), WAYS):
+    for ep, (strategy, run, flat) in zip(itertools.cycle(sorted({2, ranks}, reverse=True)), WAYS):
         meshes = init_meshes("cpu", ep=ep)
         model = shard(with_experts(cfg, meshes), meshes, strategy=strategy)
         if flat:
@@ -317,7 +317,7 @@ def ways_of(pattern, ranks):
     """A few of all ways: recomputed, experts spread or not, replicas (of shards on four ranks), strategy, schedule."""
     ways = WAYS_OF_EXPERTS if "E" in pattern else WAYS_WITHOUT
     ways = [way for way in ways if way[2] == (1 if ranks == 2 else 2)]
-    return random.Random(f"{pattern} on {ranks}").sample(ways, 5 if ranks == 2 else 3)
+    return random.Random(f"{pattern} on {ranks}").sample(ways, 4 if ranks == 2 else 1)
 
 
 def test_the_ways_that_are_drawn_have_every_choice_with_experts_and_without():

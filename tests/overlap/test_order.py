@@ -47,11 +47,12 @@ def table():
 def test_a_pair_runs_in_the_order_of_the_table(stages):
     two = layers(stages, stages)
     steps = list(combined_order(Part(1, two), Part(0, two), delay_wgrad=True, early_release=False))
-    before, last = (Step(BACKWARD, 0, layer, "attend.weights", "compute") for layer in (1, 0))
-    assert steps[-3:-1] == [Part(0, two).before(BACKWARD), last], "what no pair follows is computed at the end"
-    pair = [step for step in steps if (step.direction, step.layer) in ((FORWARD, 1), (BACKWARD, 0)) or step == before]
-    pair.remove(last)
-    said = ["A.attend.weights" if step == before else f"{step.direction[0].upper()}.{step.slot}" for step in pair]
+    weights = [f"{stage}.weights" for stage in ("attend", "enter") if stage in stages]
+    before, last = ([Step(BACKWARD, 0, layer, slot, "compute") for slot in weights] for layer in (1, 0))
+    assert steps[-2 - len(last) : -2] == last, "what no pair follows is computed at the end"
+    own = (FORWARD, 1), (BACKWARD, 0)
+    pair = [step for step in steps if step in before or (step[0::2][:2] in own and step not in last)]
+    said = [f"{'A' if step in before else step.direction[0].upper()}.{step.slot}" for step in pair]
     # An exchange is issued as soon as what it carries is there; within a row that is before the computation.
     expected = [entry for entry in table() if entry[2:].partition(".")[0] in stages]
     assert len(table()) == 17 and len(expected) == (17 if stages == DEPTH else 12)

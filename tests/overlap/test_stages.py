@@ -3,8 +3,6 @@
 import dataclasses
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from unittest import mock
@@ -18,6 +16,7 @@ import weft
 import weft.debug
 from tests.overlap.small import config, gradients, plain
 from tests.pool import RankFailed, distributed
+from tests.programs import run_programs
 from weft.errors import CollectiveMismatch
 from weft.models import HybridModel, shard
 from weft.models.stack import Layer
@@ -397,11 +396,12 @@ KILLED = """
 import os, signal, sys, torch, torch.distributed as dist, weft
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+rank = {rank}
+dist.init_process_group("gloo", store=dist.FileStore({store!r}, 2), rank=rank, world_size=2)
 meshes = weft.init_meshes("cpu", pp=2)
 model = HybridModel(HybridConfig(pattern="[*-][*-]", vocab_size=37, hidden_size=32), meshes)
 model = weft.models.shard(model, meshes, strategy="optim_grads")
+torch.manual_seed(0)  # the same on both
 microbatches = [torch.randint(37, (2, 2, 16)).unbind() for _ in range(4)]
 forward_backward(model, microbatches, schedule="1f1b")
 if rank == 1:
@@ -418,10 +418,11 @@ forward_backward(model, microbatches, schedule="1f1b")
 @pytest.mark.slow
 def test_a_stage_that_is_killed_ends_the_others_with_its_rank(tmp_path):
     begin = time.monotonic()
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert ranks[0].returncode == 1 and time.monotonic() - begin < 60
+    store = str(tmp_path / "store")
+    first, second = run_programs(
+        [KILLED.format(rank=rank, store=store) for rank in range(2)], "import weft.models, weft.overlap, weft.fsdp"
+    )
+    assert second.returncode == -signal.SIGKILL
+    assert first.returncode == 1 and time.monotonic() - begin < 60
     said = r"this rank \(0\) waited for \w+ from stage \d to stage \d, and the process of rank 1 has gone"
-    assert re.search(said, errors[0]), errors[0]
+    assert re.search(said, first.stderr), first.stderr

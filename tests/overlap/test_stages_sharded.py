@@ -170,7 +170,8 @@ def test_prediction_depths_with_experts_on_two_ranks(pp):
     meshes = weft.init_meshes("cpu", pp=pp, ep=2)
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0, pattern="[*E]*[*-][*E]/[*E][*E]")
     expected = of_the_whole(cfg, meshes.dp_size, 4)
-    for schedule, placement in (("interleaved", "loop"), ("combined", "loop"), ("dualpipev", "v"), ("zbv", "v")):
+    ways = (("interleaved", "loop"), ("dualpipev", "v")) if pp == 1 else (("combined", "loop"), ("zbv", "v"))
+    for schedule, placement in ways:
         in_stages(cfg, meshes, "optim_grads", schedule, 4, expected, chunks=2, placement=placement)
 
 
@@ -198,10 +199,10 @@ def test_clipped_steps_equal_those_of_one_process(tied):
 
 
 def clipped_steps(cfg, meshes, model, schedule, **switches):
-    """Five steps of clipped AdamW leave the weights and the optimizer's state of one process; the norms."""
+    """Three steps of clipped AdamW leave the weights and the optimizer's state of one process; the norms."""
     whole, norms, parts = build(cfg), [], meshes.dp_size
     one, other = torch.optim.AdamW(whole.parameters(), lr=0.01), weft.optim.flat(torch.optim.AdamW, model, lr=0.01)
-    for step in range(5):
+    for step in range(3):
         shares = [data(4, cfg, parts * step + part) for part in range(parts)]
         for tokens, labels in (pair for share in shares for pair in share):
             (whole(tokens, labels) / parts).backward()

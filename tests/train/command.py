@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +106,14 @@ def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen]:
                 os.kill(pid, 9)
 
 
+def alone() -> dict[str, str]:
+    """What torchrun tells the only process that it starts."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {**place, "MASTER_PORT": str(free.getsockname()[1])}
+
+
 def ranks_of(supervisor: int) -> dict[int, int]:
     """Rank -> process of the ranks that process `supervisor` started."""
     try:
@@ -139,7 +148,7 @@ def wait_until(condition: Callable[[], Any], timeout: float = 60, what: str = ""
     return value
 
 
-_SPEEDS = ("tokens_per_second", "samples_per_second", "memory_bytes", "mfu")
+_SPEEDS = ("tokens_per_second", "samples_per_second", "step_seconds", "memory_bytes", "mfu")
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -51,8 +51,7 @@ def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, 
     assert all(line["load"].keys() == {"decoder.layers.0.mlp", "decoder.layers.2.mlp"} for line in loads)
     assert all(sum(load) == 8 * 16 * 2 for line in loads for load in line["load"].values())
     exchanged = [rows for line in loads for rows in line["exchanged"].values()]
-    assert len(exchanged) == 5 * 2 and all(0 < rows <= assignments < 8 * 16 * 2 for assignments, rows in exchanged)
-    assert all(rows < assignments for assignments, rows in exchanged) == (ranks == 2)  # of four, each has one expert
+    assert len(exchanged) == 5 * 2 and all(0 < rows < assignments < 8 * 16 * 2 for assignments, rows in exchanged)
 
 
 SMALL = {
@@ -75,19 +74,19 @@ def test_the_hybrid_of_make_train_hybrid_goes_on_bit_for_bit(pool, tmp_path, pat
     with (ROOT / "configs" / "stdlib-hybrid.toml").open("rb") as file:
         given = tomllib.load(file)
     model = {**given["model"], **SMALL, **({"pattern": pattern} if pattern else {})}
-    kept = {"overlap": True, "delay_wgrad": True, "log_every": 1, "validate_every": 2, "steps": 6}
+    kept = {"overlap": True, "delay_wgrad": True, "log_every": 1, "validate_every": 2, "steps": 4}
     path = write_config(
         tmp_path,
         **{f"model__{name}": value for name, value in model.items()},
         **{f"sharding__{name}": value for name, value in given["sharding"].items()},
         **{f"train__{name}": value for name, value in kept.items()},
-        checkpoint__every=3,
+        checkpoint__every=2,
     )
     assert all(given["train"][name] for name in ("overlap", "delay_wgrad")) and given["sharding"]["ep"] == 2
-    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
-    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
-    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=6, resume_from=3)[0]
-    assert parts[:2] == whole[:2] and len(whole[0]) == 6
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=4)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=2)
+    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=4, resume_from=2)[0]
+    assert parts[:2] == whole[:2] and len(whole[0]) == 4
     assert all(line["loss_depth_1"] > 0 for line in whole[0])
     for mine, theirs in zip(parts[2:4], whole[2:4]):
         assert mine.keys() == theirs.keys()

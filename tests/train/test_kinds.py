@@ -122,11 +122,12 @@ def test_whole_documents_are_never_cut_as_long_as_they_fit():
     lengths = [5, 9, 3, 3, 40, 7, 2, 16, 1, 17]
     starts = np.cumsum([0, *lengths[:-1]])
     part = Part(np.arange(1, sum(lengths) + 1, dtype=np.uint16), starts)
-    packed = sequences(part, 16, "whole", 1)
+    packed = sequences(part, 16, "whole", 1, cross_documents=True)
     seen = []
     for number in range(len(packed)):
         tokens, labels = Mixture([packed]).batch(np.zeros(1, dtype=int), np.asarray([number]))
         count = int((labels != NO_LABEL).sum())
+        assert count == packed.labels(np.asarray([number]))
         assert tokens.shape == labels.shape == (1, 16)
         assert torch.equal(labels[0, :count], tokens[0, :count] + 1), "the next token"
         assert (labels[0, count:] == NO_LABEL).all() and (tokens >= 0).all()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.train.command import metrics, weft, write_config
+from tests.train.command import alone, metrics, weft, write_config
 from tests.train.test_source import run_of
 from weft.train.errors import ConfigError
 from weft.train.run.world import STORE, first_host, place_from
@@ -118,14 +118,6 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
     runs = [metrics(tmp_path / "runs" / name) for name in ("tiny", "tiny-2", "tiny-3")]
     assert len(runs[0]) == 3
     assert runs[0] == runs[1] == runs[2]
-
-
-def alone():
-    """What torchrun tells the only process that it starts."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return {**place, "MASTER_PORT": str(free.getsockname()[1])}
 
 
 @pytest.mark.slow

@@ -331,6 +331,7 @@ def test_a_run_whose_report_cannot_be_written_is_complete_and_says_so(pool, tmp_
     (run / "report.html").mkdir(parents=True)
     path = write_config(tmp_path, train__steps=2, train__validate_every=0)
     said = pool.run(1, train_on, path, run, stop_at=99)[0][-1]
-    assert any(f"{run}: its report cannot be written (Is a directory" in line for line in said)
+    why = f"rank 0: rename of {run / 'report.html'}: Is a directory"
+    assert any(f"{run}: its report cannot be written ({why}" in line for line in said)
     assert any(f"weft report {run}" in line for line in said)
     assert committed_steps(run / "checkpoints") == [2]

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.train.command import weft, write_config
+from tests.train.test_loop import train_on
 from weft.checkpoint import CheckpointManager, ModelState
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
@@ -229,14 +230,14 @@ def test_a_directory_without_tokenizer_is_refused(published):
 
 
 @pytest.mark.slow
-def test_a_run_a_checkpoint_and_a_directory_are_sampled_and_started_from(tmp_path):
+def test_a_run_a_checkpoint_and_a_directory_are_sampled_and_started_from(pool, tmp_path):
     """Two ranks, a hybrid with experts on both of them and a prediction depth."""
     options = {"mamba_num_heads": 2, "mamba_head_dim": 8, "num_experts": 2, "moe_intermediate_size": 8}
     model = {f"model__{name}": value for name, value in options.items()}
     shape = {"train__steps": 4, "train__overlap": True, "sharding__ep": 2, **model}
     config = write_config(tmp_path, model__pattern="[ME][*E]/[*E]", **shape)
-    assert weft("train", config, "--ranks", 2).returncode == 0
     run = tmp_path / "runs" / "tiny"
+    pool.run(2, train_on, config, run, stop_at=4)
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line][-1]
     assert last["loss_depth_1"] > 0
     checkpoint = run / "checkpoints" / "step-00000004"

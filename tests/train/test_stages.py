@@ -85,7 +85,7 @@ def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
     """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
     changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
-    pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=2)
+    pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=2, pictures=True)
     stages = read_stages(tmp_path / "run")
     assert stages.table.name == "dualpipev" and stages.table.microbatches == 4
     for entries, spans in zip(stages.table.ranks, stages.spans, strict=True):

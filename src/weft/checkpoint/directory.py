@@ -11,20 +11,17 @@
 A name without a suffix is committed, because the only way to get one is the rename at the end of `commit`.
 """
 
-import fcntl
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from weft.checkpoint.manifest import IDENTITY, CheckpointError, Manifest
+from weft.checkpoint.storage import flush_directory, operation, written
 
-LOCK = ".lock"
 RUN = ".run"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
@@ -71,8 +68,10 @@ def identify(directory: Path) -> str:
             break
     found = found or uuid.uuid4().hex
     temporary = directory / f"{RUN}.{uuid.uuid4().hex[:12]}"
-    temporary.write_text(f"{found}\n")
-    os.replace(temporary, directory / RUN)
+    with written(temporary) as stream:
+        stream.write(f"{found}\n".encode())
+    with operation("rename", temporary):
+        os.replace(temporary, directory / RUN)
     return found
 
 
@@ -89,7 +88,8 @@ def require_own(checkpoint: Path, manifest: Manifest) -> None:
 def begin(directory: Path, step: int) -> Path:
     """A new folder for the checkpoint of `step`, not yet committed."""
     temporary = directory / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
-    temporary.mkdir()
+    with operation("mkdir", temporary):
+        temporary.mkdir()
     return temporary
 
 
@@ -98,14 +98,16 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     manifest.write(temporary)
     flush_directory(temporary)
     final = path_of(temporary.parent, manifest.step)
-    os.rename(temporary, final)
+    with operation("rename", temporary):
+        os.rename(temporary, final)
     flush_directory(temporary.parent)
     return final
 
 
 def set_aside(checkpoint: Path) -> None:
     """Make room for another checkpoint of the same step; what is damaged is nobody's to delete."""
-    os.rename(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged-{uuid.uuid4().hex[:12]}"))
+    with operation("rename", checkpoint):
+        os.rename(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged-{uuid.uuid4().hex[:12]}"))
 
 
 def discard(paths: Iterable[Path]) -> None:
@@ -113,53 +115,8 @@ def discard(paths: Iterable[Path]) -> None:
     for path in paths:
         if not _DEBRIS.fullmatch(path.name):
             trash = path.with_name(f"{path.name}.trash-{uuid.uuid4().hex[:12]}")
-            os.rename(path, trash)
+            with operation("rename", path):
+                os.rename(path, trash)
             path = trash
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def flush_directory(directory: Path) -> None:
-    """Make the names in `directory` survive a crash of the machine, as the files' own flush does for their content."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> IO[str]:
-    """Become the only writer of `directory` until `unlock` gets the returned file or this process ends.
-
-    A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds, and tells `say` so.
-    Raises CheckpointError when another process still writes there.
-    """
-    stream = (directory / LOCK).open("a+")
-    deadline = time.monotonic() + timeout
-    waiting = False
-    while True:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            stream.seek(0)
-            owner = stream.read().strip()
-            if not waiting:
-                say(f"another run (process {owner}) writes to {directory}: waiting up to {timeout:g} s for its end")
-                waiting = True
-            if time.monotonic() > deadline:
-                stream.close()
-                raise CheckpointError(
-                    f"{directory} is in use by another run (process {owner}); stop it or choose another directory"
-                ) from None
-            time.sleep(0.1)
-    stream.truncate(0)
-    stream.write(f"{os.getpid()} on {os.uname().nodename}\n")
-    stream.flush()
-    return stream
-
-
-def unlock(stream: IO[str]) -> None:
-    """Let others write. Processes forked since then, such as the workers of a loader, have the file open too: closing
-    it here alone would leave it locked as long as they live."""
-    fcntl.flock(stream, fcntl.LOCK_UN)
-    stream.close()
+        with operation("remove", path):
+            shutil.rmtree(path, ignore_errors=True)

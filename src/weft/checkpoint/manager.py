@@ -8,18 +8,21 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from weft.checkpoint import directory as folder
+from weft.checkpoint import probe
 from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
+from weft.checkpoint.locking import Lock, lock
 from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful
+from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
 from weft.comm.groups import exchange_objects, first_rank_s, group_beside
 
@@ -71,7 +74,7 @@ class CheckpointManager:
         self.rank = dist.get_rank(self._group) if self._group else 0
         self.ranks = dist.get_world_size(self._group) if self._group else 1
         self._stager = Stager()
-        self._lock: IO[str] | None = None
+        self._lock: Lock | None = None
         self._identity = ""
         """Of the run, on the first rank of the one that writes."""
         self._saving: threading.Thread | None = None
@@ -94,10 +97,16 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory and remove what killed saves left there, before the first save.
 
-        Raises CheckpointError when another run still writes there after 30 seconds.
+        What a save does is tried on a small file. Raises CheckpointError when another run still writes there after 30
+        seconds, and for a file system that cannot hold checkpoints or that not all ranks share.
         """
         self.wait()
         self._prepare(None)
+        tried = self._on_first_rank(lambda: probe.try_save(self.directory))
+        blind = [rank for rank, sees in enumerate(self._of_all(probe.sees(tried), self._group)) if not sees]
+        self._on_first_rank(lambda: probe.remove(tried))
+        if blind:
+            raise _blind(blind, tried)
 
     def save(
         self,
@@ -149,7 +158,7 @@ class CheckpointManager:
             self.wait()
         finally:
             if self._lock is not None:
-                folder.unlock(self._lock)
+                self._lock.release()
                 self._lock = None
 
     def steps(self) -> list[int]:
@@ -287,9 +296,11 @@ class CheckpointManager:
     def _prepare(self, step: int | None) -> None:
         def prepare() -> None:
             if self._lock is None:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = folder.lock(self.directory, timeout=_LOCK_TIMEOUT_S, say=self._say)
+                with operation("mkdir", self.directory):
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = lock(self.directory, timeout=_LOCK_TIMEOUT_S, say=self._say)
                 self._identity = folder.identify(self.directory)
+            self._lock.check()
             folder.discard(folder.debris(self.directory))
             if step is not None and step in self.passed_over and step in folder.committed_steps(self.directory):
                 folder.set_aside(folder.path_of(self.directory, step))
@@ -314,7 +325,10 @@ class CheckpointManager:
             committed()
             own = [each for each in folder.committed_steps(self.directory) if each not in self._spared]
             old = [each for each in own[: -self.keep] if each not in self.protected]
-            folder.discard(folder.path_of(self.directory, each) for each in old)
+            try:
+                folder.discard(folder.path_of(self.directory, each) for each in old)
+            except OSError as error:  # the new checkpoint is committed
+                self._say(f"{error}; older checkpoints stay")
 
         started = time.monotonic()
         self._say(f"saving step {step} …")
@@ -322,9 +336,7 @@ class CheckpointManager:
         try:
             blind = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir(), self._writers)) if not sees]
             if blind:
-                raise CheckpointError(
-                    f"ranks {blind} do not see {temporary}: checkpoints need a directory that all ranks share"
-                )
+                raise _blind(blind, temporary)
             with plain_errors():
                 dcp.save(
                     {},
@@ -337,7 +349,8 @@ class CheckpointManager:
             self._on_first_rank(commit, self._writers)
         except BaseException:
             if self.rank == 0:
-                folder.discard([temporary])
+                with suppress(OSError):
+                    folder.discard([temporary])
             raise
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
@@ -381,6 +394,12 @@ class CheckpointManager:
     def _say(self, line: str) -> None:
         if self._progress is not None and self.rank == 0:
             self._progress(line)
+
+
+def _blind(ranks: list[int], path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"ranks {ranks} do not see {path}: checkpoints need a directory that all ranks share; set run.directory to one"
+    )
 
 
 def _state_dict(value: Any) -> Mapping[str, Any]:

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import CheckpointError, CheckpointGone
+from weft.checkpoint.storage import operation, written
+from weft.errors import CheckpointError, CheckpointGone, StorageError
 
 MANIFEST = "weft.json"
 METADATA = ".metadata"
@@ -44,11 +45,16 @@ class File:
 
     @classmethod
     def measure(cls, path: Path) -> "File":
-        digests = []
-        with path.open("rb") as stream:
-            while block := stream.read(BLOCK):
+        digests: list[str] = []
+        with operation("open", path):
+            opened = path.open("rb")
+        with opened as stream:
+            while True:
+                with operation("read", path):
+                    block = stream.read(BLOCK)
+                if not block:
+                    return cls(stream.tell(), tuple(digests))
                 digests.append(_digest(block))
-            return cls(stream.tell(), tuple(digests))
 
     @classmethod
     def from_plain(cls, fields: Any) -> "File":
@@ -85,7 +91,8 @@ class Manifest:
             require_plain(path)
             if path.stat().st_size > _LARGEST:
                 raise ValueError(f"it has {path.stat().st_size} bytes")
-            text = path.read_text(encoding="utf-8")
+            with operation("read", path):
+                text = path.read_text(encoding="utf-8")
             fields = json.loads(text)
             if fields["format"] not in (_WITHOUT_RUN, FORMAT):
                 raise CheckpointError(f"{checkpoint} has format {fields['format']!r}, this version reads {FORMAT}")
@@ -115,10 +122,8 @@ class Manifest:
         return json.dumps({**fields, "sha256": _digest(json.dumps(fields).encode())}, indent=1) + "\n"
 
     def write(self, checkpoint: Path) -> None:
-        with (checkpoint / MANIFEST).open("w", encoding="utf-8") as stream:
-            stream.write(self.text())
-            stream.flush()
-            os.fsync(stream.fileno())
+        with written(checkpoint / MANIFEST) as stream:
+            stream.write(self.text().encode())
 
 
 class CheckedFile(io.RawIOBase):
@@ -131,7 +136,8 @@ class CheckedFile(io.RawIOBase):
         require_whole(checkpoint, name, file)
         self.checkpoint, self.name, self.file = checkpoint, name, file  # type: ignore[assignment]
         try:
-            self._stream = (checkpoint / name).open("rb")
+            with operation("open", checkpoint / name):
+                self._stream = (checkpoint / name).open("rb")
         except OSError as error:
             raise _unusable(checkpoint, f"{name} cannot be read: {one_line(error)}") from error
         self._blocks: dict[int, bytes] = {}
@@ -176,8 +182,12 @@ class CheckedFile(io.RawIOBase):
         super().close()
 
     def _load(self, number: int) -> bytes:
-        self._stream.seek(number * BLOCK)
-        block = self._stream.read(BLOCK)
+        try:
+            with operation("read", self.checkpoint / self.name):
+                self._stream.seek(number * BLOCK)
+                block = self._stream.read(BLOCK)
+        except StorageError as error:
+            raise _unusable(self.checkpoint, f"{self.name} cannot be read: {one_line(error)}") from error
         if _digest(block) != self.file.sha256[number]:
             raise CheckpointError(f"{self.checkpoint} is damaged: the checksum of {self.name} differs")
         if len(self._blocks) == _KEPT:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.loading import CheckpointMismatch, Stored
 from weft.comm.groups import exchange_objects
+from weft.mesh import parts_of
 from weft.optim.flat import FlatOptimizer
 
 
@@ -192,7 +193,7 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
 
 def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
     """The names in each parameter group, of all stages of a model that is cut into some. Collective over these."""
-    cut = getattr(model, "cut", None)
+    cut = parts_of(model)
     if cut is None or cut.group is None:
         return groups
     stages = exchange_objects(groups, cut.group, "the parameter groups of an optimizer")

@@ -1,13 +1,41 @@
 """The files of a checkpoint, written by Distributed Checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import WriteResult
+from torch.distributed.checkpoint.filesystem import FileSystem, WriteResult
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
+
+from weft.checkpoint.storage import operation, written
+
+
+class _Files(FileSystem):
+    """Each operation is known while it runs, and each file is on the disk when it is closed."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with written(Path(path), mode) as stream:
+            yield stream
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        with operation("rename", path):
+            super().rename(path, new_path)
 
 
 class Writer(dcp.FileSystemWriter):
     """Says why writing failed: torch's archive only says that it is not as long as it should be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=False)  # `_Files` does
+        self.fs = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        from weft.checkpoint import CheckpointError  # takes seconds
+        from weft.errors import CheckpointError, StorageError
 
-        if not isinstance(error, CheckpointError):
+        if not isinstance(error, (CheckpointError, StorageError)):
             raise
         print(f"{command}: {error}", file=sys.stderr)
         return 1

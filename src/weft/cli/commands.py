@@ -59,6 +59,7 @@ def evaluate(options: argparse.Namespace) -> int:
         step=options.step,
         average=options.ema,
         overrides=options.overrides,
+        trust=options.trust,
         say=partial(_warn, options),
     )
     step = values.pop("step")

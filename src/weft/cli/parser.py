@@ -62,6 +62,14 @@ def _add_set(command: argparse.ArgumentParser, example: str = "") -> None:
     )
 
 
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust",
+        action="store_true",
+        help="import the code that the configuration of a run directory from elsewhere names",
+    )
+
+
 def _train(known: Any) -> None:
     train = known.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
     train.add_argument("config", nargs="?", metavar="CONFIG.toml")
@@ -91,6 +99,17 @@ def _train(known: Any) -> None:
         metavar="DIRECTORY",
         help="start from the weights alone of a run, a checkpoint or a model's directory; as run.weights does",
     )
+    train.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="when a rank dies or hangs, start all again from the newest checkpoint, up to K times (default: 0)",
+    )
+    train.add_argument(
+        "--restart-ranks", type=int, metavar="N", help="with --restarts: how many ranks then (default: as many)"
+    )
+    _add_trust(train)
     train.set_defaults(run=start)
 
 
@@ -213,6 +232,7 @@ def _evaluate(known: Any) -> None:
     evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
     evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
     _add_set(evaluate, ", such as data.paths")
+    _add_trust(evaluate)
     evaluate.set_defaults(run=commands.evaluate)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
     from weft.train.config import ConfigError, load_config
-    from weft.train.run.launch import launch
+    from weft.train.run.launch import RUN, launch
     from weft.train.run.runs import CONFIG, open_run, refuse_no_run, refuse_other_directories, resuming, run_directory
+    from weft.train.run.trust import require_trust
     from weft.train.run.world import place_from
 
     config_path = options.config
@@ -34,6 +35,16 @@ def start(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
     place = place_from(os.environ)
+    for name, value, least in (("restarts", options.restarts, 0), ("restart-ranks", options.restart_ranks, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} {value}: must be at least {least}")
+    if options.restart_ranks is not None and not options.restarts:
+        raise ConfigError(f"--restart-ranks {options.restart_ranks}: has no effect without --restarts; add that")
+    if place is not None and place.launcher != "weft" and options.restarts:
+        raise ConfigError(
+            f"--restarts {options.restarts}: {place.launcher} starts ranks again itself, with --resume-or-start; leave "
+            "--restarts out"
+        )
     if place is not None and options.ranks not in (None, place.ranks):
         raise ConfigError(
             f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; leave --ranks out"
@@ -48,6 +59,10 @@ def start(options: argparse.Namespace) -> int:
             f"{given}: has no effect on a run that goes on, which has its own weights; leave it out, or start a new "
             "run without --resume"
         )
+    if options.config is None and RUN not in os.environ:  # its starter has looked
+        configured = load_config(config_path, options.overrides)
+        asked = f"--resume {options.resume}"
+        require_trust(Path(config_path).parent, configured, options.overrides, trust=options.trust, asked=asked)
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:
         from weft.train.run.worker import work
@@ -58,7 +73,16 @@ def start(options: argparse.Namespace) -> int:
     config = load_config(config_path, options.overrides)
     config.validate(ranks)
     run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
-    return launch(options.arguments, ranks, run, resuming(command, run.directory))
+    if options.restart_ranks is not None:
+        config.validate(options.restart_ranks)
+    return launch(
+        options.arguments,
+        ranks,
+        run,
+        resuming(command, run.directory),
+        restarts=options.restarts,
+        restart_ranks=options.restart_ranks or ranks,
+    )
 
 
 def _local_devices() -> int:

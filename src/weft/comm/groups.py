@@ -2,10 +2,10 @@
 
 tag of a message = CHANNEL_STRIDE * channel + a number below it that says what it belongs to
 
-98          a wait that is to end         watch.lookout
+98          a wait that is to end         gloo.sends
 101..199    lanes, first round            lanes
 200..499    words of the hosts            watch.control
-601..699    lanes, second round           collectives
+601..699    lanes, second round           gloo.transport
 700..999    uneven parts                  collectives
 """
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of, world
+from weft.comm.gloo.sends import break_waits
 from weft.comm.watch.lookout import keep_lookout, watching
 
 CHANNEL_STRIDE = 1000
@@ -172,8 +173,9 @@ def twin_group(group: dist.ProcessGroup) -> Any:
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
     """What carries messages beside those of `group`: `group` itself where all its messages have tags, else a twin."""
-    transports = (transport_of(group, device) for device in group._device_types)
-    return group if all(each.capabilities.tags for each in transports) else twin_group(group)
+    tagged = transport_of(group, torch.device("cpu")).capabilities.tags
+    of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
+    return group if tagged and of_hosts else twin_group(group)
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
@@ -212,6 +214,14 @@ def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) 
     """A new gloo group of the ranks of `group`, which all ask for one in the same order for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
+
+
+def end_transfers(group: dist.ProcessGroup) -> None:
+    """End what is under way over `group`, here and on the other ranks, which hear why. It carries nothing afterwards.
+
+    Over a backend without direct sends nothing is done.
+    """
+    break_waits(group)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:

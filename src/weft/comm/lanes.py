@@ -163,6 +163,7 @@ class Lane:
         "stage": 107,
         "gathers": 108,
         "reductions": 109,
+        "context": 110,
     }
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 
@@ -199,7 +200,11 @@ class Lane:
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
                 "other way round: shard the model and run it in the same one"
             )
-        group = next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        group = None
+        for each in args:
+            if isinstance(each, dist.ProcessGroup):
+                group = each
+                break
         call = self._call(group, channel)
         if (timeline := recording()) is not None:
             collective = self._recorded(timeline, collective, group)

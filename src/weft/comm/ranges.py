@@ -9,7 +9,7 @@ nobody                                    nothing, at no cost
 """
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd.profiler import record_function
@@ -18,27 +18,31 @@ from weft.comm.timeline import labelled, recording
 from weft.comm.watch.lookout import lookout
 
 _HAS_CUDA = torch.backends.cuda.is_built()
+_NOTHING: AbstractContextManager = nullcontext()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
     if (watch := lookout()) is not None:
         watch.subject = unit or "the root"
-    return _range(unit, what) or labelled(f"{unit}/{what}")
+    if (timeline := recording()) is None and not observed():
+        return _NOTHING
+    return _range(unit, what) or (_NOTHING if timeline is None else labelled(f"{unit}/{what}"))
+
+
+def observed() -> bool:
+    """Whether something looks at ranges now, or may later: a profiler of this process, or a tool of NVIDIA's."""
+    return torch.autograd._profiler_enabled() or (_HAS_CUDA and torch.cuda.is_initialized())
 
 
 class Stretch:
     """A range of the profile that begins in one hook and ends in another."""
 
-    def __init__(self) -> None:
-        self._range: AbstractContextManager | None = None
-        self._thread = 0
-
-    def begin(self, unit: str, what: str) -> None:
-        """Open the range, if somebody may look."""
+    def __init__(self, unit: str, what: str) -> None:
+        """Open the range."""
         self._range = _range(unit, what)
+        self._thread = threading.get_ident()
         if self._range is not None:
-            self._thread = threading.get_ident()
             self._range.__enter__()
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ gathered weights are compared, when they go, with a copy of what came.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_guards = 0
+guards = 0
 
 
 @contextmanager
@@ -25,14 +25,9 @@ def guard_memory() -> Iterator[None]:
     For looking for a fault, on few layers: it takes the memory of an unsharded model, and the time of a copy and a
     comparison for each gather, for which the host waits.
     """
-    global _guards
-    _guards += 1
+    global guards
+    guards += 1
     try:
         yield
     finally:
-        _guards -= 1
-
-
-def guards_memory() -> bool:
-    """Whether memory is under guard now."""
-    return _guards > 0
+        guards -= 1

@@ -8,51 +8,58 @@ and computes what gradients are multiplied by on DTensors. Here that is done on 
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
 from weft.dtensor.local import filled, kinds_of, parts_of
 from weft.dtensor.norms import alike, combined_norms, common_mesh, part_norms, replicated
 from weft.dtensor.uneven import UnevenDTensor, local_of
 
-_torchs_norm, _torchs_clipping = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torchs` norm of many tensors, taken at once where all are sharded."""
+
+    @functools.wraps(torchs)
+    def total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if _all_sharded(tensors) and (order := float(norm_type)):  # one of 0 counts tensors, which are more than parts
+            total = _of_sharded(tensors, order)  # type: ignore[arg-type]
+            if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
+                return total
+        return torchs(tensors, norm_type, error_if_nonfinite, foreach)
+
+    return total_norm
 
 
-@functools.wraps(_torchs_norm)
-def _total_norm(
-    tensors: torch.Tensor | Iterable[torch.Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> torch.Tensor:
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if _all_sharded(tensors) and (order := float(norm_type)):  # one of 0 counts tensors, which are more than parts
-        total = _of_sharded(tensors, order)  # type: ignore[arg-type]
-        if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
-            return total
-    return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
+    """`torchs` multiplication of gradients, done at once where all are sharded."""
 
+    @functools.wraps(torchs)
+    def clip(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
+        if not (_all_sharded(grads) and _is_replicated(total_norm) and len(kinds_of(parts := parts_of(grads))) == 1):
+            return torchs(parameters, max_norm, total_norm, foreach)
+        torch.autograd.graph.increment_version([*grads, *parts])
+        with torch.no_grad():
+            factor = torch.clamp(float(max_norm) / (local_of(total_norm) + 1e-6), max=1.0)
+            if here := filled(parts):
+                torch._foreach_mul_(here, factor.to(here[0].device))
 
-@functools.wraps(_torchs_clipping)
-def _clipping(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    total_norm: torch.Tensor,
-    foreach: bool | None = None,
-) -> None:
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
-    if not (_all_sharded(grads) and _is_replicated(total_norm) and len(kinds_of(parts := parts_of(grads))) == 1):
-        return _torchs_clipping(parameters, max_norm, total_norm, foreach)
-    torch.autograd.graph.increment_version([*grads, *parts])
-    with torch.no_grad():
-        factor = torch.clamp(float(max_norm) / (local_of(total_norm) + 1e-6), max=1.0)
-        if here := filled(parts):
-            torch._foreach_mul_(here, factor.to(here[0].device))
+    return clip
 
 
 def _all_sharded(tensors: list[Any]) -> bool:
@@ -81,7 +88,3 @@ def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
         norm = torch.linalg.vector_norm(torch.stack(part_norms(here, order, dtype)), order)
         totals.append(combined_norms(norm, order, tensors[numbers[0]]))
     return replicated(torch.linalg.vector_norm(torch.stack(totals), order).to(dtype.to_real()), mesh)
-
-
-clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _total_norm
-clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _clipping

@@ -8,7 +8,7 @@
 So what is distributed like a parameter, by `distribute_tensor` or `redistribute`, is an even DTensor of the right
 values, which `copy_` and other operators take whatever its cuts; and what is made of the parameter's local part is cut
 as the parameter is. `from_local` has no hook for a placement: it multiplies the local shape with the number of ranks,
-differently on each. So `install` wraps it, and `redistribute`, for placements of these classes alone.
+differently on each. So it is wrapped, and `redistribute`, for placements of these classes alone.
 """
 
 import functools
@@ -105,7 +105,7 @@ def _like_a_part(
     return _FromLocal.apply(local, made._spec, cuts)
 
 
-def _taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
+def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
     @functools.wraps(from_local)
     def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         if placements is None or not any(isinstance(each, _Uneven) for each in placements):
@@ -117,7 +117,7 @@ def _taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return wrapped
 
 
-def _evenly(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
+def taking_even(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
     @functools.wraps(redistribute)
     def wrapped(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         return redistribute(self, device_mesh, placements and plain(placements), **options)
@@ -125,9 +125,4 @@ def _evenly(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return wrapped
 
 
-def install() -> None:
-    """Let sharded tensors answer for their placements, and torch's functions take them; once."""
-    UnevenDTensor.placements = property(placements_of)  # type: ignore[assignment,method-assign]
-    if not hasattr(DTensor.from_local, "__wrapped__"):
-        DTensor.from_local = staticmethod(_taking_parts(DTensor.from_local))  # type: ignore[method-assign]
-        DTensor.redistribute = _evenly(DTensor.redistribute)  # type: ignore[method-assign]
+UnevenDTensor.placements = property(placements_of)  # type: ignore[assignment,method-assign]

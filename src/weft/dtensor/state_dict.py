@@ -5,26 +5,15 @@ torch's Distributed State Dict asks a DTensor for nothing when it distributes fu
 for a DTensor that is cut otherwise. What there is: one function for each of the two ways, which writes its results into
 a dictionary that starts out as the current state. So weft wraps these two functions and passes a dictionary of its own,
 which takes a full tensor for an `UnevenDTensor` and keeps the slice that lies here. Everything else is torch's.
-
-`install` is called when weft is imported. It wraps where the functions still have the parameters that they had
-when this was written; elsewhere torch's stay, which fail for uneven cuts with an error about shapes.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict as distributed_state_dict
 
 from weft.dtensor.uneven import UnevenDTensor
-
-_WRAPPED = {
-    "_broadcast_state_dict": ("full_state_dict", "local_state_dict", "device", "pg", "strict", "cpu_offload"),
-    "_distribute_state_dict": ("full_state_dict", "local_state_dict", "device", "pg"),
-}
-"""The functions of `torch.distributed.checkpoint.state_dict` and their parameters."""
 
 
 class _Sliced(dict):
@@ -53,7 +42,7 @@ def _cut(like: UnevenDTensor, value: torch.Tensor) -> UnevenDTensor:
     return like.like(like.slice_of(value.detach()).to(like._local_tensor.device, copy=True))
 
 
-def _slicing(function: Callable[..., None]) -> Callable[..., None]:
+def slicing(function: Callable[..., None]) -> Callable[..., None]:
     """`function`, a torch function that distributes full tensors, with uneven ones cut as they are."""
 
     @functools.wraps(function)
@@ -71,15 +60,3 @@ def _slicing(function: Callable[..., None]) -> Callable[..., None]:
         local_state_dict.update(sliced)
 
     return distribute
-
-
-def install() -> None:
-    """Wrap torch's functions, if they are the ones that this module knows and are not wrapped yet."""
-    for name, parameters in _WRAPPED.items():
-        function = getattr(distributed_state_dict, name, None)
-        if function is None or tuple(inspect.signature(function).parameters) != parameters:
-            return
-    for name in _WRAPPED:
-        function = getattr(distributed_state_dict, name)
-        if not hasattr(function, "__wrapped__"):
-            setattr(distributed_state_dict, name, _slicing(function))

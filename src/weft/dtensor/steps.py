@@ -22,11 +22,9 @@ behind whatever the user's hooks change, and nothing tells of it in the optimize
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch.optim import adagrad, adam, sgd
 
 from weft.dtensor.local import kinds_of, parts_of
 from weft.dtensor.uneven import UnevenDTensor
@@ -37,9 +35,8 @@ SMALL = 4096
 """Elements of a tensor above which arithmetic is what costs, and a list's intermediate results take memory."""
 
 
-def _choose_in(module: ModuleType, name: str) -> None:
-    """Let the step `name` of torch's `module` go over lists where that is right."""
-    step: Callable[..., None] = getattr(module, name)
+def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
+    """`step`, that of one of torch's optimizers, going over lists where that is right."""
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
@@ -50,7 +47,7 @@ def _choose_in(module: ModuleType, name: str) -> None:
         else:
             step(params, *args, **kwargs | {"foreach": True})
 
-    setattr(module, name, choosing)
+    return choosing
 
 
 def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> bool:
@@ -96,7 +93,3 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
         for place, part in enumerate(new):
             if part is not old[place]:
                 values[place] = part if type(values[place]) is torch.Tensor else parameters[place].like(part)
-
-
-for _module, _name in ((adam, "adam"), (sgd, "sgd"), (adagrad, "adagrad")):
-    _choose_in(_module, _name)

@@ -24,11 +24,8 @@ The states of a unit's weights are in `unit.py`, of a group's gradients in `grad
 `runtime/passes.py`: a table each.
 """
 
-from weft.dtensor import placements, state_dict
 from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp import autograd, composition
 from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
-from weft.fsdp.construction.forgotten import look_around
 from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.diagnostics import (
     Nonfinite,
@@ -45,14 +42,8 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.runtime import settle_unnoticed
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
-
-placements.install()
-state_dict.install()
-autograd.install(look_around, settle_unnoticed)
-composition.install()
 
 __all__ = [
     "BlockAtomic",

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from weft.debug.guard import guards_memory
+from weft.debug import guard
 from weft.dtensor.uneven import local_of
 from weft.errors import WeightsGone, WeightsWritten
 from weft.fsdp.gradients.direct import home_of
@@ -66,7 +66,8 @@ class FullParameters:
         """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
         WeightsWritten if somebody wrote to their memory since they left."""
         from_gone = self._versions[0] == self._gone
-        strays = self._written() if from_gone else []
+        with behind_classes():
+            strays = self._written() if from_gone else []
         moved, self._version = version - self._version, version
         if moved:
             self._before = self._here
@@ -81,7 +82,7 @@ class FullParameters:
         for parameter in self._parameters:
             if issubclass(here := type(parameter), _Gone):
                 parameter.__class__ = here.__mro__[2]
-        if from_gone and guards_memory():
+        if from_gone and guard.guards:
             self._came = [local_of(each).detach().clone() for each in self._parameters]
         if strays:
             raise WeightsWritten(
@@ -104,6 +105,8 @@ class FullParameters:
 
     def check_unwritten(self) -> None:
         """Raise WeightsWritten if somebody wrote to copies."""
+        if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
+            return
         written = self._written()
         if not written and self._came is not None:
             pairs = zip(self._parameters, self._came)
@@ -200,26 +203,25 @@ def _name_of(parameter: Any) -> str:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-first_backwards: list[weakref.ref[Any]] = []
-"""The root units that have run forward, and whose backward is the first."""
+first_backwards: list[tuple[weakref.ref[Any], int]] = []
+"""The root units that have run forward and whose first backward is to come, and how many others came before it."""
 
 
-def install(look_around: Callable[..., None], settle: Callable[[], None]) -> None:
-    """Wrap torch's function that runs a backward, once.
+def explaining(
+    run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
+) -> Callable[..., Any]:
+    """`run`, torch's function that runs a backward, with refusals that name weights.
 
-    `look_around(roots, outputs)` is called before one is the first of some roots, `settle()` when one has run."""
-    run = torch.autograd._engine_run_backward
-    if hasattr(run, "_explains_sharded_weights"):
-        return
+    `look_around(roots, outputs)` is called before one that may be the first of some roots and returns those of which it
+    is not, `settle()` when one has run.
+    """
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         asked = {number: each for number, each in enumerate(inputs) if _waits_for_backward(each)}
         before = {number: _state_of_gradient(each) for number, each in asked.items()}
         if first_backwards and not inputs:
-            roots = first_backwards.copy()
-            first_backwards.clear()
-            look_around(roots, outputs)
+            first_backwards[:] = look_around(first_backwards, outputs)
         try:
             found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
         except RuntimeError as error:
@@ -234,8 +236,7 @@ def install(look_around: Callable[..., None], settle: Callable[[], None]) -> Non
         settle()
         return found
 
-    explained._explains_sharded_weights = True  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = explained  # type: ignore[assignment]
+    return explained
 
 
 def _waits_for_backward(tensor: Any) -> bool:

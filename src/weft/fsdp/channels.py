@@ -13,7 +13,7 @@ Messages of different models never meet: each parameter group has a channel of i
 """
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -52,8 +52,29 @@ class Channels:
         return _twins[group] if self.separate else group
 
 
-def separate_gathers(groups: list[dist.ProcessGroup]) -> None:
-    """Make a second communicator for each of `groups`, once. Every rank of the world calls this alike."""
-    for group in groups:
+def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
+    """Find a second communicator for each of `groups`: one of `choice` with the same ranks in the same order, else a
+    twin, made once. The ranks of each group call this alike. Raises ValueError where a group has another one already.
+    """
+    given = {tuple(dist.get_process_group_ranks(each)): each for each in (() if isinstance(choice, bool) else choice)}
+    for group in groups if choice else ():
+        ranks = tuple(dist.get_process_group_ranks(group))
+        own = given.get(ranks)
+        if own is not None and _twins.setdefault(group, own) is not own:
+            raise ValueError(
+                f"separate_all_gather_group: gathers over the ranks {list(ranks)} have had another communicator since "
+                "an earlier fully_shard: pass the same process group with every call"
+            )
         if group not in _twins:
             _twins[group] = twin_group(group)
+
+
+def check_separate(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
+    """Raise ValueError if a process group of `choice` carries no gathers of a model with these `groups`."""
+    there = [dist.get_process_group_ranks(group) for group in groups]
+    for own in () if isinstance(choice, bool) else choice:
+        if (ranks := dist.get_process_group_ranks(own)) not in there:
+            raise ValueError(
+                f"separate_all_gather_group: a process group of the ranks {ranks} was given, and weights are gathered "
+                f"over {', '.join(map(str, there))}: make it of exactly these ranks, in this order"
+            )

@@ -19,9 +19,6 @@ from typing import Any
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.utils.parametrize import ParametrizationList
 
 from weft.fsdp.gradients.direct import home_of
 
@@ -44,7 +41,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
         )
 
 
-def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
+def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
     if child is None or not isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return
     # What torch's `DistributedDataParallel` was told to leave alone.
@@ -58,39 +55,15 @@ def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> A
             )
 
 
-def _refuse_sharded(kind: type, at: int, why: Callable[[str], str]) -> None:
-    """Let `kind`, a class of torch's, refuse a sharded parameter as argument `at` of its constructor."""
-    init: Any = kind.__init__  # type: ignore[misc]
-    if hasattr(init, "__wrapped__"):
-        return
+def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
+    """`init`, a constructor of torch's, raising ValueError for a sharded parameter as its argument `at`."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         home = home_of(args[at]) if len(args) > at and isinstance(args[at], nn.Parameter) else None
         if home is not None:
             unit, group, number = home
-            raise ValueError(why(f"parameter {group.slots[number].name!r} of {unit}, which weft has sharded"))
+            raise ValueError(why.format(f"parameter {group.slots[number].name!r} of {unit}, which weft has sharded"))
         init(self, *args, **kwargs)
 
-    kind.__init__ = checked  # type: ignore[misc]
-
-
-def install() -> None:
-    """Refuse what takes every parameter for a replica, or for its own."""
-    register_module_module_registration_hook(_refuse_wrappers)
-    _refuse_sharded(
-        FSDPParam,
-        0,
-        lambda what: (
-            f"torch's fully_shard around {what}: call weft.fully_shard there too, or weft.drop_in() before anything is "
-            "sharded"
-        ),
-    )
-    _refuse_sharded(
-        ParametrizationList,
-        1,
-        lambda what: (
-            f"a parametrization of {what}: what it makes of the weight would be lost in the flat buffer; register it "
-            "before fully_shard, which then shards what it is computed from"
-        ),
-    )
+    return checked

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from weft.fsdp.module import FSDPModule, kept_units, units_of
 from weft.fsdp.unit import Unit
 from weft.layout.plan import Plan
 from weft.memory.pool import Pool
+from weft.mesh import parts_of
 
 
 def describe(model: nn.Module) -> str:
@@ -118,39 +119,17 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     exchange what they found if there is anything. Raises ValueError for a model without sharded modules.
     """
     found, units, what = _nonfinite_here(model), units_of(model), "search for values that are not finite"
-    cut: Any = getattr(model, "cut", None)
+    parts = parts_of(model)
     ways: list[tuple[list[dist.ProcessGroup], int]] = []
     if any(unit.groups for unit in units):  # else a stage without parameters
         ways.append((_groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
-    if cut is not None and cut.group is not None:
-        ways.append(([cut.group], cut.channel))
+    if parts is not None and parts.group is not None:
+        ways.append(([parts.group], parts.channel))
     for groups, channel in ways:
         if any(agree([bool(found)], [], groups, what, channel=channel)[0]):
             for group in groups:
                 found = [record for part in exchange_objects(found, group) for record in part]
     return sorted(dict.fromkeys(found), key=lambda record: record.rank)
-
-
-def _stages_of(model: Any) -> dict[str, int]:
-    """The stage of each of the model's parameters, by name; empty for a model that is not cut."""
-    cut: Any = getattr(model, "cut", None)
-    if cut is None:
-        return {}
-    layers = iter(model.staged_layers)
-    stages = {
-        id(parameter): cut.stage(chunk)
-        for chunk, segment in enumerate(cut.mine)
-        for layer in islice(layers, len(segment))
-        for parameter in layer.parameters()
-    }
-    last = len(cut.segments) - 1
-    around = 0 if cut.is_first else last  # of what stands before the layers, or behind them
-    found: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in stages and cut.is_last:
-            around = last
-        found[name] = stages.get(id(parameter), around)
-    return found
 
 
 def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
@@ -160,7 +139,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         if home is not None:  # a full one may be registered
             unit, parameter = home[0].name, home[1].sharded_parameters[home[2]]
         tensors += [(name, unit, what, each) for what, each in _both(parameter)]
-    stages = _stages_of(model)
+    whole = parts_of(model)
+    stages = whole.stages_of(model) if whole is not None else {}
     parts: dict[torch.device, dict[int, torch.Tensor]] = {}
     for number, (*_, tensor) in enumerate(tensors):
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -46,10 +46,32 @@ class Hold:
     computes: bool = True
 
 
+class TiedHold(NamedTuple):
+    """A holder of one unit holds the units that its parameters are tied to."""
+
+    unit: Any
+    holder: Any
+
+    @property
+    def name(self) -> str:
+        """Whose hold it is."""
+        return f"{self.holder.name} of {self.unit}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether the weights are being used."""
+        return self.holder.computes
+
+
 USER = Hold("the user's unshard()", computes=False)
 UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
 RETURNED = Hold("what its evaluation returned", computes=False)
 UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
+
+
+def is_users(holder: Any) -> bool:
+    """Whether the user holds the weights, or those that they are tied to."""
+    return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
 
 
 def in_backward() -> bool:

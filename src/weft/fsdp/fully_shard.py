@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.fsdp import patches
 from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, Request
 from weft.fsdp.construction.members import Members
@@ -66,6 +67,7 @@ def fully_shard(
             message names the value, the rule and the fix.
         TypeError: an argument of the wrong type.
     """
+    patches.apply()
     request = Request(
         module,
         mesh,
@@ -99,9 +101,9 @@ def fully_shard(
     for one in modules:
         attach(one, unit, driver)
     _name_units(modules)
-    if driver.options.separate_all_gather_group:
+    if choice := driver.options.separate_all_gather_group:
         groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
-        separate_gathers([each for group in groups for each in group.groups])
+        separate_gathers([each for group in groups for each in group.groups], choice)
     return module
 
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
+_trains = attrgetter("requires_grad")
+
 
 class ParameterGroup:
     """Flat buffers of parameters that are gathered, reduced and updated as one."""
@@ -61,8 +64,8 @@ class ParameterGroup:
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload = plan.device, plan.home, plan.offload
         self.slots = list(slots)
-        self.trainable = parameters[0].requires_grad
-        """Whether this rank has gradients of it."""
+        self.trains = self.trainable = parameters[0].requires_grad
+        """Whether some of it is not frozen here; and whether it has gradients here, which may be from before that."""
         self.agreed = self.trainable
         """Whether all ranks reduce its gradients, since some rank may have some."""
         self.tensor_parallel = list(tensor_parallel)
@@ -295,6 +298,12 @@ class ParameterGroup:
             self._give_staging()
 
     @property
+    def refreshed_bytes(self) -> int:
+        """Bytes of the model weights that are gathered from the main weights once in a step."""
+        moves = self.refreshes and set(self.main_weight.axes) - set(self.model_weight.axes)
+        return self.model_weight.local.nbytes if moves else 0
+
+    @property
     def staging_bytes(self) -> int:
         """What is taken beside the gathered weights while they are uploaded and cast on their way."""
         return self._staging.nbytes if self._staging is not None and not self.refreshes else 0
@@ -325,9 +334,11 @@ class ParameterGroup:
 
     def arrived(self) -> None:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
-        self.drop_piece()
-        self._give_staging()
-        self.fulls.come(self.version)
+        if self.piece is not None:
+            self.piece.drop()
+        if self._staging is not None:
+            self._give_staging()
+        self.fulls.come(self.main_weight.local._version)
 
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
@@ -342,10 +353,9 @@ class ParameterGroup:
         if self._staging is not None:
             self._staging.give()
 
-    def drop_piece(self) -> None:
-        """Let the next gather start from the main weights again."""
-        if self.piece is not None:
-            self.piece.drop()
+    def show_sharded(self) -> None:
+        """Register the sharded parameters. Raises RuntimeError if another one was in the place of some."""
+        register(zip(self.slots, self.sharded_parameters))
 
     def withdraw(self) -> None:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
@@ -354,21 +364,18 @@ class ParameterGroup:
     def follow_user(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
         that would not run."""
-        trains = [sharded.requires_grad for sharded in self.sharded_parameters]
+        trains = [*map(_trains, self.sharded_parameters)]
+        self.trains = any(trains)
         with behind_classes():
             for full, flag in zip(self.full_parameters, trains):
                 if full.requires_grad != flag:
                     full.requires_grad_(flag)
         # Gradients that wait for their reduction, here or elsewhere, are still reduced when their parameters are frozen
         # meanwhile.
-        self.trainable = any(trains) or self.gradients.is_owed or self.gradients.accumulates()
+        self.trainable = self.trains or self.gradients.is_owed or self.gradients.accumulates()
         for slot, sharded in zip(self.slots, self.sharded_parameters):
             if sharded._backward_hooks or IN_BACKWARD in vars(sharded):
                 raise RuntimeError(f"{slot.name!r} of {self.owner()}: {never_runs(sharded)}")
-
-    def register(self, full: bool) -> None:
-        """Register the full parameters, or the sharded ones. Raises RuntimeError if another one was in their place."""
-        register(zip(self.slots, self.full_parameters if full else self.sharded_parameters))
 
     # --- slices of tensor parallelism ---------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from weft.comm.ranges import Stretch
+from weft.comm.ranges import Stretch, observed
 from weft.fsdp.driver import (
     RETURNED,
     UNTIL_BACKWARD,
@@ -42,7 +42,7 @@ class ForwardCall:
 
     computes = True
 
-    def __init__(self, driver: "HookDriver") -> None:
+    def __init__(self, driver: "HookDriver", engine: Engine) -> None:
         self.driver = driver
         self.unit = driver.unit
         self.begun = False
@@ -51,9 +51,9 @@ class ForwardCall:
         self._ended_in = -1
         """The number of the last backward that it ended in."""
         self._moves = self.unit.moves
-        self._engine = driver.engine
+        self._engine = engine
         """Lives until then, though the root may be gone."""
-        self._stretch = Stretch()
+        self._stretch: Stretch | None = None
         self.unit.calls.add(self)
 
     @property
@@ -73,14 +73,15 @@ class ForwardCall:
                     "since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             unit.calls.add(self)
-        engine = driver.engine
+        engine = self._engine = driver.engine
         engine.begin_backward(self)
         self.begun = True
         self._retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._stretch.begin(unit.name, "backward")
+        if observed():
+            self._stretch = Stretch(unit.name, "backward")
         driver.backwards += 1
         if unit.unshard_in_backward:
-            engine.use(unit, self, _alive(driver.backward_prefetch))
+            engine.use(unit, self, driver.backward_prefetch and _alive(driver.backward_prefetch))
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
@@ -104,10 +105,11 @@ class ForwardCall:
         if not self.begun:
             return
         self.abandon()
-        unit, engine = self.unit, self.driver.engine
+        unit, engine = self.unit, self._engine
         engine.ready(unit)
         if unit.reshard_after_backward:
-            unit.end_holds(UNTIL_BACKWARD, USER)
+            if len(unit.holders) > 1 or self not in unit.holders:
+                unit.end_holds(UNTIL_BACKWARD, USER)
         elif self in unit.holders:
             engine.keep(unit, UNTIL_NEXT_PASS)
         if self in unit.holders:
@@ -118,7 +120,8 @@ class ForwardCall:
         if self.begun:
             self.begun = False
             self.driver.backwards -= 1
-            self._stretch.end()
+            if self._stretch is not None:
+                self._stretch.end()
             if not self._retained:
                 self.unit.calls.discard(self)
 
@@ -151,7 +154,7 @@ class HookDriver(ABC):
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
         self._hold = Hold(f"a forward of {unit.kind}")
-        self._stretch = Stretch()
+        self._stretch: Stretch | None = None
 
     @property
     @abstractmethod
@@ -161,26 +164,26 @@ class HookDriver(ABC):
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
-        args, kwargs, finish = self._enter(module, args, kwargs)
+        engine = self.engine
+        args, kwargs, finish = self._enter(engine, module, args, kwargs)
         if finish is None:
             return self.unit.policy.cast_output(forward(*args, **kwargs))
         try:
             output = forward(*args, **kwargs)
         except BaseException as error:
-            self._fail(error)
+            self._fail(engine, error)
             if _EndOfBackward.__name__ in str(error):
                 raise RuntimeError(
                     f"{self.unit} changes its input in place, which autograd allows only for what it computed itself: "
                     "give it a clone(), or begin with what is not in place, such as ReLU(inplace=False)"
                 ) from error
             raise
-        return self._finish(output, finish)
+        return self._finish(engine, output, finish)
 
     @torch.compiler.disable
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What comes before the forward; returns its inputs, cast and marked, and what to call behind it, None where
         hooks stand back."""
-        engine = self.engine
         engine.recover()
         if self.backwards or id(module) in self._entered or engine.in_schedule:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
@@ -192,39 +195,41 @@ class HookDriver(ABC):
             )
         engine.begin_forward(self.unit)
         try:
-            return self._before(module, args, kwargs)
+            return self._before(engine, module, args, kwargs)
         except BaseException as error:
-            self._fail(error)
+            self._fail(engine, error)
             raise
 
     @torch.compiler.disable
-    def _finish(self, output: Any, finish: Callable[[], None]) -> Any:
+    def _finish(self, engine: Engine, output: Any, finish: Callable[[], None]) -> Any:
         """What comes behind the forward; returns its output."""
         try:
-            finish()
-            output = self._after(output)
+            if finish is not _nothing:
+                finish()
+            output = self._after(engine, output)
         except BaseException as error:
-            self._fail(error)
+            self._fail(engine, error)
             raise
-        self.engine.end_forward()
+        engine.end_forward()
         return output
 
     @torch.compiler.disable
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, engine: Engine, error: BaseException) -> None:
         """The forward, or what is around it, ended in `error`."""
-        self.engine.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
+        engine.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
         try:
             self.abandon()
         finally:
-            self.engine.end_forward(error)
+            engine.end_forward(error)
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def _before(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Acquire; returns the inputs, cast and marked, and what to call behind the forward."""
         unit = self.unit
         if not self._entered:
-            self._stretch.begin(unit.name, "forward")
-            self.engine.use(unit, self._hold, _alive(self.forward_prefetch))
-            self._call = ForwardCall(self) if torch.is_grad_enabled() else None
+            if observed():
+                self._stretch = Stretch(unit.name, "forward")
+            engine.use(unit, self._hold, self.forward_prefetch and _alive(self.forward_prefetch))
+            self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
         args, kwargs = unit.policy.cast_inputs((args, kwargs))
         finish = _nothing
         if self._call is not None and not self._entered:  # backward ends where forward began
@@ -232,7 +237,7 @@ class HookDriver(ABC):
         self._entered.add(id(module))
         return args, kwargs, finish
 
-    def _after(self, output: Any) -> Any:
+    def _after(self, engine: Engine, output: Any) -> Any:
         """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
@@ -240,10 +245,9 @@ class HookDriver(ABC):
                 "the weights are gone by then: return a list"
             )
         output = self.unit.policy.cast_output(output)
-        passing = self._reshards()
-        for tensor in tensors_in(output, hidden=True):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output, hidden=True):
             if self.unit.lends(tensor):
-                if passing:
+                if self._reshards():
                     raise RuntimeError(
                         f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return "
                         "a clone(), or pass reshard_after_forward=False"
@@ -256,20 +260,22 @@ class HookDriver(ABC):
                 if base is not None and base.requires_grad and not base.is_leaf:
                     base.register_hook(self._call.begin_inside)
         if len(self._entered) == len(self._modules):
-            self._leave()
+            self._leave(engine)
         return output
 
     def abandon(self) -> None:
         """The unit's forward, if it is in one, is over, although not all its modules ran."""
         if self._entered:
-            self._leave()
+            self._leave(self.engine)
         elif self._hold in self.unit.holders:  # it failed before it began
             self.engine.done(self.unit, self._hold)
-        self._stretch.end()
+        if self._stretch is not None:
+            self._stretch.end()
 
-    def _leave(self) -> None:
-        self._stretch.end()
-        unit, engine = self.unit, self.engine
+    def _leave(self, engine: Engine) -> None:
+        if self._stretch is not None:
+            self._stretch.end()
+        unit = self.unit
         call, self._call = self._call, None
         self._entered.clear()
         recomputing = in_backward()
@@ -278,7 +284,8 @@ class HookDriver(ABC):
         elif not recomputing:
             if call is not None:
                 unit.leave_pieces()
-            unit.end_holds(UNTIL_BACKWARD, USER)
+            if len(unit.holders) > 1:
+                unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:
             engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
@@ -314,9 +321,9 @@ def _nothing() -> None:
     """There is nothing to give back."""
 
 
-def _alive(units: "list[weakref.ref[Any]] | None") -> list[Any] | None:
+def _alive(units: "list[weakref.ref[Any]]") -> list[Any]:
     """What the user named to be gathered ahead, as far as it is still there."""
-    return None if units is None else [unit for ref in units if (unit := ref()) is not None]
+    return [unit for ref in units if (unit := ref()) is not None]
 
 
 _LAZY = (Iterator, Coroutine, AsyncIterator)

@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.comm import streams
 from weft.comm.lanes import on_stream
+from weft.fsdp.accumulation import no_sync
 from weft.fsdp.composition import enter_registry
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
@@ -22,6 +23,7 @@ class FSDPModule:
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
+    no_sync = no_sync
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """The module's own class: a slice of a sharded container is a container, not a sharded module."""
@@ -200,7 +202,7 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Say whether gathers and reductions have communicators of their own: `RuntimeOptions.
-        separate_all_gather_group`, of all units of the model. Every rank of the world calls it."""
+        separate_all_gather_group`, of all units of the model. Every rank of the model calls it."""
         enable = _switch("set_separate_reduce_scatter_group", enable)
         for runtime in _runtimes(self, recurse):
             runtime.change(separate_all_gather_group=enable)

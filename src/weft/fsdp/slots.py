@@ -17,31 +17,35 @@ class Slot:
     own: tuple[nn.Parameter, ...] = ()
     """What its group registers here."""
 
-    def register(self, parameter: nn.Parameter | None) -> bool:
-        """Put `parameter` in every place that shares it; whether nobody else had put something there."""
-        there, untouched = self.there, True
-        for owner, name in self.owners:
-            module = owner()
-            if module is not None:
-                places = module._parameters
-                found = places.get(name)
-                if found is not there and not any(found is each for each in self.own):
-                    untouched = False
-                places[name] = parameter
-        self.there = parameter
-        return untouched
-
     def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
         """Register the parameter in more places."""
         known = [(module(), name) for module, name in self.owners]
         self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
-        self.register(self.there)
+        self.put(self.there)
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        """Register `parameter` in every place that shares it, in the place of anything else."""
+        for owner, name in self.owners:
+            if (module := owner()) is not None:
+                module._parameters[name] = parameter
+        self.there = parameter
 
 
 def register(parameters: Iterable[tuple[Slot, nn.Parameter | None]]) -> None:
     """Register each of them in its slot. Raises RuntimeError if another one was in the place of some."""
     # All are registered before anything is said, or the next call would find what this one left.
-    replaced = [slot for slot, each in parameters if not slot.register(each)]
+    replaced = []
+    for slot, parameter in parameters:
+        there = slot.there
+        for owner, name in slot.owners:
+            module = owner()
+            if module is not None:
+                places = module._parameters
+                found = places.get(name)
+                if found is not there and not any(found is each for each in slot.own):
+                    replaced.append(slot)
+                places[name] = parameter
+        slot.there = parameter
     if replaced:
         names = ", ".join(repr(slot.name) for slot in replaced)
         raise RuntimeError(

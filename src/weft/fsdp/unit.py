@@ -29,7 +29,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,10 +39,11 @@ from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
-from weft.fsdp.driver import USER, Hold
+from weft.fsdp.driver import USER, Hold, TiedHold, is_users
 from weft.fsdp.gradients.direct import settle
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.fsdp.slots import register
 
 
 class State(enum.Enum):
@@ -65,27 +67,10 @@ TRANSITIONS = {
     (State.HELD, "renew"): State.HELD,
     (State.HERE, "free"): State.AT_REST,
 }
-_FROM = {state: {event: to for (begin, event), to in TRANSITIONS.items() if begin is state} for state in State}
-
-
-class TiedHold(NamedTuple):
-    """A holder of one unit holds the units that its parameters are tied to."""
-
-    unit: Any
-    holder: Any
-
-    @property
-    def name(self) -> str:
-        """Whose hold it is."""
-        return f"{self.holder.name} of {self.unit}"
-
-    @property
-    def computes(self) -> bool:
-        """Whether the weights are being used."""
-        return self.holder.computes
 
 
 _places = itertools.count()
+_moves = attrgetter("moves")
 
 
 class Unit:
@@ -118,6 +103,8 @@ class Unit:
         self.place = next(_places)
         """Among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
+        self.resident = False
+        """Whether the full weights are here or on their way, by `state`: asked for at each event of a pass."""
         self.holders: dict[Any, None] = {}
         self._shows_full = False
         """Whether the full parameters are registered."""
@@ -144,26 +131,21 @@ class Unit:
     def __str__(self) -> str:
         return f"{self.name} ({self.kind})" if self.name else f"the root ({self.kind})"
 
-    def _to(self, event: str) -> None:
-        following = _FROM[self.state].get(event)
-        if following is None:
-            holders = ", ".join(holder.name for holder in self.holders)
-            raise RuntimeError(
-                f"{self}: '{event}' while its weights are {self.state.value}{f' by {holders}' if holders else ''}"
-            )
-        self.state = following
+    def _refuse(self, event: str) -> State:
+        holders = ", ".join(holder.name for holder in self.holders)
+        raise RuntimeError(
+            f"{self}: '{event}' while its weights are {self.state.value}{f' by {holders}' if holders else ''}"
+        )
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property
-    def resident(self) -> bool:
-        """Whether the full weights are here or on their way."""
-        return self.state is not State.AT_REST
-
-    @property
     def computes(self) -> bool:
         """Whether somebody computes with the full weights."""
-        return any(holder.computes for holder in self.holders)
+        for holder in self.holders:
+            if holder.computes:
+                return True
+        return False
 
     @property
     def is_stale(self) -> bool:
@@ -175,12 +157,14 @@ class Unit:
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
-            self._to("gather")
+            self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
+            self.resident = True
             self._gather()
 
     def come_by(self, ticket: Ticket) -> None:
         """The weights are at rest, and their gather has started, with those of other units."""
-        self._to("gather")
+        self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
+        self.resident = True
         self._tickets = [ticket]
 
     def acquire(self, holder: Any) -> None:
@@ -189,16 +173,18 @@ class Unit:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
             unit.acquire(TiedHold(self, holder))
-        self.prefetch()
-        self._arrive()
+        if self.state is State.AT_REST:
+            self.prefetch()
+        if self.state is State.ON_THE_WAY:
+            self._arrive()
         self._leaves_pieces = False
         if holder.computes:
             for each in self.gathered:
                 if each.place is not None:
                     self._channels.weights.come_back(each)
-        self._to("hold")
+        self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
-        if not self._shows_full and (holder.computes or _is_users(holder)):
+        if not self._shows_full and (holder.computes or is_users(holder)):
             try:
                 self.register()
             except RuntimeError:  # what somebody had put in place of a parameter
@@ -224,7 +210,7 @@ class Unit:
 
     def renew(self) -> None:
         """Gather weights that are held again, since the main weights have changed."""
-        self._to("renew")
+        self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
         for group in self.groups:
             group.fulls.check_unwritten()
             group.outdate()
@@ -244,18 +230,18 @@ class Unit:
         """Register what the holders need: full parameters, or the sharded ones if nobody computes."""
         self._shows_full = False
         for holder in self.holders:
-            if holder.computes or _is_users(holder):
+            if holder.computes or is_users(holder):
                 self._shows_full = True
         for group in self.groups:
-            group.register(full=self._shows_full)
+            register(zip(group.slots, group.full_parameters if self._shows_full else group.sharded_parameters))
 
     def free(self) -> None:
         """Give the memory back, if it is there and nobody holds the weights."""
-        if self.state is State.AT_REST:
-            return
-        self._arrive()
+        if self.state is State.ON_THE_WAY:
+            self._arrive()
         if self.state is State.HERE:
-            self._to("free")
+            self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
+            self.resident = False
             for group in self.groups:
                 if self._leaves_pieces:
                     group.keep_piece(self._channels)
@@ -277,11 +263,24 @@ class Unit:
         """Drop what stayed for a backward: the next gather starts from the main weights."""
         self._leaves_pieces = False
         for group in self.groups:
-            group.drop_piece()
+            if group.piece is not None:
+                group.piece.drop()
+
+    def begin_pass(self) -> None:
+        """A pass begins: what an earlier one left goes, and what its user froze or unfroze counts from here on."""
+        self._leaves_pieces = False
+        for group in self.groups:
+            if group.piece is not None:
+                group.piece.drop()
+        if self.state is not State.AT_REST:
+            self.free()  # before the model weights change that the gather reads
+        for group in self.groups:
+            group.await_refresh()
+            group.follow_user()
 
     def stand_back(self) -> None:
         """Let all holders go but for the user: a pass was abandoned."""
-        for holder in [each for each in self.holders if not _is_users(each)]:
+        for holder in [each for each in self.holders if not is_users(each)]:
             self._let_go(holder)  # units that are tied stand back by themselves
 
     def rest(self) -> None:
@@ -292,7 +291,8 @@ class Unit:
 
     def has_room(self) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        return all(map(self._channels.weights.has_room, self.gathered))
+        assert self.channels is not None, f"{self} belongs to no model yet"
+        return all(map(self.channels.weights.has_room, self.gathered))
 
     def makes_way(self) -> bool:
         """Whether the weights may move out of their place. What is on its way there arrives first."""
@@ -303,12 +303,15 @@ class Unit:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""
-        return any(each.lends(tensor) for each in self.gathered)
+        for each in self.gathered:
+            if each.lends(tensor):
+                return True
+        return False
 
     @property
     def moves(self) -> int:
         """How often the gathered weights have moved."""
-        return sum(each.moves for each in self.gathered)
+        return sum(map(_moves, self.gathered))
 
     @property
     def _channels(self) -> Channels:
@@ -324,18 +327,19 @@ class Unit:
                     self._tickets.append(ticket)
 
     def _let_go(self, holder: Any) -> None:
-        self._to("let go" if len(self.holders) > 1 else "let go last")
+        event = "let go" if len(self.holders) > 1 else "let go last"
+        self.state = TRANSITIONS.get((self.state, event)) or self._refuse(event)
         del self.holders[holder]
         if self._shows_full:
             for each in self.holders:
-                if each.computes or _is_users(each):
+                if each.computes or is_users(each):
                     return
             self.register()
 
     def _arrive(self) -> None:
         if self.state is State.ON_THE_WAY:
             self._wait()
-            self._to("arrive")
+            self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
 
     def _wait(self) -> None:
         tickets, self._tickets = self._tickets, []
@@ -345,11 +349,6 @@ class Unit:
             group.arrived()
 
     # --- gradients --------------------------------------------------------------------------------------------------
-
-    def follow_user(self) -> None:
-        """Freeze and unfreeze what is gathered as the user did what is registered. Raises RuntimeError as groups do."""
-        for group in self.groups:
-            group.follow_user()
 
     def agree(self, trains: Sequence[bool]) -> None:
         """From now on reduce the gradients of these groups."""
@@ -362,16 +361,8 @@ class Unit:
         """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
         """Their numbers."""
-        self.other_groups = [group for group in self.groups if not group.agreed]
-        """The others; a rank that has unfrozen one tells the others at the end of its backward."""
-
-    def unreduced(self, *, here: bool) -> list[int]:
-        """The numbers of the other groups that have gradients, on this rank or on any."""
-        return [
-            number
-            for number, group in enumerate(self.groups)
-            if not group.agreed and (group.trainable if here else any(group.gradients.present))
-        ]
+        self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
+        """Those of the others; a rank that has unfrozen one tells the others at the end of its backward."""
 
     @property
     def reduces_each_microbatch(self) -> bool:
@@ -387,7 +378,18 @@ class Unit:
     @property
     def awaits_reduction(self) -> bool:
         """Whether gradients arrived that no reduction has taken."""
-        return any(group.gradients.arrived for group in self.groups if group.agreed or group.trainable)
+        for group in self.groups:
+            if (group.agreed or group.trainable) and group.gradients.arrived:
+                return True
+        return False
+
+    @property
+    def awaits_reduction_in_turn(self) -> bool:
+        """Whether gradients arrived that all ranks reduce."""
+        for group in self.trainable_groups:
+            if group.gradients.arrived:
+                return True
+        return False
 
     def replace_average(self, factor: float | None) -> None:
         """Divide summed gradients by `factor` in place of the number of ranks; None: average again."""
@@ -398,7 +400,3 @@ class Unit:
         if self._replaced_factor is not None:
             return 1 / self._replaced_factor
         return 1 / (group.mesh.size() * (self._divide_factor or 1))
-
-
-def _is_users(holder: Any) -> bool:
-    return holder is USER or (isinstance(holder, TiedHold) and _is_users(holder.holder))

@@ -37,13 +37,15 @@ class GradientFacts:
 class UnitFacts:
     """What a plan must know of one unit.
 
-    `gathered`: bytes of the gathered weights of each group. `staging`: of what is uploaded on its way there. `pieces`:
+    `gathered`: bytes of the gathered weights of each group. `refreshed`: of the model weights that stay on each rank
+    and are gathered once in a step, behind the optimizer. `staging`: of what is uploaded on its way there. `pieces`:
     of what stays of them between forward and backward. `tied`: the units whose parameters it shares. `bundle`: the
     units that travel with it, itself included. `gradients`: of each group, None for one that has none.
     """
 
     name: str
     gathered: tuple[int, ...]
+    refreshed: int = 0
     staging: int = 0
     pieces: int = 0
     tied: tuple[int, ...] = ()

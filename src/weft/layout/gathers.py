@@ -87,6 +87,8 @@ class GatherOrder:
         self._expected: tuple[int, ...] = ()
         self._position = 0
         self._on_plan = True
+        self._waits = False
+        """Whether gradients of the backward under way wait for another."""
         self._gathered: set[int] = set()
         """The units of the bundles that travelled in this pass."""
         self._ahead: dict[tuple[str, tuple[int, ...]], dict[tuple[int, bool], tuple[int, ...]]] = {}
@@ -119,8 +121,7 @@ class GatherOrder:
 
     def end_backward(self) -> None:
         """A backward or a schedule is over."""
-        waits = self._kind == "backward" and any(what == "later" for what, *_ in self.events)
-        self._keep_trace("accumulation" if waits else self._kind)
+        self._keep_trace("accumulation" if self._waits else self._kind)
         self._kind = "forward"
         if self._around is not None:
             (self._kind, self.events, self._expected, self._position, self._on_plan) = self._around[:5]
@@ -140,7 +141,7 @@ class GatherOrder:
 
     def _follow(self, expected: tuple[int, ...]) -> None:
         self.events = []
-        self._expected, self._position, self._on_plan = expected, 0, True
+        self._expected, self._position, self._on_plan, self._waits = expected, 0, True, False
         self._gathered.clear()
         key = (self._kind, expected)
         if key not in self._ahead:
@@ -157,11 +158,19 @@ class GatherOrder:
         return self.traces["forward"].turned() if not known and "forward" in self.traces else known
 
     def _known(self, kinds: Iterable[str]) -> tuple[int, ...]:
-        return next((self.traces[kind].uses for kind in kinds if kind in self.traces), ())
+        for kind in kinds:
+            if kind in self.traces:
+                return self.traces[kind].uses
+        return ()
 
     def _keep_trace(self, kind: str) -> None:
         if self.events and not alike(self.traces.get(kind), self.events):
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in self.events))
+
+    def waits(self, unit: int) -> None:
+        """The gradients of `unit` wait for another backward."""
+        self._waits = self._kind == "backward"
+        self.events.append(("later", unit, 0))
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +206,9 @@ class GatherOrder:
         if position < len(expected):
             return number == expected[position] or number in self._wanted()
         if self._kind == "forward":  # behind its last use the backward comes
-            return number == next((n for n in self._known(BACKWARD) if not self._units[n].holders), None)
+            for coming in self._known(BACKWARD):
+                if not self._units[coming].holders:
+                    return number == coming
         return False
 
     def together(self, number: int) -> Collection[int]:
@@ -247,8 +258,8 @@ class GatherOrder:
     def _leave_plan(self, number: int) -> None:
         """The pass is not what its record says: what was gathered ahead may never be used."""
         self._on_plan = False
-        if not self._expected:
-            return  # nothing was known
+        if not self._known(BACKWARD if self._kind == "backward" else (self._kind,)):
+            return  # nothing was known, or foretold by the forward alone
         reason = f"{self._kind}: other units, or in another order"
         self.off_plan[reason] = self.off_plan.get(reason, 0) + 1
         seen = {unit for _, unit, _ in self.events}

@@ -37,7 +37,7 @@ class Collective(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What an event leads to: "gather", "free", "pack", "reduce" or "finish", of these units."""
+    """What an event leads to: "refresh", "gather", "free", "pack", "reduce" or "finish", of these units."""
 
     what: str
     units: tuple[int, ...]
@@ -117,7 +117,8 @@ class _Unit:
                 self.piece_held = True
                 self._walk.take(WEIGHTS, self.facts.pieces)
             self._walk.give(WEIGHTS, self.gathered_bytes)
-            self._walk.acts.append(Action("free", (self.number,)))
+            if self.gathered_bytes:
+                self._walk.acts.append(Action("free", (self.number,)))
 
     def drop_piece(self) -> None:
         """What stayed for the backward goes."""
@@ -146,6 +147,8 @@ class Walk:
         self.live = {WEIGHTS: 0, GRADIENTS: 0}
         self.peak = dict(self.live)
         self._traces = traces
+        self._refreshed: set[int] = set()
+        """The units whose model weights follow the main weights in this step."""
         self._limits = limits
         self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
         for unit in self.units:
@@ -185,8 +188,13 @@ class Walk:
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
         numbers = tuple(unit.number for unit in message or units)
         nbytes = sum(self.units[number].gathered_bytes for number in numbers)
-        self.acts.append(Action("gather", numbers))
+        for unit in units:
+            if unit.facts.refreshed and unit.number not in self._refreshed:
+                self._refreshed.add(unit.number)
+                self.acts.append(Action("refresh", (unit.number,)))
+                self.collectives.append(Collective("all-gather", (unit.number,), unit.facts.refreshed))
         if nbytes:
+            self.acts.append(Action("gather", numbers))
             self.collectives.append(Collective("all-gather", numbers, nbytes))
 
     def sizes(self) -> dict[Hashable, int]:
@@ -202,6 +210,7 @@ class Walk:
 
     def step(self) -> None:
         """Every pass that is known, once: a backward needs a forward."""
+        self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
         if "accumulation" not in known and known.count("forward") == 2:
             known.remove("forward")

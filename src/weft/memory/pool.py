@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from weft.comm import streams
-from weft.debug.guard import guards_memory
+from weft.debug import guard
 from weft.layout.slab_plan import SlabPlan, plan_slab
 from weft.memory.blank import blank
 
+_UNKNOWN = object()
 PATIENCE = 1.5
 """How much larger than the bytes alive at once a plan of many different steps may be."""
 
@@ -115,7 +116,7 @@ class Pool:
         """Whose planned places have bytes in common with that of each, once that was asked."""
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
-        self._home: Any = None
+        self._home: Any = _UNKNOWN
         """The stream that first took memory: the slab is its own, on whatever stream a backward ends."""
         self._step = 0
         self._step_peak = 0
@@ -128,7 +129,7 @@ class Pool:
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
-        if self._home is None:
+        if self._home is _UNKNOWN:
             self._home = streams.current(transient.own.device)
         tensor = self._planned_place(transient)
         if tensor is None:
@@ -138,7 +139,9 @@ class Pool:
             transient.live_in(tensor)
         streams.taken(tensor, transient.describe)
         if self.planned:
-            self._meet(transient)
+            met = self._met.setdefault(transient, {})
+            met[transient] = self._step
+            met.update(dict.fromkeys(self._alive, self._step))
         self._alive[transient] = None
         transient.pool = self._myself
         self.live += transient.nbytes
@@ -153,7 +156,7 @@ class Pool:
             return
         del self._alive[transient]
         self.live -= transient.nbytes
-        if guards_memory():
+        if guard.guards:
             blank(transient.tensor)
         elif transient.tensor is transient.own:
             transient.own.untyped_storage().resize_(0)
@@ -293,8 +296,3 @@ class Pool:
         assert self.plan is not None
         start, begin = self.plan.offsets[one], self.plan.offsets[other]
         return begin < start + one.nbytes and start < begin + other.nbytes
-
-    def _meet(self, transient: Transient) -> None:
-        met = self._met.setdefault(transient, {})
-        met[transient] = self._step
-        met.update(dict.fromkeys(self._alive, self._step))

@@ -236,7 +236,7 @@ class Documents:
             counts: dict[int, int] = {}
             for number in kept:
                 counts[lengths[number]] = counts.get(lengths[number], 0) + 1
-            order = None
+            order: Tensor | None = None
             if kept != list(range(len(lengths))):
                 places = [torch.arange(lengths[each]) + self.starts[each] for each in kept]
                 order = self._placed(torch.cat(places) if places else torch.zeros(0, dtype=torch.int64), device)

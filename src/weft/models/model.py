@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
+from weft.models.context import Borders, Slices
 from weft.models.cut import cut_of
-from weft.models.documents import Documents
 from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
@@ -45,6 +45,7 @@ class HybridModel(nn.Module):
         if meshes is not None:
             require_usable(cfg, meshes)
         self.cfg = cfg
+        self.context_ranks = 1 if meshes is None or meshes.cp is None else meshes.cp.size()
         self.cut = cut = cut_of(cfg, meshes, chunks, placement)
         begins, ends = cut is None or cut.is_first, cut is None or cut.is_last
         here = None if cut is None else [number for segment in cut.mine for number in segment]
@@ -98,7 +99,7 @@ class HybridModel(nn.Module):
         tokens: Tensor,
         labels: Tensor,
         losses: Sequence[Tensor],
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Tensor:
         """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
         outputs, losses = [self.leave(x_BSD)], list(losses)
@@ -112,22 +113,33 @@ class HybridModel(nn.Module):
         """The last layer's output, normalised."""
         return self.decoder.final_layernorm(hidden)
 
-    def following(self, number: int, tokens: Tensor, documents: Documents | None = None) -> Tensor:
+    def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
         """The tokens that depth `number` reads, embedded; where a document has none that follows, token 0."""
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
     def total_loss(
-        self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor], documents: Documents | None = None
+        self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor], documents: Borders | None = None
     ) -> Tensor:
         """The loss from what is scored: by the model and, in training mode, by each prediction depth."""
         if documents is not None:
             labels = documents.labels(labels)
+        self._require_slices(documents)
         loss = cross_entropy(self._scores(hidden[0]), labels)
+        if isinstance(documents, Slices):
+            loss, losses = documents.mean(loss, labels), [documents.average(each) for each in losses]
         if not self.training:
             return loss
         if self.mtp is not None:
             losses = [*losses, *self.mtp.losses(hidden[1:], labels, self._scores, documents)]
         return sum(losses, loss)
+
+    def _require_slices(self, documents: Borders | None) -> None:
+        """Raise unless a model of context ranks is told its slices."""
+        if self.context_ranks > 1 and not isinstance(documents, Slices):
+            raise ValueError(
+                f"cp={self.context_ranks}: each context rank has a part of every row, and this call does not say "
+                "which: cut the batch with weft.models.context_part; a model that generates has no cp"
+            )
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
         if self.cfg.tie_word_embeddings:
@@ -141,7 +153,7 @@ class HybridModel(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         cache: Cache | None = None,
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Tensor:
         """Scores, or with labels the loss.
 
@@ -163,6 +175,7 @@ class HybridModel(nn.Module):
                 f"this rank has stages of a model that is cut over pp={self.cut.ranks} ranks, not the whole of it: "
                 "call weft.overlap.forward_backward"
             )
+        self._require_slices(documents)
         if documents is not None:
             documents.require(tokens)
             if cache is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.fsdp.driver import in_backward
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.documents import Documents
+from weft.models.context import Borders, Slices
 from weft.models.layers import RMSNorm
 from weft.models.loss import IGNORED_LABEL, cross_entropy
 from weft.models.stack import Stack
@@ -64,7 +64,7 @@ class PredictionDepth(Stack):
         return self.final_layernorm(hidden)
 
     def forward(  # type: ignore[override]
-        self, following: Tensor, previous: Tensor, documents: Documents | None = None
+        self, following: Tensor, previous: Tensor, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """From `enter` to `leave`: its output, and what its layers add to the loss."""
         x_BSD, losses = super().forward(self.enter(following, previous), documents=documents)
@@ -85,19 +85,21 @@ class Predictions(nn.Module):
         outputs: Sequence[Tensor],
         labels: Tensor,
         score: Callable[[Tensor], Tensor],
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Iterator[Tensor]:
         """What the output of each depth adds to the loss: its share of the mean of their cross-entropies."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
-            loss = cross_entropy(score(output_BSD), targets)
-            loss = loss.where((targets != IGNORED_LABEL).any(), 0.0)  # not the mean of nothing
+            loss, count = cross_entropy(score(output_BSD), targets), (targets != IGNORED_LABEL).sum()
+            if isinstance(documents, Slices):
+                loss, count = documents.mean(loss, targets), documents.total(count)
+            loss = loss.where(count > 0, 0.0)  # not the mean of nothing
             if not in_backward():  # what is computed again was counted when it first came
                 depth.added_loss += loss.detach()
             yield loss * (self.coef / len(self.layers))
 
 
-def shifted(tokens: Tensor, places: int, filling: int, documents: Documents | None = None) -> Tensor:
+def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None = None) -> Tensor:
     """[B, S] -> what stands `places` further on, with `filling` at the end of each row, or of each document."""
     if documents is not None:
         return documents.following(tokens, places, filling)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.documents import Documents
+from weft.models.context import Borders
 from weft.models.layers import (
     MLP,
     Attention,
@@ -55,7 +55,7 @@ class Layer(nn.Module):
             self.add_module(LAYER_KEYS[symbol], block)
 
     def forward(
-        self, x_BSD: Tensor, cache: Cache | None = None, documents: Documents | None = None
+        self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """[B, S, D] -> [B, S, D], and what the layer adds to the loss, a scalar or None.
 
@@ -92,7 +92,7 @@ class Layer(nn.Module):
             )
         return terminal
 
-    def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Documents | None = None) -> Crossing:
+    def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None) -> Crossing:
         """All blocks before the terminal one, and what that has to compute before its experts."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
@@ -167,7 +167,7 @@ class Stack(nn.Module):
             self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
 
     def forward(
-        self, x_BSD: Tensor, cache: Cache | None = None, documents: Documents | None = None
+        self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""
         losses, beside = [], _given(cache=cache, documents=documents)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm.groups import exchange_objects
+from weft.mesh import parts_of
 
 Found = TypeVar("Found")
 
@@ -14,7 +15,7 @@ class Stages:
     """The stages that a model is cut into, seen from one of them; one where it is not cut."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._cut: Any = getattr(model, "cut", None)
+        self._cut = parts_of(model)
         self._model: Any = model
 
     @property

@@ -198,7 +198,7 @@ class AllToAll:
         self.experts = range(rank * local, (rank + 1) * local)
         self.group = group
         self._counts_group = second_communicator(group)
-        self._channel = next_channel(group)
+        self.channel = next_channel(group)
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
         keep_lookout()
 
@@ -218,7 +218,7 @@ class AllToAll:
         lane, _ = self._lanes_of(counts.device)
         received = torch.empty_like(counts)
         host = streams.host_memory(2, counts.numel(), dtype=counts.dtype, device=counts.device)
-        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self._channel)
+        ticket = lane.run(all_to_all_counts, received, counts, host, self._counts_group, channel=self.channel)
         return _ExchangeHandle(self.size, rows is not None, counts, received, host, ticket)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
@@ -256,7 +256,7 @@ class AllToAll:
         rows = rows.detach().contiguous()
         _, lane = self._lanes_of(rows.device)
         filled = output[: sum(arriving)]
-        ticket = lane.run(all_to_all, filled, rows, arriving, leaving, self.group, channel=self._channel, behind=behind)
+        ticket = lane.run(all_to_all, filled, rows, arriving, leaving, self.group, channel=self.channel, behind=behind)
         return Arrival(output, ticket, rows)
 
     def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:

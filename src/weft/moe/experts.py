@@ -116,8 +116,8 @@ class GroupedExperts(nn.Module):
         return output
 
     def _fits(self, rows: Tensor) -> bool:
-        if rows.dtype == torch.float64:
-            _log_once(f"experts in {rows.dtype} run one after another: grouped_mm has no such dtype")
+        if rows.dtype.itemsize > torch.float32.itemsize:
+            _log_once(f"experts in {rows.dtype} run one after another: grouped_mm multiplies up to torch.float32")
             return False
         widths = {"hidden_size": self.up_proj.shape[1], "intermediate_size": self.up_proj.shape[2]}
         odd = [f"{name}={width}" for name, width in widths.items() if width * rows.itemsize % ALIGNMENT_BYTES]

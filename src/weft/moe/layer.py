@@ -161,7 +161,7 @@ class MoE(nn.Module):
             width = width_of(self.router.top_k, local)
             handle.arrived = arrange(rows, width, dtype, local, handle.assignments)
         rows, weights = open_up(rows, handle.arrived, dtype)
-        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived)
+        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived, exact=False)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
         """The weighted sum of the rows that came back, and the shared expert's; -> [batch, seq, hidden]."""

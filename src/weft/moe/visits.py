@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.comm import streams
-from weft.moe.permutation import Permutation, by_expert, permutation, sum_slots
+from weft.moe.permutation import Permutation, by_expert, permutation, scattered, sum_bags
 from weft.moe.router import Routing, count
 
 
@@ -71,8 +71,8 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
     number = visited.cumsum(1) - 1  # of a visit among those of its token
     visit = torch.arange(tokens, device=rank.device).unsqueeze(1) * most + number
-    tokens_of_rows = _scattered(rows, row, visit, visited)
-    rows_of_visits = _scattered(tokens * most, visit, row, visited).view(tokens, most)
+    tokens_of_rows = scattered(rows, row, visit, visited)
+    rows_of_visits = scattered(tokens * most, visit, row, visited).view(tokens, most)
     takes_place = None
     if kept is not None or most > 1:
         takes_place = torch.arange(most, device=rank.device) < visited.sum(1, keepdim=True)
@@ -82,7 +82,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
     places = row.gather(1, rank.clamp(max=ranks - 1)) * width + slot
     if kept is not None:
         places = places.masked_fill(~kept, 0)
-    numbers = _scattered(rows * width, places, experts % local, kept, fill=local).view(rows, width)
+    numbers = scattered(rows * width, places, experts % local, kept, fill=local).view(rows, width)
     rows_of_tokens = Permutation(tokens_of_rows, rows_of_visits, takes_place, shape)
     return Visits(counts, rows_of_tokens, places, kept, numbers, routing.weights.dtype)
 
@@ -122,14 +122,6 @@ def halved(routing: Routing) -> list[Routing]:
     return parts
 
 
-def _scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fill: int = 0) -> Tensor:
-    """[size], `values` at `index` where `valid`, and `fill` elsewhere."""
-    if valid is not None:
-        index = index.masked_fill(~valid, size)
-    target = values.new_full((size + 1,), fill)
-    return target.scatter_(0, index.flatten(), values.flatten())[:size]
-
-
 def pack(hidden: Tensor, weights: Tensor, visits: Visits) -> Tensor:
     """The rows to send; [tokens, hidden] and [tokens, k] -> [rows, hidden and what is beside it]."""
     return _Pack.apply(hidden, weights, visits)
@@ -163,7 +155,7 @@ class _Pack(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, visits: Visits) -> Tensor:
         ctx.visits, ctx.weights, ctx.hidden = visits, weights.dtype, hidden.shape[1]
         rows = hidden.index_select(0, visits.permutation.assignments // visits.permutation.rows.shape[1])
-        beside = _scattered(visits.experts.numel(), visits.places, weights, visits.kept).view_as(visits.experts)
+        beside = scattered(visits.experts.numel(), visits.places, weights, visits.kept).view_as(visits.experts)
         integers = _INTEGERS[weights.itemsize]
         return torch.cat([rows, _bits(beside, rows.dtype), _bits(visits.experts.to(integers), rows.dtype)], 1)
 
@@ -171,7 +163,7 @@ class _Pack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         visits: Visits = ctx.visits
-        hidden = sum_slots(gradient[:, : ctx.hidden], None, visits.permutation).to(gradient.dtype)
+        hidden = sum_bags(gradient[:, : ctx.hidden], None, visits.permutation).to(gradient.dtype)
         for_weights = None
         if ctx.needs_input_grad[1]:
             beside = gradient[:, ctx.hidden :][:, : (gradient.shape[1] - ctx.hidden) // 2]
@@ -186,7 +178,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Permutation) -> Tensor:
         ctx.places = places
-        return sum_slots(rows, None, places).to(rows.dtype)
+        return sum_bags(rows, None, places).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
@@ -208,7 +200,7 @@ class _OpenUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, for_weights: Tensor) -> tuple[Tensor, None, None]:
-        hidden = sum_slots(gradient, None, ctx.places).to(ctx.dtype)
+        hidden = sum_bags(gradient, None, ctx.places).to(ctx.dtype)
         beside = _bits(for_weights, ctx.dtype)
         return torch.cat([hidden, beside, torch.zeros_like(beside)], 1), None, None
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_of
+from weft.mesh import parts_of
 from weft.optim.run import FlatRun, runs_of
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
@@ -78,7 +79,7 @@ def flat(
             runs[decay].append(run)
     outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
     _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
-    in_stages = getattr(model, "cut", None) is not None  # these have the same groups, whatever lies in them
+    in_stages = parts_of(model) is not None  # these have the same groups, whatever lies in them
     groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
     if runs[False] or (in_stages and no_decay is not None):
         groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})

@@ -28,7 +28,7 @@ from weft.dtensor.uneven import UnevenDTensor, local_of
 from weft.fsdp.diagnostics import named_slots
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import unit_of, units_of
-from weft.mesh import ranks_over
+from weft.mesh import parts_of, ranks_over
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
@@ -159,17 +159,19 @@ def _norm_of(
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: choose a positive number, or math.inf for the largest absolute value")
     infinite = math.isinf(norm_type)
-    cut: Any = getattr(model, "cut", None)
+    cut = parts_of(model)
     stages = cut.group if cut is not None else None
-    if stages is not None and cut.has_copies:
+    if cut is not None and stages is not None and cut.has_copies:
         again = {group for module in model.shared_ends for group in _groups_of(module)}
         groups = [group for group in groups if group not in again]
     total = _total(groups, norm_type, unsharded) if groups else torch.zeros((), device=unit_of(model).device)
     if stages is not None:
-        parts = list(torch.zeros(stages.size(), device=total.device).split(1))
-        parts[stages.rank()] = total.reshape(1)
+        # In fp64, which every stage can say, whatever dtype its gradients have.
+        parts = list(torch.zeros(stages.size(), dtype=torch.float64, device=total.device).split(1))
+        parts[stages.rank()] = total.double().reshape(1)
         all_gather_uneven(parts, stages.rank(), stages, "a norm of the model over its stages")
-        total = torch.cat(parts).max() if infinite else torch.cat(parts).sum()
+        found = torch.cat(parts).to(total.dtype)
+        total = found.max() if infinite else found.sum()
     return total if infinite else total.pow(1 / norm_type)
 
 
@@ -183,14 +185,16 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
             if piece.numel():
                 piece = piece.abs() if piece.is_complex() else piece
                 kinds.setdefault(ranks.copies(group), []).append(piece)
-    shares = [_shares(kinds, norm_type, groups[0].device) for kinds in pieces.values()]
+    wide = any(group.recipe.main_grad in (torch.float64, torch.complex128) for group in groups)
+    dtype = torch.float64 if wide else torch.float32
+    shares = [_shares(kinds, norm_type, groups[0].device, dtype) for kinds in pieces.values()]
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     totals = ranks.combine(torch.stack(shares), op)
     for total, slices in zip(totals, pieces):
         if slices is not None:
             reduce_now(total, op, slices, "a norm of the model")
     if others:
-        each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
+        each = torch.stack([_whole_norm(tensor, norm_type).to(totals) for tensor in others])
         totals = torch.cat([totals, each if infinite else each.pow(norm_type)])
     return totals.max() if infinite else totals.sum()
 
@@ -205,19 +209,21 @@ def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.Proce
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     norm = torch.linalg.vector_norm(tensor, norm_type)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _shares(kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+def _shares(
+    kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     """Of pieces by the number of their copies: the sum of the powers of their norms, or the largest of all values."""
     shares = []
     for copies, tensors in kinds.items():
         # Those of offloaded gradients are in CPU memory.
-        each = [norm.to(device) for norm in torch._foreach_norm(tensors, norm_type, dtype=torch.float32)]
+        each = [norm.to(device) for norm in torch._foreach_norm(tensors, norm_type, dtype=dtype)]
         norms = torch.stack(each)
         shares.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum() / copies)
     if not shares:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack(shares)
     return stacked.max() if math.isinf(norm_type) else stacked.sum()
 
@@ -255,7 +261,8 @@ def _squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | Non
         locals_.append(here.abs() if here.is_complex() else here)
         shares.append(1 / (ranks.copies(group) * repeated))
         present.append(tensor is not None)
-    norms = [norm.to(device) for norm in torch._foreach_norm(locals_, 2, dtype=torch.float32)]
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in locals_) else torch.float32
+    norms = [norm.to(device) for norm in torch._foreach_norm(locals_, 2, dtype=dtype)]
     squares = torch.stack(norms).double().square()
     amounts = torch.tensor([shares, present], dtype=torch.float64).to(device)
     values = torch.stack([squares * amounts[0], amounts[1]])

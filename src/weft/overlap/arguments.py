@@ -1,19 +1,17 @@
 """What a schedule is given, and what it refuses."""
 
 import math
-import zlib
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from weft.comm.groups import exchange_objects
-from weft.comm.watch.control import agree
-from weft.comm.watch.rules import mismatch
 from weft.overlap.layer import STAGES, StagedDepth, StagedLayer, StagedModel, StagedPredictor, beside_forward
+from weft.overlap.microbatch import Microbatch, names_beside, taken_by
 from weft.pipeline import Table, check
 from weft.pipeline import table as named_table
 from weft.pipeline.placement import Cut
@@ -97,23 +95,43 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
             )
 
 
-def checked_microbatches(microbatches: Any) -> list[tuple[Tensor, Tensor]]:
-    """The microbatches as a list of pairs."""
-    if isinstance(microbatches, Tensor):
-        raise TypeError(
-            "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
+def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
+    """Raise ValueError for an entry of a microbatch that no part of the model takes, on any rank of its pipeline."""
+    names = names_beside(microbatches)
+    known = _taken.setdefault(model, set())
+    if names <= known:
+        return
+    parts = [getattr(model, name) for name in _PARTS if hasattr(model, name)]
+    mine = taken_by([*parts, *(layer.attend for layer in layers)], names)
+    everyone = [mine] if cut.group is None else exchange_objects(mine, cut.group, "what the stages of a model take")
+    if missing := sorted(names.difference(*everyone)):
+        raise ValueError(
+            f"microbatches have {', '.join(map(repr, missing))}, which nothing in {type(model).__name__} takes: leave "
+            "it out, or give a parameter of this name, with a default, to one of embed, attend of layers and "
+            f"{', '.join(_PARTS[1:])}"
         )
-    pairs = list(microbatches)
-    if not pairs:
-        raise ValueError("forward_backward got no microbatches: pass at least one pair of tokens and labels")
-    for number, pair in enumerate(pairs):
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
-            held = f" of {', '.join(type(each).__name__ for each in pair)}" if isinstance(pair, (tuple, list)) else ""
-            raise TypeError(
-                f"microbatch {number} is a {type(pair).__name__}{held}, not a pair of tensors: pass (tokens, labels) "
-                "for each"
-            )
-    return [(tokens, labels) for tokens, labels in pairs]
+    known |= names
+
+
+def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequence[Any], outputs: Any) -> None:
+    """Raise unless `evaluate` can return these `outputs`."""
+    if outputs is None:
+        return
+    if outputs not in ("last", "all"):
+        raise ValueError(f"outputs={outputs!r}: choose 'last', 'all', or None for losses alone")
+    if not hasattr(model, "logits"):
+        raise TypeError(f"{type(model).__name__} has no method logits(hidden): outputs come from there; add it")
+    if depths:
+        raise ValueError("outputs of a model with prediction depths in training mode: call model.eval() first")
+    if len(shapes := {tuple(each.tokens.shape[1:]) for each in microbatches}) > 1:
+        raise ValueError(f"outputs of microbatches of lengths {sorted(shapes)} are not merged: evaluate them apart")
+    if len({each.labels is None for each in microbatches}) > 1:
+        raise ValueError("some microbatches have labels and some have none: give labels to all of them, or to none")
+
+
+_PARTS = ("embed", "following", "loss", "total_loss", "logits")
+_taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+"""The entries of microbatches that each model is known to take."""
 
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
@@ -173,27 +191,6 @@ def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
             f"model with placement={found.placement!r}"
         )
     return found
-
-
-def require_same(
-    model: nn.Module, cut: Cut, what: str, microbatches: Sequence[tuple[Tensor, Tensor]], order: Any = ()
-) -> None:
-    """Raise CollectiveMismatch unless all ranks of the pipeline were given the same: `what`, in which order, with all
-    stages in one mode."""
-    if cut.group is None:
-        return
-    mode = "training" if model.training else "evaluation"
-    said = f"{what} in {mode} mode of microbatches of shape {[list(tokens.shape) for tokens, _ in microbatches]}"
-    word = zlib.crc32(f"{said} {order}".encode())
-    (highest, lowest), _ = agree([word, -word], [], [cut.group], "beginning of a schedule", channel=cut.channel)
-    if highest != -lowest:
-        everyone = exchange_objects(said, cut.group, "arguments of a schedule")
-        ranks = dist.get_process_group_ranks(cut.group)
-        raise mismatch(
-            "of one pipeline run different things",
-            dict(zip(ranks, everyone)),
-            "each calls with the same schedule, in the same mode, and as many microbatches of the same shapes",
-        )
 
 
 @lru_cache(maxsize=16)

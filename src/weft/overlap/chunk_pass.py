@@ -16,6 +16,7 @@ from weft.overlap.border import Border
 from weft.overlap.depth_pass import DepthPass
 from weft.overlap.layer import StagedLayer
 from weft.overlap.layer_pass import LayerPass
+from weft.overlap.microbatch import Microbatch
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD, Step
 from weft.overlap.units import ModelUnits
@@ -28,10 +29,11 @@ class ChunkPass:
     `delay_wgrad`: weight gradients of layers are computed apart; `apart`: those of the head, too.
     `halves`: exchange rows in halves.
     `before`, `behind`: its borders, None where the model ends. `key`: the same for microbatches of one shape.
-    `check`: search for tensors that took a way of their own.
+    `check`: search for tensors that took a way of their own. `scores`: keep what the model gives as `outputs`.
     """
 
-    loss: Tensor
+    loss: Tensor | None = None
+    outputs: Tensor
 
     def __init__(
         self,
@@ -39,8 +41,7 @@ class ChunkPass:
         layers: Sequence[StagedLayer],
         units: ModelUnits,
         number: int,
-        tokens: Tensor,
-        labels: Tensor,
+        microbatch: Microbatch,
         *,
         before: Border | None,
         behind: Border | None,
@@ -50,14 +51,15 @@ class ChunkPass:
         halves: bool,
         loss_scale: float,
         check: bool,
+        scores: bool,
     ) -> None:
         self._model = model
         self._layers = layers
         self._units = units
         self._number = number
         self._name = f"microbatch {number}"
-        self._tokens = tokens
-        self._labels = labels
+        self._microbatch = microbatch
+        self._scores = scores
         self._before = before
         self._behind = behind
         self._key = key
@@ -120,7 +122,7 @@ class ChunkPass:
             f"{self._name}, depth {number + 1}",
             self._model,
             number,
-            self._tokens,
+            self._microbatch,
             self._units.depths[number].policy,
             delay_wgrad=self._delay_wgrad,
             owner=self._owner(self._model),
@@ -132,6 +134,7 @@ class ChunkPass:
             self._layers[layer],
             self._hidden,
             self._units.layers[layer].policy,
+            beside=self._microbatch.given(self._layers[layer].attend),
             delay_wgrad=self._delay_wgrad,
             halves=self._halves,
             owner=self._owner(self._layers[layer]),
@@ -143,17 +146,35 @@ class ChunkPass:
     # --- where the model ends -----------------------------------------------------------------------------------------
 
     def _embed_forward(self) -> None:
-        (self._hidden,) = self._embed.forward(lambda: [self._model.embed(self._tokens)], [], self._owner(self._model))
+        (self._hidden,) = self._embed.forward(self._embedded, [], self._owner(self._model))
+
+    def _embedded(self) -> list[Tensor]:
+        batch = self._microbatch
+        hidden = self._model.embed(batch.tokens, **batch.given(self._model.embed))
+        if not isinstance(hidden, Tensor):
+            raise TypeError(
+                f"{self._name}: embed of {type(self._model).__name__} returned a {type(hidden).__name__}, not a "
+                "tensor: return the hidden states alone"
+            )
+        return [hidden]
 
     def _head_forward(self) -> None:
-        depths = len(self._previous)
+        depths, batch = len(self._previous), self._microbatch
+        if self._scores:
+            hidden = self._hidden.take()
+            self._hidden = Value(hidden, needs_grad=False)
+            scores = self._model.logits(hidden, **batch.given(self._model.logits))
+            self.outputs = self._units.policy.cast_output(scores)
+        if batch.labels is None:
+            return
+        labels = batch.labels
 
         def function(*given: Tensor) -> list[Tensor]:
             hidden, losses = given[: depths + 1], given[depths + 1 :]
             if depths:
-                loss = self._model.total_loss(hidden, self._labels, losses)
+                loss = self._model.total_loss(hidden, labels, losses, **batch.given(self._model.total_loss))
             else:
-                loss = self._model.loss(*hidden, self._tokens, self._labels, losses)
+                loss = self._model.loss(*hidden, batch.tokens, labels, losses, **batch.given(self._model.loss))
             return [self._units.policy.cast_output(loss)]
 
         inputs = [*self._previous, self._hidden, *self._losses]
@@ -161,6 +182,7 @@ class ChunkPass:
         self.loss = self._scored.take()
 
     def _head_backward(self) -> None:
+        assert self.loss is not None
         self._scored.gradient = torch.full_like(self.loss, self._loss_scale)
         self._head.backward()
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.overlap.microbatch import Microbatch
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD
 from weft.overlap.wgrad import DelayedWeights
@@ -32,7 +33,7 @@ class DepthPass:
         name: str,
         model: Any,
         number: int,
-        tokens: Tensor,
+        microbatch: Microbatch,
         policy: MixedPrecisionPolicy,
         *,
         delay_wgrad: bool,
@@ -40,7 +41,7 @@ class DepthPass:
     ) -> None:
         self._model = model
         self._number = number
-        self._tokens = tokens
+        self._microbatch = microbatch
         self._policy = policy
         self._owner = owner
         self._delayed = DelayedWeights() if delay_wgrad else None
@@ -63,7 +64,8 @@ class DepthPass:
     def _entered(self, hidden: Value) -> Value:
         def function(hidden: Tensor) -> Sequence[Tensor]:
             previous = hidden if self._number else self._model.leave(hidden)
-            following = self._model.following(self._number, self._tokens)
+            beside = self._microbatch.given(self._model.following)
+            following = self._model.following(self._number, self._microbatch.tokens, **beside)
             depth = self._model.depths[self._number]
             return [self._policy.cast_output(depth.enter(*self._policy.cast_inputs((following, previous)))), previous]
 

@@ -15,7 +15,7 @@ the second is on its way:
 The backward of the experts does the same with the gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ class LayerPass:
     """The steps of one layer in one microbatch, each called once: `run(direction, slot)`.
 
     `hidden`: the input; `output` is there after the last forward step, `loss` after `attend`, if the layer has one.
-    `policy`: the casts at the layer's border. `owner`: check the nodes against its parameters. `halves`: exchange rows
-    in halves, where a row is for a rank.
+    `policy`: the casts at the layer's border. `beside`: what `attend` takes besides. `owner`: check the nodes against
+    its parameters. `halves`: exchange rows in halves, where a row is for a rank.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class LayerPass:
         hidden: Value,
         policy: MixedPrecisionPolicy,
         *,
+        beside: Mapping[str, Any],
         delay_wgrad: bool,
         halves: bool,
         owner: nn.Module | None,
@@ -55,6 +56,7 @@ class LayerPass:
         self._name = name
         self._layer = layer
         self._policy = policy
+        self._beside = beside
         self._owner = owner
         self._delayed = {stage: DelayedWeights() for stage in ("attend", "experts")} if delay_wgrad else {}
         self._nodes = {stage: ComputeNode(f"{name}.{stage}", self._delayed.get(stage)) for stage in COMPUTE_STAGES}
@@ -84,8 +86,9 @@ class LayerPass:
         self.loss = rest[len(self._names)] if len(rest) > len(self._names) else None
 
     def _attended(self, hidden: Tensor) -> list[Tensor]:
+        beside = self._policy.cast_inputs(dict(self._beside))
         with in_halves(self._halves):
-            crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden)))
+            crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden), **beside))
         self._handle, self._names = crossing.handle, list(crossing.kept)
         if self._layer.dispatcher is not None:
             self._attended_at = streams.moment(crossing.rows.device)
@@ -163,6 +166,7 @@ class LayerPass:
         if gradients:
             self._rows.gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         self._nodes["attend"].backward()
+        self._handle, self._parts = None, []  # delayed weight gradients, which may be computed later, need neither
 
     # --- parts ------------------------------------------------------------------------------------------------------
 

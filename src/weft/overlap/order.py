@@ -10,12 +10,12 @@ stands in the right column starts first and runs on the exchange lane under the 
     F.enter (of a depth)             B.combine
     F.attend
     A.attend.weights (if delayed)
+    A.enter.weights (if delayed)
     B.experts                        F.dispatch
     B.experts.weights (if delayed)   B.dispatch
     F.experts
     B.attend                         F.combine
     B.enter (of a depth)
-    B.enter.weights (if delayed)
     F.finish
     F.leave (of a depth)
 
@@ -115,12 +115,12 @@ UNTIL_EXPERTS = (
 COMBINED = (
     *UNTIL_SENT,
     (BEFORE, "attend.weights"),
+    (BEFORE, "enter.weights"),
     *UNTIL_EXPERTS,
     (FORWARD, "experts"),
     (FORWARD, "combine"),
     (BACKWARD, "attend"),
     (BACKWARD, "enter"),
-    (BACKWARD, "enter.weights"),
     (FORWARD, "finish"),
     (FORWARD, "leave"),
 )
@@ -226,10 +226,13 @@ def combined_order(
                 if delay_wgrad or "." not in slot:
                     yield from backward(direction, slot, layer)
             earlier = layer
-        if not (apart and behind.first):
+        if not behind.first:  # gradients leave for the stage before
             yield behind.before(BACKWARD)
-        if delay_wgrad and earlier is not None:
-            yield from behind.through(BACKWARD, earlier, "attend.weights")
+        for direction, slot in BACKWARD_ALONE if delay_wgrad and earlier is not None else ():
+            if direction == BEFORE and earlier is not None:
+                yield from behind.through(BACKWARD, earlier, slot)
+        if behind.first and not apart:
+            yield behind.before(BACKWARD)
     if ahead is not None and not leaves:
         for layer in to_come[pairs:]:
             for direction, slot in FORWARD_ALONE:

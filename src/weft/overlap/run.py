@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm import streams
 from weft.comm.collectives import reduce_now
+from weft.comm.groups import exchange_objects
 from weft.comm.ranges import profiled
 from weft.fsdp.module import FSDPModule
 from weft.overlap.border import Border
 from weft.overlap.chunk_pass import ChunkPass
 from weft.overlap.layer import StagedLayer
+from weft.overlap.microbatch import Microbatch
 from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
 from weft.overlap.units import Around, ModelUnits
 from weft.pipeline.actions import Table
@@ -41,17 +43,22 @@ class ScheduledRun:
         layers: Sequence[StagedLayer],
         depths: Sequence[Sequence[StagedLayer]],
         cut: Cut,
-        microbatches: Sequence[tuple[Tensor, Tensor]],
+        microbatches: Sequence[Microbatch],
         scales: Sequence[float],
+        *,
+        converted: bool = False,
     ) -> None:
+        """`converted`: the model computes in other dtypes than before, on some rank."""
         self._model = model
         self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
         self._microbatches = microbatches
         self._scales = scales
         self._units = ModelUnits.of(model, layers, depths)
-        self._device = microbatches[0][0].device
+        self._device = microbatches[0].tokens.device
         self._transport = _transport_of(model, cut, self._device)
+        if self._transport is not None and converted:
+            self._transport.forget_shapes()
         self._borders = [Border.of(self._transport, border) for border in range(len(cut.segments) - 1)]
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
@@ -62,6 +69,8 @@ class ScheduledRun:
         self._halves: set[tuple[int, int]] = set()
         """The microbatches and chunks whose rows are exchanged in halves."""
         self._losses: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] | None = None
+        """Of the last stage, where they are wanted."""
 
     def forward_backward(
         self,
@@ -87,8 +96,9 @@ class ScheduledRun:
         ends.add_up()
         _checked[self._model] = CHECKED_MICROBATCHES - self._unchecked + len(self._microbatches)
 
-    def evaluate(self) -> None:
-        """All forwards, one chunk after the other, and nothing kept for a backward."""
+    def evaluate(self, *, outputs: bool = False) -> None:
+        """All forwards, one chunk after the other, and nothing kept for a backward. `outputs`: keep those."""
+        self._outputs = {} if outputs else None
         steps = (
             step
             for chunk in range(self._cut.chunks)
@@ -103,6 +113,18 @@ class ScheduledRun:
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
         return _shared(self._losses, len(self._microbatches), self._cut, self._device)
+
+    def outputs(self, *, everywhere: bool) -> Tensor | None:
+        """The outputs along the batch, on every rank if `everywhere`, else where the last stage is."""
+        found = None
+        if self._outputs:
+            found = torch.cat([self._outputs[number] for number in sorted(self._outputs)])
+        if not everywhere or self._cut.group is None:
+            return found
+        said = None if found is None else (tuple(found.shape), found.dtype)
+        shape, dtype = next(filter(None, exchange_objects(said, self._cut.group, "shapes of outputs")))
+        merged = torch.zeros(shape, dtype=dtype, device=self._device) if found is None else found
+        return reduce_now(merged, dist.ReduceOp.SUM, self._cut.group, "outputs of an evaluation")
 
     def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
         program = self._units.program(steps)
@@ -138,7 +160,10 @@ class ScheduledRun:
                 self._units.failed(self._said(step), error)
                 raise
             if (step.direction, step.slot) == (FORWARD, "head"):
-                self._losses[step.microbatch] = current.loss
+                if current.loss is not None:
+                    self._losses[step.microbatch] = current.loss
+                if self._outputs is not None:
+                    self._outputs[step.microbatch] = current.outputs
             left[place] -= 1
             if not left[place]:
                 del passes[place]
@@ -151,7 +176,7 @@ class ScheduledRun:
             self._layers,
             self._units,
             number,
-            *self._microbatches[number],
+            self._microbatches[number],
             before=self._borders[stage - 1] if stage else None,
             behind=self._borders[stage] if stage < last else None,
             key=self._key(number),
@@ -160,6 +185,7 @@ class ScheduledRun:
             halves=place in self._halves,
             loss_scale=self._scales[number],
             check=number < self._unchecked and torch.is_grad_enabled(),
+            scores=self._outputs is not None,
         )
 
     def _part(self, microbatch: int, chunk: int) -> Part:
@@ -175,7 +201,7 @@ class ScheduledRun:
 
     def _key(self, number: int) -> Any:
         """The same for microbatches between which nothing that crosses a border changes its shape."""
-        return tuple(self._microbatches[number][0].shape), self._model.training
+        return self._microbatches[number].shapes, self._model.training
 
     def _foresee(self, program: Sequence[Around]) -> None:
         """Tell the channels what will come over them."""

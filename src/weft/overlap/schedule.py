@@ -1,21 +1,23 @@
 """Forward and backward of many microbatches in the order of a table: overlapped, over stages, sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm import priority
+from weft.overlap.agreed import agree_on_schedule
 from weft.overlap.arguments import (
-    checked_microbatches,
     checked_scales,
     cut_of,
     depths_of,
     layers_of,
-    require_same,
+    require_outputs,
+    require_taken,
     table_of,
 )
+from weft.overlap.microbatch import checked_microbatches
 from weft.overlap.order import Step
 from weft.overlap.run import ScheduledRun
 from weft.pipeline.actions import Table
@@ -23,7 +25,7 @@ from weft.pipeline.actions import Table
 
 def forward_backward(
     model: Any,
-    microbatches: Sequence[tuple[Tensor, Tensor]],
+    microbatches: Sequence[tuple[Tensor, Tensor] | Mapping[str, Any]],
     *,
     schedule: Table | str | None = None,
     overlap: bool = True,
@@ -44,8 +46,9 @@ def forward_backward(
 
     Args:
         model: a `StagedModel`, a module that is sharded as a whole or not at all, such as `weft.models.HybridModel`.
-        microbatches: pairs of tokens and labels as `model` takes them, [batch, seq] int64 each; sizes may differ, their
-            number may not differ from rank to rank.
+        microbatches: pairs of tokens and labels as `model` takes them, [batch, seq] int64 each, or dicts with "tokens",
+            "labels" and what else parts of the model take by name, such as "documents" (see
+            `weft.overlap.microbatch`); sizes may differ, their number may not differ from rank to rank.
         schedule: which microbatch runs when on which stage: a name or a `weft.pipeline.Table`. None: "combined" with
             `overlap`, else "1f1b".
         overlap: False runs the forward and the backward of a pair one after the other: the reference.
@@ -62,18 +65,19 @@ def forward_backward(
 
     Raises:
         TypeError: `model` or one of its layers is no module or does not follow the protocol, a microbatch is no pair of
-            tensors, or a factor of `loss_scale` is no number.
-        ValueError: no microbatches, layers inside an activation checkpoint, hooks on modules whose `forward` a schedule
-            does not call, `overlap` without anything to hide, `early_release` or `halves` without `overlap`, `halves`
-            without one row per rank, factors that are not finite, or not as many as microbatches; a table that does not
-            fit the model or the microbatches.
+            tensors and no dict with them, or a factor of `loss_scale` is no number.
+        ValueError: no microbatches, or one with an entry that nothing in the model takes; layers inside an activation
+            checkpoint, hooks on modules whose `forward` a schedule does not call, `overlap` without anything to hide,
+            `early_release` or `halves` without `overlap`, `halves` without one row per rank, factors that are not
+            finite, or not as many as microbatches; a table that does not fit the model or the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
-        CollectiveMismatch: the ranks of a pipeline were called with different microbatches or schedules.
+        CollectiveMismatch: ranks of a pipeline, or of a set of experts, were called with different schedules, or those
+            of a pipeline with different tokens or labels.
     """
     layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)
-    microbatches = checked_microbatches(microbatches)
-    scales = checked_scales(loss_scale, len(microbatches))
+    checked = checked_microbatches(microbatches)
+    scales = checked_scales(loss_scale, len(checked))
     if early_release and not overlap:
         raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
     everything = [*layers, *(layer for depth in depths for layer in depth)]
@@ -99,9 +103,11 @@ def forward_backward(
         )
     if schedule is None:
         schedule = "combined" if overlap else "1f1b"
-    table = table_of(schedule, cut, len(microbatches))
-    require_same(model, cut, f"schedule {table.name!r}", microbatches, table.ranks)
-    run = ScheduledRun(model, layers, depths, cut, microbatches, scales)
+    table = table_of(schedule, cut, len(checked))
+    order = table.ranks, overlap, delay_wgrad, early_release, halves
+    converted = agree_on_schedule(model, everything, cut, f"schedule {table.name!r}", checked, order)
+    require_taken(model, everything, cut, checked)
+    run = ScheduledRun(model, layers, depths, cut, checked, scales, converted=converted)
     try:
         run.forward_backward(
             table,
@@ -116,18 +122,30 @@ def forward_backward(
     return run.losses()
 
 
-def evaluate(model: Any, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def evaluate(
+    model: Any, microbatches: Sequence[tuple[Tensor, Tensor] | Mapping[str, Any]], *, outputs: str | None = None
+) -> Any:
     """The loss of each microbatch, without a backward; gradients stay as they are.
 
     Of a model in stages on all ranks of its pipeline, which call this with the same microbatches; each gets all losses.
     `model.eval()` before it leaves out what layers and prediction depths add in training.
 
-    Raises what `forward_backward` does about `model` and `microbatches`.
+    outputs: "last" or "all" also returns what `model.logits` gives: (losses, outputs), with the outputs of all
+    microbatches one after another along the batch. With "last" they are on the rank of the last stage, and None is on
+    the others; with "all" they are on every rank. A microbatch then needs no labels; without them there are no losses.
+
+    Raises what `forward_backward` does about `model` and `microbatches`, and ValueError for outputs that cannot be had:
+    of microbatches of different lengths, or with prediction depths in training mode.
     """
-    layers = layers_of(model)
+    layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)
-    microbatches = checked_microbatches(microbatches)
-    require_same(model, cut, "an evaluation", microbatches)
-    run = ScheduledRun(model, layers, depths_of(model), cut, microbatches, [1.0] * len(microbatches))
-    run.evaluate()
-    return run.losses()
+    checked = checked_microbatches(microbatches, labels=outputs is None)
+    require_outputs(model, checked, depths, outputs)
+    everything = [*layers, *(layer for depth in depths for layer in depth)]
+    what = f"an evaluation with outputs={outputs!r}"
+    converted = agree_on_schedule(model, everything, cut, what, checked)
+    require_taken(model, everything, cut, checked)
+    run = ScheduledRun(model, layers, depths, cut, checked, [1.0] * len(checked), converted=converted)
+    run.evaluate(outputs=outputs is not None)
+    losses = run.losses() if checked[0].labels is not None else []
+    return losses if outputs is None else (losses, run.outputs(everywhere=outputs == "all"))

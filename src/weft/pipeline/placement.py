@@ -9,7 +9,7 @@ layers   0 1 2 | 3 4 | 5 6 | 7 8 9       four segments on two ranks, two chunks 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from weft.pipeline.actions import LOOP, Table, V
@@ -76,6 +76,24 @@ class Cut:
     def is_first(self) -> bool:
         """Whether this rank has the first stage: the embedding."""
         return self.holder(0) == self.rank
+
+    def stages_of(self, model: Any) -> dict[str, int]:
+        """The stage of each parameter of `model`, which has these stages, by name."""
+        layers = iter(model.staged_layers)
+        stages = {
+            id(parameter): self.stage(chunk)
+            for chunk, segment in enumerate(self.mine)
+            for layer in islice(layers, len(segment))
+            for parameter in layer.parameters()
+        }
+        last = len(self.segments) - 1
+        around = 0 if self.is_first else last  # of what stands before the layers, or behind them
+        found: dict[str, int] = {}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in stages and self.is_last:
+                around = last
+            found[name] = stages.get(id(parameter), around)
+        return found
 
     @property
     def has_copies(self) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.comm import streams
 from weft.comm.collectives import receive, send
-from weft.comm.groups import host_group, next_channel, pair_groups, tag_of
+from weft.comm.groups import end_transfers, host_group, next_channel, pair_groups, tag_of
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.control import TAGS
 from weft.comm.watch.lookout import watching
@@ -47,7 +47,7 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
         """`group`: of this rank and the one at the other end, its rank `peer`; `number` tells channels apart in it."""
-        self._group = group
+        self.group = group
         self._peer = peer
         self._number = number
         self._title = title
@@ -90,7 +90,7 @@ class Channel:
     def finish(self) -> None:
         """Everything has arrived that was sent here."""
         while self._told:
-            self._told.pop().wait()
+            self._told.pop().complete()
         for ticket, _ in self._sent:
             ticket.wait()
         self._sent.clear()
@@ -123,6 +123,10 @@ class Channel:
         self._known[key] = shapes
         self._expect()
 
+    def forget_shapes(self) -> None:
+        """Shapes are told anew."""
+        self._known.clear()
+
     def forget(self) -> None:
         """What was to come does not come any more. Who waits at the other end is told so by its connection."""
         self._coming.clear()
@@ -143,7 +147,7 @@ class Channel:
         self._expected.append((tensors, self._run(receive, tensors)))
 
     def _run(self, collective: Any, tensors: Sequence[Tensor]) -> Ticket:
-        return self._lane.run(collective, tensors, self._group, self._peer, channel=self._number)
+        return self._lane.run(collective, tensors, self.group, self._peer, channel=self._number)
 
     def _tell(self, shapes: Shapes) -> None:
         """The shapes of a message, over the hosts' network."""
@@ -155,16 +159,16 @@ class Channel:
                     f"has at most {_MOST_DIMS} dimensions"
                 )
             words += [_DTYPES.index(dtype) + 1, len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-        host = host_group(self._group)
+        host = host_group(self.group)
         with streams.on_host():
             said = torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64)
-            self._told.append(host.send([said], self._peer, self._tag))
+            self._told.append(send([said], host, self._peer, self._tag))
 
     def _hear(self) -> Shapes:
-        host = host_group(self._group)
+        host = host_group(self.group)
         with streams.on_host(), watching(f"shapes/{self._number}", f"the shapes of {self._title}", host):
             words = torch.empty(_WORDS, dtype=torch.int64)
-            host.recv([words], self._peer, self._tag).wait()
+            receive([words], host, self._peer, self._tag).complete()
             parts = words.view(_MOST_TENSORS, -1).tolist()
         return tuple((tuple(dims[:count]), _DTYPES[dtype - 1]) for dtype, count, *dims in parts if dtype)
 
@@ -177,7 +181,7 @@ class Transport:
     """The channels of this rank's stages to those on other ranks: by border, the number of the stage before it."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
-        """Collective: every rank of the world makes it."""
+        """Collective: every rank of the pipeline makes it."""
         self._channels: dict[tuple[int, str], Channel] = {}
         self._is_first = cut.is_first
         last = len(cut.segments) - 1
@@ -220,10 +224,17 @@ class Transport:
         out.finish()
         return other
 
+    def forget_shapes(self) -> None:
+        """What crosses has other dtypes from now on: senders tell its shapes anew. All ranks of the pipeline say so."""
+        for channel in self._channels.values():
+            channel.forget_shapes()
+
     def forget(self) -> None:
-        """A schedule was left by an exception: nothing comes any more."""
+        """A schedule was left by an exception: nothing comes any more, and the ranks at the other ends are told."""
         for channel in self._channels.values():
             channel.forget()
+        for group in dict.fromkeys(channel.group for channel in self._channels.values()):
+            end_transfers(group)
 
 
 def _shown(shapes: Shapes) -> str:

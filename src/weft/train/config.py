@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.errors import NotReadable
 from weft.models import HybridConfig
 from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
-from weft.train.files import NotReadable, parse_toml, read_bounded
+from weft.train.files import parse_toml, read_bounded
 from weft.train.sections import (
     CheckpointConfig,
     DataConfig,
@@ -76,6 +77,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.schedule.check(self.train.steps)
+        crosses, packs = self.train.cross_documents, self.data.packing == "whole"
+        rule = 'has no effect with data.packing = "stream", where it is so; set data.packing = "whole", or leave it out'
+        require("train.cross_documents", crosses, packs or not crosses, rule)
         if isinstance(self.model, HybridConfig):
             self._check_pattern(self.model)
         else:
@@ -84,6 +88,7 @@ class TrainConfig:
     def check_own_model(self) -> None:
         """Raise ConfigError for what has no effect on a model of one's own."""
         for name, value, default in (
+            ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.pp", self.sharding.pp, 1),
             ("train.schedule", self.train.schedule, ""),
@@ -156,7 +161,7 @@ class TrainConfig:
     def table(self, world_size: int) -> Table:
         """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""
         pp = self.sharding.pp
-        count = self.microbatches_per_step(world_size // pp)
+        count = self.microbatches_per_step(world_size // pp // self.sharding.cp)
         try:
             return table(self.schedule_name, ranks=pp, microbatches=count, chunks=self.chunks)
         except ValueError as error:
@@ -191,7 +196,7 @@ class TrainConfig:
 
     def validate(self, world_size: int) -> None:
         """Check what depends on the number of processes and on the tokenizer's file; every process is a
-        data-parallel rank, or one stage of such.
+        data-parallel rank, or one stage or context rank of such.
 
         Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
         number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
@@ -199,10 +204,10 @@ class TrainConfig:
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
         require("sharding.pp", pp, pp in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
+        self.sharding.check(world_size // pp)
         if pp > 1:
             self.table(world_size)
-        world_size //= pp
-        self.sharding.check(world_size)
+        world_size //= pp * self.sharding.cp
         microbatches = self.microbatches_per_step(world_size)
         least = 2 * world_size * self.train.microbatch_size
         require(

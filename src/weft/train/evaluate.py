@@ -15,18 +15,21 @@ from weft.checkpoint import CheckpointManager, ModelState
 from weft.comm.collectives import reduce_now
 from weft.models import HybridConfig
 from weft.models.renumber import renumbered
+from weft.train.buffers import Buffers
 from weft.train.config import TrainConfig, load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.own_numbers import OwnNumbers
 from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
+from weft.train.run.trust import require_trust
 from weft.train.run.world import begin_alone
-from weft.train.sections import ShardingConfig
+from weft.train.sections import OwnModelConfig, ShardingConfig
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
 from weft.train.toml_values import show
 
 _WITH_EFFECT = (
+    "train.cross_documents",
     "train.global_batch_size",
     "train.microbatch_size",
     "train.precision",
@@ -54,7 +57,8 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
             moved()
             losses = task.validation_losses([move(microbatch, device) for microbatch in several])
             for (loss, own), weight in zip(losses, weights):
-                total += loss.double() * weight
+                if weight:  # else it has no label, and a mean of nothing
+                    total += loss.double() * weight
                 numbers.add(own)
     finally:
         for module, training in modes.items():
@@ -73,11 +77,13 @@ def evaluate(
     step: int | None = None,
     average: bool = False,
     overrides: list[str],
+    trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
     """The validation loss of a text run's newest intact checkpoint, or that of `step`, in this process alone.
 
     average: of the moving average of its weights. overrides: settings that differ from the run's, such as "data.paths".
+    trust: whether code that its configuration names is imported also of a run that this user did not make here.
     say: is told which damaged checkpoints are passed over.
     Raises ConfigError for one on which the loss does not depend.
     """
@@ -86,6 +92,7 @@ def evaluate(
     refuse_own_task(run)
     config = load_config(run / CONFIG, overrides)
     _refuse_without_effect(overrides, config)
+    require_trust(run, config, overrides, trust=trust, asked=str(run))
     loop = dataclasses.replace(
         config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
     )
@@ -98,6 +105,9 @@ def evaluate(
         begin_alone()
     task = task_of(config, device)
     state: dict[str, Any] = {"model": ModelState(task.model)}
+    buffers = Buffers(task.model, config.train.buffers)
+    if buffers.are_saved and isinstance(config.model, OwnModelConfig):
+        state["buffers"] = buffers  # those of rank 0
     averages = WeightAverage(task.model, config.train.ema_decay) if average else None
     if averages is not None:
         state["ema"] = averages

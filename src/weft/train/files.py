@@ -6,9 +6,12 @@ import stat
 import tomllib
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
+
+from weft.checkpoint.storage import operation, written
+from weft.errors import NotReadable
 
 
 @contextmanager
@@ -16,13 +19,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes the place of `path` when the block ends well, and is gone when it does not."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
-        with temporary.open("xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        with written(temporary, "xb") as stream:
+            yield cast(IO[bytes], stream)
+        with operation("rename", path):
+            os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -30,10 +33,6 @@ def replace_text(path: Path, text: str) -> None:
     """Make `text` the content of `path`."""
     with replacing(path) as stream:
         stream.write(text.encode())
-
-
-class NotReadable(ValueError):
-    """A file is not an ordinary one, is larger than its kind ever is, or nests deeper than a parser goes."""
 
 
 def read_bounded(path: str | Path, limit: int) -> bytes:

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy
@@ -16,12 +16,21 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.checkpoint import CheckpointManager, CheckpointMismatch, ModelState, OptimizerState, RandomState
+from weft.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointMismatch,
+    ModelState,
+    OptimizerState,
+    RandomState,
+)
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import first_rank_s
+from weft.comm.lost import is_lost_connection
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
+from weft.train.buffers import buffers_of
 from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -30,11 +39,12 @@ from weft.train.optimizers import clip_gradients, made_by, make_optimizer
 from weft.train.passes import Passes
 from weft.train.record.loggers import check as check_loggers
 from weft.train.record.metrics import Metrics
+from weft.train.record.names import is_own
 from weft.train.record.profile import ProfilerWindow
 from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
-from weft.train.run.failures import FAILURE, Interrupted
+from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line
 from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
@@ -66,7 +76,7 @@ class Trainer:
         device: torch.device | None = None,
         stop: StopRequest | None = None,
         say: Callable[[str], None] | None = None,
-        bark: Callable[[str], None] | None = None,
+        watchdog: Watchdog | None = None,
         command: str | None = None,
     ) -> None:
         self.config, self.run_place, self.command = config, run, command
@@ -74,7 +84,7 @@ class Trainer:
         self.stop = stop or StopRequest()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.say = say if say is not None else _print_on(self.rank)
-        self.watchdog = Watchdog(config.train.watchdog, bark or _end_with)
+        self.watchdog = watchdog or Watchdog(config.train.watchdog, end_with)
         config.validate(self.ranks)
 
         self._has_own_task = task is not None
@@ -87,6 +97,7 @@ class Trainer:
         )
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
+        self.buffers = buffers_of(self.model, config.train.buffers)
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
         self.account = Account(run.directory, config, self.task, self.device, self.say, own_task=self._has_own_task)
@@ -118,7 +129,7 @@ class Trainer:
             log_every=config.train.log_every,
             enabled=self.rank == 0,
             title=run.directory.name,
-            units=self.task.loss_units,
+            units={**self.task.loss_units, **config.run.units},
         )
         self._tell = self.progress.note
         if run.note:
@@ -138,6 +149,7 @@ class Trainer:
             "random": RandomState(),
             **({"spikes": self.spikes} if self.spikes.times else {}),
             **({"ema": self.average} if self.average else {}),
+            **({"buffers": self.buffers} if self.buffers and self.buffers.are_saved else {}),
         }
 
     def _check_state(self) -> None:
@@ -180,8 +192,19 @@ class Trainer:
         """
         try:
             return self._run()
+        except Interrupted:
+            raise
+        except Exception as error:
+            if is_lost_connection(error) and (why := self.watchdog.why()):
+                raise Refused(why) from error
+            self.watchdog.tell(as_one_line(error))
+            raise
         finally:
-            self.checkpoints.close()
+            try:
+                with suppress(CheckpointError) if sys.exc_info()[0] else nullcontext():
+                    self.checkpoints.close()
+            finally:
+                self.watchdog.__exit__()
 
     def _run(self) -> bool:
         config, position = self.config, self.position
@@ -193,6 +216,7 @@ class Trainer:
             else:
                 self.say(f"nothing to do: {self._settled() if self._is_settled() else reached}")
             return True
+        self.watchdog.start().at("the start of the run", loosely=True)
         self._stop_before_first_step()
         if self.rank == 0 and (origin := getattr(self.model, "origin", None)) is not None:
             origin.keep(self.run_place.directory / ORIGIN, self.model.cfg)
@@ -210,7 +234,6 @@ class Trainer:
             self.checkpoints,
             recording as metrics,
             self.progress,
-            self.watchdog,
         ):
             self.stop.notify = self.progress.note
             if metrics.note:
@@ -229,9 +252,9 @@ class Trainer:
                 best = (last or _due(config.train.validate_every, position.step)) and self._validate(metrics)
                 last |= self._is_settled()
                 if last or stopping or best or _due(config.checkpoint.every, position.step):
-                    self.watchdog.rest()
+                    self.watchdog.at(f"the save of step {position.step}", loosely=True)
                     self._save()
-            self.watchdog.rest()
+            self.watchdog.at("the end of the run", loosely=True)
             self.window.close(self.progress.note)
             self.checkpoints.wait()
         complete = position.step == config.train.steps or self._is_settled()
@@ -248,7 +271,7 @@ class Trainer:
     def _stop_before_first_step(self) -> None:
         """Raise Interrupted on all ranks if one of them was asked to stop before there was anything to save."""
         asked = torch.tensor(float(self.stop.requested), device=self.device)
-        dist.all_reduce(asked)
+        reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
         if asked.item():
             step = self.position.step
             state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"
@@ -286,6 +309,8 @@ class Trainer:
                 raise self._diverged("gradient norm", norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.buffers:
+            self.buffers.after_step()
         if self.average and not skipped:
             self.average.after_step()
 
@@ -320,6 +345,7 @@ class Trainer:
             "gradient_norm": norm,
             **({"skipped_steps": self.spikes.skipped} if self.spikes.times else {}),
             f"{self.task.unit}_per_second": count / seconds,
+            "step_seconds": seconds,
             "memory_bytes": _memory_in_use(self.device),
             **self.passes.utilisation(seconds),
             **own_values,
@@ -354,7 +380,8 @@ class Trainer:
         values[self.task.unit] = position.tokens
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
-        self.progress.update(position.step, validation_loss=loss)
+        own = {f"validation_{name}": value for name, value in values.items() if is_own(name)}
+        self.progress.update(position.step, **own, validation_loss=loss)
         return best
 
     def _save(self) -> None:
@@ -431,7 +458,7 @@ def _memory_in_use(device: torch.device) -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def _end_with(line: str) -> None:
+def end_with(line: str) -> None:
     print(f"weft train: {line}", file=sys.stderr, flush=True)
     os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
 

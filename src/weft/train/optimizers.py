@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import weft
+from weft.mesh import parts_of
 from weft.models.stages import Stages
 from weft.train.errors import ConfigError
 from weft.train.imported import imported
@@ -44,7 +45,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
             options |= {"weight_decay": decay, "no_decay": lambda name, parameter: parameter.ndim < 2}
         _made(cls, [nn.Parameter(torch.zeros(1))], {k: v for k, v in options.items() if k != "no_decay"})  # or refused
         return weft.optim.flat(cls, model, **options)
-    in_stages = getattr(model, "cut", None) is not None
+    in_stages = parts_of(model) is not None
     return _made(cls, _decay_groups(_trainable(model), decay, in_stages=in_stages), options)
 
 
@@ -138,7 +139,7 @@ def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (muon if _is_for_muon(name, parameter, config) else rest).append(parameter)
-    in_stages = getattr(model, "cut", None) is not None
+    in_stages = parts_of(model) is not None
     if not any(Stages(model).all_of(bool(muon))):
         raise ConfigError(
             f'optimizer.name = "Muon": no matrix is left for it beside optimizer.adamw_for = '

@@ -11,14 +11,8 @@ import torch.distributed as dist
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import exchange_objects
 from weft.train.errors import ConfigError
+from weft.train.record.names import is_own
 
-_TAKEN = frozenset(
-    (
-        *("", "self", "step", "kind", "loss", "validation_loss", "nats_per_byte", "router_loss", "lr", "gradient_norm"),
-        *("memory_bytes", "tokens", "samples", "tokens_per_second", "samples_per_second", "mfu", "skipped_steps"),
-    )
-)
-_TAKEN_PREFIXES = ("ema_", "loss_depth_")
 _MARK_BITS = 16
 """Of a mark: the sum of the squares of those of all ranks is still exact in fp64."""
 
@@ -34,7 +28,7 @@ class OwnNumbers:
     def add(self, numbers: Mapping[str, Any]) -> None:
         """Those of one microbatch. Raises ConfigError for a name that is taken and for what is no scalar."""
         for name, value in numbers.items():
-            if not isinstance(name, str) or name in _TAKEN or name.startswith(_TAKEN_PREFIXES):
+            if not isinstance(name, str) or not is_own(name):
                 raise ConfigError(f"loss: gives a number the name {name!r}, which is taken; choose another")
             scalar = _scalar(name, value, self._device)
             self._totals[name] = self._totals[name] + scalar if name in self._totals else scalar

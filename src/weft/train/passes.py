@@ -113,4 +113,9 @@ class Passes:
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    return torch.stack([loss if weight == 1 else loss * weight for loss, weight in zip(losses, weights)])
+    """What does not count has no label, and a mean of nothing: its loss is 0."""
+    counted = (
+        loss if weight == 1 else loss.new_zeros(()) if weight == 0 else loss * weight
+        for loss, weight in zip(losses, weights)
+    )
+    return torch.stack(list(counted))

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from weft.errors import NotReadable
 from weft.train.errors import ConfigError
-from weft.train.files import NotReadable, read_bounded
+from weft.train.files import read_bounded
 
 _LARGEST = 256 << 20
 """Bytes of a tokenizer.json; those of published models have up to 35 million."""

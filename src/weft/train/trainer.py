@@ -14,8 +14,9 @@ from torch import nn
 from weft.train import loop
 from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
-from weft.train.run.failures import Interrupted
+from weft.train.run.failures import Interrupted, as_one_line
 from weft.train.run.stop import StopRequest
+from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone, end_with_interpreter, place_from
 from weft.train.task.callables import check_callable, told
 from weft.train.task.own import Data, LossFunction, OwnTask
@@ -80,8 +81,11 @@ class Trainer(loop.Trainer):
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
             stop.listen(None)
+        watchdog: Watchdog | None = None
         try:
             device = _join(settings, stop)
+            watchdog = Watchdog(settings.train.watchdog, loop.end_with).start()
+            watchdog.at("the setup of the trainer", loosely=True)
             _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
@@ -90,9 +94,14 @@ class Trainer(loop.Trainer):
             run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start, own_task=True)
             with loop.beginning(run):
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
-                super().__init__(settings, run, task=task, optimizer=optimizer, device=device, stop=stop, say=say)
-        except BaseException:
+                options: Any = {"optimizer": optimizer, "device": device, "stop": stop, "say": say}
+                super().__init__(settings, run, task=task, watchdog=watchdog, **options)
+            watchdog.rest()  # what a program does before `run` is its own
+        except BaseException as error:
             stop.release()
+            if watchdog is not None:
+                watchdog.tell(as_one_line(error))
+                watchdog.__exit__()
             raise
 
     def run(self) -> bool:

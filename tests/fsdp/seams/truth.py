@@ -33,15 +33,13 @@ def microbatches(
 
 def assert_gradients(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
     """Every parameter has the plain one's gradient, or none where that has none."""
-    actual = {name: p.grad if p.grad is None else nets.full(p.grad) for name, p in sharded.named_parameters()}
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    torch.testing.assert_close(actual, expected, **tolerance)
+    actual, expected = ({name: p.grad for name, p in net.named_parameters()} for net in (sharded, plain))
+    nets.assert_same(actual, expected, **tolerance)
 
 
 def assert_weights(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
     """Every parameter has the plain one's value."""
-    actual = {name: nets.full(p) for name, p in sharded.named_parameters()}
-    torch.testing.assert_close(actual, {name: p.detach() for name, p in plain.named_parameters()}, **tolerance)
+    nets.assert_same(dict(sharded.named_parameters()), dict(plain.named_parameters()), **tolerance)
 
 
 def sgd(*models: nn.Module, lr: float = 0.1) -> list[torch.optim.Optimizer]:

@@ -5,11 +5,14 @@ behind the data of the sends: a link that can carry both directions at once woul
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+BREAK_TAG = 98
+"""Of the message that is never sent."""
 Parts = Sequence[torch.Tensor] | torch.Tensor
 
 
@@ -32,3 +35,16 @@ def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> li
 def peers(rank: int, size: int) -> list[int]:
     """The other ranks, nearest behind first, so that no rank is the first of all others."""
     return [(rank + step) % size for step in range(1, size)]
+
+
+def break_waits(group: Any) -> None:
+    """End every wait for messages of `group` on this rank, and on its peers: a receive that times out closes all.
+
+    Over another backend nothing is done: a rank that waits for a device asks for the verdict itself.
+    """
+    peer = (group.rank() + 1) % group.size()
+    try:
+        if group._get_backend(torch.device("cpu")).name() == "gloo":
+            group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return

@@ -44,11 +44,12 @@ class Gloo:
     ) -> Pending:
         """One message to each rank: row r of a table, from or for rank r, holds the tensors one after another."""
         rank, size = dist.get_rank(group), group.size()
-        table = torch.empty(size, sum(source.numel() for source in sources), dtype=dtype, device=device)
-        torch.cat([source.detach() for source in sources], out=table[rank])
+        widths = [*map(torch.Tensor.numel, sources)]
+        table = torch.empty(size, sum(widths), dtype=dtype, device=device)
+        torch.cat([*map(torch.Tensor.detach, sources)], out=table[rank])
 
         def spread() -> None:
-            columns = table.split([source.numel() for source in sources], dim=1)
+            columns = table.split(widths, dim=1)
             kept = [(full.view(size, -1), column) for full, column in zip(fulls, columns) if full is not None]
             if kept:
                 torch._foreach_copy_([full for full, _ in kept], [column for _, column in kept])

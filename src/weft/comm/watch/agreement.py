@@ -88,7 +88,7 @@ class Agreement:
         """
         log, self._log = self._log, []
         out_of_turn = set(waiting)
-        flags = [*present, *trains, *resharded, *(number in out_of_turn for number in range(len(names)))]
+        flags = [*present, *trains, *resharded, *map(out_of_turn.__contains__, range(len(names)))]
         highest, union = agree(
             [*_both_ways(_fingerprint(log)), *_both_ways(_fingerprint(arrived))],
             _packed(flags),
@@ -101,7 +101,8 @@ class Agreement:
             rule = "every rank must run the same units in the same order"
             raise _parted(issued, groups, "issued different collectives", rule)
         said = iter(_unpacked(union, len(flags)))
-        any_present, any_trains, any_resharded = ([*islice(said, len(each))] for each in (present, trains, resharded))
+        any_present = [*islice(said, len(present))]
+        any_trains, any_resharded = [*islice(said, len(trains))], [*islice(said, len(resharded))]
         any_waiting = [number for number, waits in enumerate(said) if waits]
         return Agreed(any_present, any_waiting[::-1], highest[2] == -highest[3], any_trains, any_resharded)
 
@@ -112,7 +113,8 @@ def _both_ways(word: int) -> tuple[int, int]:
 
 
 def _packed(flags: Sequence[bool]) -> list[int]:
-    return [sum(flag << bit for bit, flag in enumerate(flags[i : i + _WORD])) for i in range(0, len(flags), _WORD)]
+    digits = "".join(map("01".__getitem__, map(bool, flags)))
+    return [int(digits[begin : begin + _WORD][::-1], 2) for begin in range(0, len(digits), _WORD)]
 
 
 def _unpacked(words: Sequence[int], count: int) -> list[bool]:

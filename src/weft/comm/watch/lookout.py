@@ -21,15 +21,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from weft.comm.gloo.sends import break_waits
 from weft.comm.watch import rules
 from weft.comm.watch.elsewhere import waits_elsewhere
 from weft.comm.watch.rules import Picture, State, mismatch
@@ -49,8 +49,6 @@ EXPLAINED_S = 2.0
 """How long a rank whose wait was broken looks for somebody who says why."""
 GOODBYE_S = 10.0
 """How long the end of a process waits for the thread."""
-BREAK_TAG = 98
-"""Of the message that nobody sends."""
 
 _NO_WORLD = object()
 _RULE = (
@@ -92,7 +90,8 @@ class Lookout:
         self._haste_until = 0.0
         self._issued: dict[str, int] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
-        self._joinable: dict[str, Callable[[], bool]] = {}
+        self._joinable: MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()
+        self._also: list[Callable[[], None]] = []
         self._call: Call | None = None
         self._since = 0.0
         self._token = 0
@@ -126,9 +125,22 @@ class Lookout:
             number = self._issued[key] = self._issued.get(key, 0) + 1
         return Call(key, number, name, group, self._ranks[group])
 
-    def can_join(self, key: str, join: Callable[[], bool]) -> None:
-        """`join()` takes part in the next collective of `key` without using it, and says whether it could."""
-        self._joinable[key] = join
+    def can_join(self, owner: Any, key: str, join: Callable[[], bool]) -> None:
+        """`join()` takes part in the next collective of `key` without using it, and says whether it could.
+
+        `owner`: with it, goes what is known of `join`, which must not keep it alive.
+        """
+        with self._lock:
+            self._joinable.setdefault(owner, {})[key] = join
+
+    @contextmanager
+    def looking(self, look: Callable[[], None]) -> Iterator[None]:
+        """Inside, the thread calls `look()` at each of its looks, for what watches the progress of a program."""
+        self._also.append(look)
+        try:
+            yield
+        finally:
+            self._also.remove(look)
 
     def begin_pass(self) -> None:
         """A forward begins: an earlier failure is over."""
@@ -143,7 +155,7 @@ class Lookout:
             return
         self._failed = what
         with contextlib.suppress(RuntimeError):  # the store went with the job
-            self._say(State("failed", what, dict(self._issued), token=str(self._token)))
+            self._say(State("failed", what, dict(self._issued), token=str(self._token), failed=what))
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
@@ -191,8 +203,10 @@ class Lookout:
 
     def _of_who_left(self, call: Call) -> str:
         states = {rank: self._state_of(rank) for rank in call.ranks if rank != self._rank}
-        for doing in ("ended", "failed"):
-            left = {rank: state.name for rank, state in states.items() if state and state.doing == doing}
+        for left in (
+            {rank: state.name for rank, state in states.items() if state and state.doing == "ended"},
+            {rank: state.failed for rank, state in states.items() if state and state.failed},
+        ):
             if left:
                 said = sorted({self._rank: call.name, **left}.items())
                 return str(mismatch("wait for different things", dict(said), _RULE))
@@ -217,6 +231,8 @@ class Lookout:
         with contextlib.suppress(Exception):  # the store went with the job
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
+                for look in tuple(self._also):
+                    look()
                 delay = self.delay()
                 slowest = SLOWEST_S * delay / DELAY_S
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
@@ -255,7 +271,9 @@ class Lookout:
         if time.monotonic() - self._unchanged_since > rules.patience(stuck.values()):
             if not self._question:
                 self._question = self._store.add(f"{self._prefix}question", 1)
-            elif all(state.heard >= self._question or state.doing == "ended" for state in stuck.values()):
+            elif self._read("verdict") or all(
+                state.heard >= self._question or state.doing == "ended" for state in stuck.values()
+            ):  # a rank that was told of a verdict answers no more
                 self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
         return True
 
@@ -276,9 +294,11 @@ class Lookout:
         place, token = waits_elsewhere(self._waiter, threading.main_thread().ident)
         token = f"{token}/{self._token}"
         if place and token == self._place_token:
-            return State("elsewhere", before + place, issued, token=token)
+            return State("elsewhere", before + place, issued, token=token, failed=self._failed)
         self._place_token = token if place else ""
-        return State("failed", self._failed, issued, token=str(self._token)) if self._failed else None
+        if not self._failed:
+            return None
+        return State("failed", self._failed, issued, token=str(self._token), failed=self._failed)
 
     def _say(self, state: State | None) -> None:
         text = json.dumps(state.words()) if state is not None else ""
@@ -308,7 +328,8 @@ class Lookout:
                 for state in stuck.values()
                 if self._rank in state.ranks and self._issued.get(state.key, 0) < state.number
             ]
-            joined = [key for key in dict.fromkeys(wanted) if key in self._joinable and self._joinable[key]()]
+            joins = {key: join for known in list(self._joinable.values()) for key, join in known.items()}
+            joined = [key for key in dict.fromkeys(wanted) if key in joins and joins[key]()]
             self.joins += len(joined)
         if joined:
             self._store.add(f"{self._prefix}joins", len(joined))
@@ -322,20 +343,7 @@ class Lookout:
                 return
             self.verdict = verdict
         self._store.set(f"{self._prefix}verdict", verdict)
-        _break_waits(call.group)
-
-
-def _break_waits(group: Any) -> None:
-    """End every wait for messages of `group` on this rank, and on its peers: a receive that times out closes all.
-
-    Who waits for a device asks for the verdict himself.
-    """
-    peer = (group.rank() + 1) % group.size()
-    try:
-        if group._get_backend(torch.device("cpu")).name() == "gloo":
-            group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+        break_waits(call.group)
 
 
 _current: Lookout | None = None

@@ -44,7 +44,8 @@ class State:
     """What a rank says that does not move: what it is `doing`, and how many collectives of each key it has issued.
 
     `name`: what a person calls it. `key`, `number`, `ranks`: of the collective that it waits for. `token`: another one
-    for each wait. `heard`: the last question that it has heard.
+    for each wait. `heard`: the last question that it has heard. `failed`: the exception by which it left a pass, since
+    which it has begun none.
     """
 
     doing: Doing
@@ -55,6 +56,7 @@ class State:
     ranks: tuple[int, ...] = ()
     token: str = ""
     heard: int = 0
+    failed: str = ""
 
     def lacks(self, wanted: "State") -> bool:
         """Whether this rank has not begun what another one waits for."""

@@ -116,7 +116,7 @@ def materialize(
         module._buffers[name] = real[buffer]
     for parameter in filled_in:
         vars(real[parameter]).update(vars(parameter))
-        empty[parameter].register(real[parameter])
+        empty[parameter].put(real[parameter])
     return {parameter: real[parameter] for parameter in filled_in}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -25,17 +26,32 @@ from torch.distributed.tensor import DTensor
 from weft.fsdp.construction.parameters import is_ignored
 from weft.fsdp.gradients.direct import home_of
 
+Root = tuple["weakref.ref[Any]", int]
+"""A root unit, and how many backwards were looked through for it."""
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
-def look_around(roots: Sequence["weakref.ref[Any]"], outputs: Iterable[torch.Tensor]) -> None:
+_LOOKS = 3
+"""For how many backwards a root is looked for: a model may run forward and never backward."""
+
+
+def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError for a parameter that a backward of `outputs` reaches, if it is in no unit and a module around
-    one of `roots`, the root units, has it."""
-    suspects = {leaf for leaf in _leaves(outputs) if _is_suspect(leaf)}
-    if not suspects:
-        return
+    one of `roots`, the root units, has it. Returns the roots that it does not reach, for the next backward."""
+    leaves = set(_leaves(outputs))
+    if suspects := set(filter(_is_suspect, leaves)):
+        _refuse(suspects, [unit for ref, _ in roots if (unit := ref()) is not None])
+    reached = {id(home[0].channels) for leaf in leaves if (home := home_of(leaf)) is not None}
+    return [
+        (ref, looks + 1)
+        for ref, looks in roots
+        if (unit := ref()) is not None and id(unit.channels) not in reached and looks + 1 < _LOOKS
+    ]
+
+
+def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
     parents = _parents()
-    for unit in (unit for ref in roots if (unit := ref()) is not None):
+    for unit in roots:
         for around in _above([module for ref in unit.modules if (module := ref()) is not None], parents):
             for name, parameter in around.named_parameters():
                 if parameter in suspects and not _is_managed(parameter, around, parents):
@@ -47,9 +63,10 @@ def look_around(roots: Sequence["weakref.ref[Any]"], outputs: Iterable[torch.Ten
                     )
 
 
-def _leaves(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
     """The tensors whose gradients a backward of `outputs` accumulates."""
-    ahead: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    nodes = (each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs)  # a schedule has edges
+    ahead: list[Any] = [node for node in nodes if node is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()

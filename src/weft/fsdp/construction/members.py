@@ -127,7 +127,7 @@ class Members:
             for original in members:
                 retire(original)
             equalize(group)
-            group.register(full=False)
+            group.show_sharded()
         for parameter, (other, group, number) in self._tied.items():
             mine = self._found[parameter]
             group.slots[number].share(mine.owners)

@@ -26,6 +26,7 @@ Who owns `main`, and when, is in `weft.fsdp.gradients.main`.
 import enum
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -110,11 +111,8 @@ class GroupGradients:
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
 
-    def _to(self, event: str) -> None:
-        following = TRANSITIONS.get((self.where, event))
-        if following is None:
-            raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
-        self.where = following
+    def _refuse(self, event: str) -> Where:
+        raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
 
     @property
     def arrived(self) -> bool:
@@ -123,7 +121,12 @@ class GroupGradients:
             for parameter in self._full:
                 if parameter.grad is not None:
                     return True
-            return bool(self._written) or any(says_it_wrote(self._full[number]) for number in self._declared)
+            if self._written:
+                return True
+            for number in self._declared:
+                if says_it_wrote(self._full[number]):
+                    return True
+            return False
 
     @property
     def is_open(self) -> bool:
@@ -185,8 +188,11 @@ class GroupGradients:
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._written.update(number for number in self._declared if says_it_wrote(self._full[number]))
-        left = [parameter.grad for parameter in self._full]
+        for number in self._declared:
+            if says_it_wrote(self._full[number]):
+                self._written.add(number)
+        with behind_classes():
+            left = [*map(_grad_of, self._full)]
         for number in self._declared:
             if leaves_a_dummy(self._full[number]):
                 left[number] = None
@@ -210,7 +216,7 @@ class GroupGradients:
             torch._foreach_add_(*more)
         self._forget()
         self._filled = [True] * len(self._full)
-        self._to("pack")
+        self.where = TRANSITIONS.get((self.where, "pack")) or self._refuse("pack")
 
     def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
         """The buffer of this rank's gradients."""
@@ -233,7 +239,7 @@ class GroupGradients:
 
         `channel`: of their messages. Not `finishes`: the stages behind the shard axis wait for more microbatches.
         """
-        self._to("reduce")
+        self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None
         for number, stage in enumerate(self._stages if self._finishes else self._stages[:1]):
@@ -282,7 +288,7 @@ class GroupGradients:
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The reduction of what is packed starts, in one message with others: the main gradients that it goes to, what
         is packed, and whether it is added."""
-        self._to("reduce")
+        self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()
         packed = self._stages[0].buffer
@@ -296,13 +302,14 @@ class GroupGradients:
         for stage in self._stages if self._finishes else self._stages[:1]:
             stage.close()
         self._filled = [False] * len(self._full)
-        self._to("arrive" if self._finishes else "wait")
+        event = "arrive" if self._finishes else "wait"
+        self.where = TRANSITIONS.get((self.where, event)) or self._refuse(event)
 
     # --- `.grad` ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         """Hand the gradients out: set `.grad` of the parameters that have one on any rank, and run their hooks."""
-        self._to("publish")
+        self.where = TRANSITIONS.get((self.where, "publish")) or self._refuse("publish")
         self.main.publish(self.present)
         self.present = [False] * len(self._full)
 
@@ -323,6 +330,9 @@ class GroupGradients:
         self._filled = [False] * len(self._full)
         self.present = [False] * len(self._full)
         self.where = Where.NOWHERE
+
+
+_grad_of = attrgetter("grad")
 
 
 def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:

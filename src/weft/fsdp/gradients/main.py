@@ -80,11 +80,13 @@ class MainGradients:
 
     def _is_held(self, numbers: Sequence[int]) -> bool:
         """Whether anybody but this group holds the gradients of `numbers` that were handed out."""
-        return any(
-            sys.getrefcount(self._handed[number]) > _ALONE
-            or sys.getrefcount(self._handed[number]._local_tensor) > _ALONE
-            for number in numbers
-        )
+        for number in numbers:
+            if (
+                sys.getrefcount(self._handed[number]) > _ALONE
+                or sys.getrefcount(self._handed[number]._local_tensor) > _ALONE
+            ):
+                return True
+        return False
 
     def _is_viewed(self) -> bool:
         """Whether anybody else has views of what was handed out."""

@@ -143,7 +143,8 @@ class GradientStage:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._inbox.give()
+        if self._inbox.nbytes:
+            self._inbox.give()
         for memory in self._memory.values():
             memory.give()
         self.buffer = None

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from weft.comm.backends import transport_of
 from weft.comm.collectives import all_gather_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
@@ -59,7 +60,8 @@ class Bucket:
             if comes:
                 self._channels.on_gather(unit)
                 coming.append(unit)
-            fulls += [group.open_full(self._channels) if comes else None for group in unit.groups]
+            for group in unit.groups:
+                fulls.append(group.open_full(self._channels) if comes else None)
         ticket = self._start(fulls)
         for unit in coming:
             unit.come_by(ticket)
@@ -82,6 +84,15 @@ class Bucket:
                 dtype=self._lead.recipe.compute,
                 device=self._lead.device,
             )
+
+
+def bundle_bytes(groups: Sequence[ParameterGroup]) -> int:
+    """How many bytes travel in one message by default: what takes as long as the latency of a message, by what the
+    slowest transport of `groups` says of itself."""
+    said = [
+        transport_of(group.groups[-1], group.device).capabilities for group in groups if group.groups[-1].size() > 1
+    ]
+    return min((each.bundle_bytes for each in said), default=0)
 
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:

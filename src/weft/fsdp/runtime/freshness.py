@@ -28,7 +28,8 @@ class Freshness:
         self._channel = channel
         self._certain = True
         """Whether all ranks know without asking that the weights change."""
-        self._ahead: dict[Unit, None] = {}
+        self.ahead: dict[Unit, None] = {}
+        """The units that are still to be made anew, in the order of all ranks."""
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
@@ -44,7 +45,7 @@ class Freshness:
         if changed:
             for group in following:
                 group.outdate()
-        self._ahead.update(dict.fromkeys(inside))
+        self.ahead.update(dict.fromkeys(inside))
 
     def expect_change(self) -> None:
         """A step is over: an optimizer follows."""
@@ -52,20 +53,20 @@ class Freshness:
 
     def is_due(self, unit: Unit) -> bool:
         """Whether the weights of `unit` are still to be made anew."""
-        return unit in self._ahead
+        return unit in self.ahead
 
     def reach(self, unit: Unit) -> None:
         """Make the weights of all units before `unit` anew, its own, and those of the next, whose transfer so runs
         beside the computation with its own."""
-        if unit in self._ahead:
+        if unit in self.ahead:
             while self._next() is not unit:
                 pass
-        if self._ahead and self._made and self._made[-1] is unit:
+        if self.ahead and self._made and self._made[-1] is unit:
             self._next()
 
     def finish(self) -> None:
         """The pass is over: make anew what is left, whether its unit ran here or not, and see that all has come."""
-        while self._ahead:
+        while self.ahead:
             self._next()
         made, self._made = self._made, []
         for unit in made:
@@ -74,13 +75,13 @@ class Freshness:
 
     def forget(self) -> None:
         """A pass was abandoned: nobody knows what was made anew where."""
-        self._ahead.clear()
+        self.ahead.clear()
         self._made.clear()
         self._certain = True
 
     def _next(self) -> Unit:
-        unit = next(iter(self._ahead))
-        del self._ahead[unit]
+        unit = next(iter(self.ahead))
+        del self.ahead[unit]
         for group in unit.groups:
             group.refresh(self._channels)
         self._made.append(unit)

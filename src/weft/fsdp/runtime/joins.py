@@ -51,15 +51,17 @@ class Joins:
                 join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.transient is not None:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
-                    watch.can_join(key, functools.partial(join, number))
+                    watch.can_join(self, key, functools.partial(join, number))
                 if group.refreshes and group.model_weight.axes:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
                         key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), group.channel)
-                        watch.can_join(key, functools.partial(join, None))
+                        watch.can_join(self, key, functools.partial(join, None))
 
         for number, bucket in enumerate(self._buckets):
+            if not transport_of(bucket.group, units[0].device).capabilities.helpers:
+                continue
             key = self._channels.gathers.key(bucket.group, bucket.channel)
-            watch.can_join(key, functools.partial(weakly(self.take_part_in_bucket), number))
+            watch.can_join(self, key, functools.partial(weakly(self.take_part_in_bucket), number))
         return trains
 
     def failed(self, what: str, error: BaseException) -> None:

@@ -100,20 +100,25 @@ class Reductions(ReductionOrder):
         self.take_turns(self._planned[1])
 
     def _due(self, unit: Unit) -> Due:
-        kinds = {group.gradients.bucket_kind for group in unit.trainable_groups} if self._bucket_bytes else {None}
-        kind = next(iter(kinds)) if len(kinds) == 1 else None
-        return Due(unit.number, kind, sum([group.reduced_bytes for group in unit.trainable_groups]))
+        first, *others = unit.trainable_groups
+        kind = first.gradients.bucket_kind if self._bucket_bytes else None
+        nbytes = first.reduced_bytes
+        for group in others:
+            nbytes += group.reduced_bytes
+            if group.gradients.bucket_kind != kind:
+                kind = None
+        return Due(unit.number, kind, nbytes)
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""
         if not unit.trainable_groups:
             return
         if self.defers(unit):
-            self._gathers.events.append(("later", unit.number, 0))
+            self._gathers.waits(unit.number)
             self.pack(unit.number)
             return
         self._gathers.events.append(("ready", unit.number, int(self._finishes(unit))))
-        if not self.ready(unit.number, in_order=self.keeps_order(unit)):
+        if not self.ready(unit.number, in_order=self._checked and unit.is_addressed):
             for group in unit.trainable_groups:
                 self._note(unit.number, "reduction", group.reduced_bytes)
 
@@ -122,7 +127,10 @@ class Reductions(ReductionOrder):
         if self.defers(unit) or unit.number in self.waiting:
             return False
         finishing = self._finishes(unit)
-        return any(group.gradients.accumulates(finishing) for group in unit.trainable_groups)
+        for group in unit.trainable_groups:
+            if group.gradients.accumulates(finishing):
+                return True
+        return False
 
     def abandon(self) -> None:
         """Let transfers end, and do nothing with what they brought."""

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.comm.watch.agreement import Agreement
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.channels import Channels, separate_gathers
+from weft.fsdp.channels import Channels, check_separate, separate_gathers
 from weft.fsdp.construction.inventory import Inventory
 from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.runtime.buckets import fill_buckets
+from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
 from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.joins import Joins
@@ -63,16 +64,18 @@ class Runtime:
         self.options = options
         self.passes = Passes(str(units[0]))
         self.channels = Channels(
-            device, planned=options.allocator == "trace", separate=options.separate_all_gather_group
+            device, planned=options.allocator == "trace", separate=bool(options.separate_all_gather_group)
         )
         self.units = tuple(units)
         """Root first. One whose module was replaced stays: when it is collected is a matter of each rank, and all ranks
         must send the same messages."""
         groups = self.groups
+        self._offloaded = [group for group in groups if group.offload is not None]
         for number, unit in enumerate(units):
             unit.number = number
         budget = options.prefetch_bytes
-        most = options.bucket_bytes if budget is None else min(budget, options.bucket_bytes)
+        self._bundle_bytes = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
+        most = self._bundle_bytes if budget is None else min(budget, self._bundle_bytes)
         self._buckets = fill_buckets(units, self.channels, most)
         self.gathers = GatherOrder(self.units, self._buckets, budget)
         channel = min((group.channel for group in groups), default=0)
@@ -81,7 +84,7 @@ class Runtime:
             self.units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
-            bucket_bytes=options.bucket_bytes,
+            bucket_bytes=self._bundle_bytes,
             checked=options.check_collectives,
             note=self._agreement.note,
             gathers=self.gathers,
@@ -109,6 +112,7 @@ class Runtime:
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
+        check_separate(self._process_groups, options.separate_all_gather_group)
         shared = any(group.size() > 1 for group in self._process_groups)
         self._agrees = shared and options.check_collectives
         """Whether ranks tell each other what they have."""
@@ -121,7 +125,7 @@ class Runtime:
 
     # --- units ------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def groups(self) -> list[ParameterGroup]:
         """The parameter groups of all units."""
         return [group for unit in self.units for group in unit.groups]
@@ -129,9 +133,8 @@ class Runtime:
     def change(self, **options: Any) -> None:
         """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
-        if self.options.separate_all_gather_group:
-            separate_gathers(self._process_groups)
-        self.channels.separate = self.options.separate_all_gather_group
+        separate_gathers(self._process_groups, self.options.separate_all_gather_group)
+        self.channels.separate = bool(self.options.separate_all_gather_group)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
     def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
@@ -213,15 +216,11 @@ class Runtime:
         trains = None
         if self._agrees:
             trains = self._joins.begin_pass(units, self._agreement, groups)
+        for unit in units:  # of all units first: a holder of one holds those that it is tied to
+            if unit.holders:
+                unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in units:
-            unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
-        for unit in units:
-            unit.forget()
-            unit.free()
-        for group in self.groups:
-            group.await_refresh()
-        for unit in units:
-            unit.follow_user()
+            unit.begin_pass()
         if not self._agrees or trains is not None:
             self._reduce_groups(trains or [group.trainable for group in self.groups])
         within = f"{outermost.name}." if outermost.number else ""
@@ -234,7 +233,7 @@ class Runtime:
                 unit.tell_version()
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
-            first_backwards.append(weakref.ref(units[0]))
+            first_backwards.append((weakref.ref(units[0]), 0))
         self.passes.begin(kind)
         self._forward = next(_moments)
         if kind is not Pass.SCHEDULE:
@@ -285,7 +284,7 @@ class Runtime:
 
     def _finish_uploads(self) -> None:
         """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
-        for group in self.groups:
+        for group in self._offloaded:
             group.finish_upload()
 
     # --- schedules --------------------------------------------------------------------------------------------------
@@ -391,7 +390,8 @@ class Runtime:
                     "know when it needs the weights: take gradients with respect to inputs of sharded modules"
                 )
             for call in reversed(self._calls):
-                call.end()
+                if call.begun:
+                    call.end()
             self._end_backward()
         except BaseException:
             self.reset()
@@ -403,21 +403,25 @@ class Runtime:
         self._calls.clear()
         units = self.units
         for unit in reversed(units):
-            arrived = any(group.gradients.arrived for group in unit.trainable_groups)
-            if arrived or self.reductions.left_over(unit):
+            if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):
                 self.ready(unit)
-        late = [unit for unit in units if unit.other_groups and any(group.trainable for group in unit.other_groups)]
+        late = [unit for unit in units if unit.others and any(unit.groups[number].trainable for number in unit.others)]
         for unit in late:  # the ranks have yet to hear that one of them trains these
-            self.reductions.pack(unit.number, unit.unreduced(here=True))
-        due = any((unit.trainable_groups or unit in late) and not self.reductions.defers(unit) for unit in units)
+            arrived = [number for number in unit.others if unit.groups[number].gradients.arrived]
+            self.reductions.pack(unit.number, arrived)
+        deferring = [*map(self.reductions.defers, units)]
+        due = False
+        for unit, defers in zip(units, deferring):
+            due |= not defers and bool(unit.trainable_groups or unit in late)
         if due:
             self._settle(units)
         self.reductions.drain()
         self.gathers.end_backward()
-        for unit in units:
-            for group in unit.trainable_groups:
-                group.gradients.is_owed = self.reductions.defers(unit)
-            unit.end_holds(UNTIL_BACKWARD)
+        for unit, defers in zip(units, deferring):
+            for group in unit.groups:
+                group.gradients.is_owed = group.agreed and defers
+            if unit.holders:
+                unit.end_holds(UNTIL_BACKWARD)
             unit.forget()
         self._come_to_rest()
         self._plan()
@@ -462,23 +466,30 @@ class Runtime:
             self.reductions.waiting,
             [unit.name for unit in units],
             self._process_groups,
-            trains=[group.trainable for group in groups],
+            trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
             resharded=[unit.resharded for unit in units],
         )
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
         self.reductions.add(agreed.waiting)
-        for unit in reversed(units):
-            if unit.other_groups and not self.reductions.defers(unit):
-                self.reductions.start(unit.number, unit.unreduced(here=False))
+        others = [(unit, unit.others) for unit in reversed(units) if unit.others]
         self._reduce_groups(agreed.trains)
+        for unit, numbers in others:
+            if not self.reductions.defers(unit):
+                self.reductions.start(unit.number, [number for number in numbers if unit.groups[number].agreed])
         for unit, resharded in zip(units, agreed.resharded):
             unit.resharded = False
             if resharded and USER in unit.holders:  # the unit did not run here
                 unit.release(USER)
         if agreed.same_order and self.reductions.arrived:
             self.reductions.agreed = tuple(self.reductions.arrived)
+
+    def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
+        """Whether gradients of the group, which is frozen here, wait for their reduction somewhere."""
+        if not group.agreed:
+            return group.trainable
+        return not (unit.requires_all_reduce and self.reductions.is_last) or self.reductions.defers(unit)
 
     def _reduce_groups(self, trains: Sequence[bool]) -> None:
         """From now on reduce the gradients of these groups: those that some rank trains, where the ranks agree."""
@@ -552,7 +563,7 @@ class Runtime:
         if self._depth == 0:
             _refuse_leaks(units)
         for unit in units:
-            if stays is None or not stays(unit):
+            if unit.resident and (stays is None or not stays(unit)):
                 unit.free()
 
     def _plan(self) -> None:
@@ -582,7 +593,7 @@ class Runtime:
         options = self.options
         return Limits(
             options.prefetch_bytes,
-            options.bucket_bytes,
+            self._bundle_bytes,
             options.max_live_reduce_buffers,
             depth,
             checked=options.check_collectives,
@@ -590,7 +601,8 @@ class Runtime:
         )
 
     def _before_gather(self, unit: Unit) -> None:
-        self._freshness.reach(unit)
+        if self._freshness.ahead:
+            self._freshness.reach(unit)
         if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
             for group in unit.groups:
                 if group.transient is not None:
@@ -600,8 +612,9 @@ class Runtime:
 def _refuse_leaks(units: Iterable[Unit]) -> None:
     """Raise if somebody who computes still holds weights though the pass is over."""
     for unit in units:
-        if leaked := [holder.name for holder in unit.holders if holder.computes]:
-            raise RuntimeError(f"{unit}: its weights are still held by {', '.join(leaked)} when the pass is over")
+        if unit.holders and unit.computes:
+            leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)
+            raise RuntimeError(f"{unit}: its weights are still held by {leaked} when the pass is over")
 
 
 def settle_unnoticed() -> None:

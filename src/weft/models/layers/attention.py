@@ -13,12 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
+from weft.models.context import Borders, Slices
 from weft.models.documents import Documents
 from weft.models.layers.block import Block, State
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
 from weft.moe.linear import Linear
 from weft.moe.source import INITIAL_STD, WeightSource
+
+Where = tuple[int, Tensor | None]
+"""The first position, and all of them [B, S] where they do not follow one another (see `RotaryEmbedding.forward`)."""
 
 
 class Attention(Block):
@@ -52,24 +56,36 @@ class Attention(Block):
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
-    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
-        q_BSHC, gate_BSHC = self.q_proj(x_BSD).unflatten(-1, (self.heads, -1)), None
-        if self.gated:
-            q_BSHC, gate_BSHC = q_BSHC.chunk(2, dim=-1)
-        k_BSHC = self.k_proj(x_BSD).unflatten(-1, (self.key_value_heads, -1))
-        v_BSHC = self.v_proj(x_BSD).unflatten(-1, (self.key_value_heads, -1))
-        q_BSHC, k_BSHC = self._normed(self.q_norm, q_BSHC), self._normed(self.k_norm, k_BSHC)
-        start = state["k"].shape[1] if state else 0
-        if self.rotary is not None:
-            at = None if documents is None else documents.position_ids(x_BSD.device)
-            q_BSHC, k_BSHC = self.rotary(q_BSHC, start, at), self.rotary(k_BSHC, start, at)
-        k_BTHC, v_BTHC = remembered(state, k=k_BSHC, v=v_BSHC)
-        how = {"scale": self.scale, "window": self.window, "sinks": self.sinks}
-        o_BSHC = attention_within(documents, q_BSHC, k_BTHC, v_BTHC, **how)
+        how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": self.sinks}
+        where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
+        if isinstance(documents, Slices):
+            others = documents.gathering(*self._keys_and_values(x_BSD, where))  # beside what queries take
+            q_BSHC, gate_BSHC = self._queries(x_BSD, where)
+            o_BSHC = attention_over(documents, q_BSHC, *others(), **how)
+        else:
+            q_BSHC, gate_BSHC = self._queries(x_BSD, where)
+            k_BSHC, v_BSHC = self._keys_and_values(x_BSD, where)
+            k_BTHC, v_BTHC = remembered(state, k=k_BSHC, v=v_BSHC)
+            o_BSHC = attention_within(documents, q_BSHC, k_BTHC, v_BTHC, **how)
         if gate_BSHC is not None:
             o_BSHC = o_BSHC * gate_BSHC.sigmoid()
         return self.o_proj(o_BSHC.flatten(-2))
+
+    def _queries(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        """Of the heads, normed and rotated, and what gates their results."""
+        q_BSHC, gate_BSHC = self.q_proj(x_BSD).unflatten(-1, (self.heads, -1)), None
+        if self.gated:
+            q_BSHC, gate_BSHC = q_BSHC.chunk(2, dim=-1)
+        q_BSHC = self._normed(self.q_norm, q_BSHC)
+        return q_BSHC if self.rotary is None else self.rotary(q_BSHC, *where), gate_BSHC
+
+    def _keys_and_values(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        k_BSHC = self.k_proj(x_BSD).unflatten(-1, (self.key_value_heads, -1))
+        v_BSHC = self.v_proj(x_BSD).unflatten(-1, (self.key_value_heads, -1))
+        k_BSHC = self._normed(self.k_norm, k_BSHC)
+        return k_BSHC if self.rotary is None else self.rotary(k_BSHC, *where), v_BSHC
 
     def _norm(self, cfg: HybridConfig, size: int) -> nn.Module | None:
         widths = {"none": None, "head": cfg.attention_head_dim, "full": size}
@@ -89,6 +105,32 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
     for name, tensor in new.items():
         state[name] = torch.cat((state[name], tensor), dim=1) if name in state else tensor
     return [state[name] for name in new]
+
+
+def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
+    """The positions of `x_BSD`, of which `start` are remembered before it."""
+    if documents is None:
+        return start, None
+    if isinstance(documents, Slices):  # a slice has positions of all of its row
+        start = documents.whole.seq - x_BSD.shape[1]
+    return start, documents.position_ids(x_BSD.device)
+
+
+def attention_over(slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
+    """`attention_within` of the queries of this rank's slices over the keys and values of the whole rows."""
+    q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
+    found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
+    for queries, keys in slices.pieces(q_BSHC.device):
+        if (window := how.get("window")) is not None:
+            keys = keys[:, -(queries.shape[1] + window - 1) :]
+        found.append(causal_attention(q_NHC[queries], k_NHC[keys], v_NHC[keys], **how).flatten(0, 1))
+        places.append(queries.flatten())
+    o_NHC = torch.cat(found)
+    if places:
+        o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]).index_copy(0, torch.cat(places), o_NHC)
+    else:  # nothing but padding
+        o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]) + (k_NHC.sum() + v_NHC.sum() + q_NHC.sum()) * 0
+    return o_NHC.unflatten(0, q_BSHC.shape[:2])
 
 
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
-from weft.models.documents import Documents
+from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
-    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """What the layer adds to the residual stream, from its normalised input; [B, S, D] -> [B, S, D].
 
         With a state, `x_BSD` are the positions that follow those which it knows, and afterwards it knows them too. With
@@ -47,7 +47,7 @@ class Block(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, x_BSD: Tensor, state: State | None = None, documents: Documents | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         part_BSD = self.mix(normed(self.norm, x_BSD), state, documents)
         return added(x_BSD, normed(self.post_norm, part_BSD), self.multiplier)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.documents import Documents
+from weft.models.context import Borders, Slices
 from weft.models.layers.block import State
 from weft.moe.source import WeightSource
 
@@ -33,7 +33,7 @@ class CausalConvolution(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_BSC: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
+    def forward(self, x_BSC: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Convolve, and keep in the state what the next position needs."""
         if documents is not None:
             return self._over_documents(x_BSC, documents)
@@ -45,10 +45,15 @@ class CausalConvolution(nn.Module):
         y_BCS = F.conv1d(x_BSC.transpose(1, 2), self.weight, self.bias, groups=self.weight.shape[0])
         return F.silu(y_BCS.transpose(1, 2))
 
-    def _over_documents(self, x_BSC: Tensor, documents: Documents) -> Tensor:
-        """All rows as one, with K - 1 zeros before each document."""
+    def _over_documents(self, x_BSC: Tensor, documents: Borders) -> Tensor:
+        """All rows as one, with K - 1 zeros before each document, or what came before in another slice."""
         before = self.weight.shape[-1] - 1
-        places, size = documents.convolution(before, x_BSC.device)
+        local = documents.local if isinstance(documents, Slices) else documents
+        places, size = local.convolution(before, x_BSC.device)
         spaced = x_BSC.new_zeros(size, x_BSC.shape[-1]).index_copy(0, places, x_BSC.flatten(0, 1))
+        if isinstance(documents, Slices):
+            halo = documents.halo(x_BSC, before)
+            firsts = places[:: documents.width, None] - before + torch.arange(before, device=places.device)
+            spaced = spaced.index_copy(0, firsts.flatten(), halo.flatten(0, 1))
         y_1CN = F.conv1d(spaced.t()[None], self.weight, self.bias, groups=self.weight.shape[0])
         return F.silu(y_1CN[0].t().index_select(0, places - before).view_as(x_BSC))

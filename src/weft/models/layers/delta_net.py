@@ -12,13 +12,15 @@ into the first position of each is 0.
 Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
-from weft.models.documents import Documents
+from weft.models.context import Borders, Slices
 from weft.models.layers.block import Block, State
 from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
@@ -66,7 +68,7 @@ class GatedDeltaNet(Block):
         self.A_log.log_()
         nn.init.ones_(self.dt_bias)
 
-    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
         qkv, z, b, a = self.in_proj(x_BSD).split(self.widths, dim=-1)
         q, k, v = self.conv1d(qkv, state, documents).split(self.inner_widths, dim=-1)
@@ -120,8 +122,15 @@ def delta_chunked(
     beta_BSH: Tensor,
     state_BHCC: Tensor | None = None,
     numbers_BS: Tensor | None = None,
+    slices: Slices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `delta_stepwise` computes, by products of matrices."""
+    """What `delta_stepwise` computes, by products of matrices.
+
+    `slices`: each row is one of these, and the state before it comes from the slices before it.
+    """
+    before_B = None
+    if slices is not None:
+        numbers_BS, before_B = slices.numbers(q_BSHC.device), slices.before(q_BSHC.device)
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
     positions, heads, width = v.shape[1], k.shape[2], v.shape[-1]
     length = min(CHUNK, positions)
@@ -132,18 +141,18 @@ def delta_chunked(
     numbers_B11KL = states_BK = None
     if numbers_BS is not None:
         numbers_BKL = chunked_numbers(numbers_BS, length)
-        numbers_B11KL, states_BK = numbers_BKL[:, None, None], entering(numbers_BKL, None)
+        numbers_B11KL, states_BK = numbers_BKL[:, None, None], entering(numbers_BKL, before_B)
     # The log of the decay since the start of the chunk or, inside of it, of the document.
     fade_BHRKL = summed(g_BHRKL, numbers_B11KL)
     total_BHRK1 = fade_BHRKL[..., -1:]
     decay_BHRKLL = between(fade_BHRKL, numbers_B11KL)
-    from_start_BHRKL, to_end_BHRKL = fade_BHRKL.exp(), (total_BHRK1 - fade_BHRKL).exp()
-    across_BHRK1 = total_BHRK1.exp()
-    if numbers_B11KL is not None and states_BK is not None:
+    from_start_BHRKL, to_end_BHRKL, across_BHRK1 = fade_BHRKL, total_BHRK1 - fade_BHRKL, total_BHRK1
+    if numbers_B11KL is not None and states_BK is not None:  # masked before exp, as in `between`
         before, after = (each[:, None, None, :, None] for each in (states_BK[:, :-1], states_BK[:, 1:]))
-        from_start_BHRKL = from_start_BHRKL.where(numbers_B11KL == before, 0.0)
-        to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, 0.0)
-        across_BHRK1 = across_BHRK1.where(before == after, 0.0)
+        from_start_BHRKL = from_start_BHRKL.where(numbers_B11KL == before, -math.inf)
+        to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)
+        across_BHRK1 = across_BHRK1.where(before == after, -math.inf)
+    from_start_BHRKL, to_end_BHRKL, across_BHRK1 = (e.exp() for e in (from_start_BHRKL, to_end_BHRKL, across_BHRK1))
 
     # What a chunk writes is u - w S: (1 + tril(beta k k^T * decay, -1)) [u, w] = [beta v, beta decay k].
     k_BH1KLC, beta_BHRKL1 = k_BHKLC.unsqueeze(2), beta_BHRKL[..., None]
@@ -162,10 +171,24 @@ def delta_chunked(
         written.append(u_L - w_L @ S)
         S = fade * S + k_L @ written[-1]
 
+    if slices is not None:
+        # The state S before a slice is to the states in it what T S is: T goes from chunk to chunk as they do.
+        T = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*S.shape[:-1], -1)
+        of_first = []
+        for w_L, k_L, fade in zip(w.unbind(3), to_end, fades):
+            of_first.append(T)
+            T = fade * T - k_L @ (w_L @ T)
+        others = slices.carrying(torch.matmul, T, S)
+
     # What the state before a chunk and its own positions give.
     q_BH1KLC = q_BHKLC.unsqueeze(2)
-    from_start = (from_start_BHRKL[..., None] * q_BH1KLC) @ torch.stack(states, dim=3)
-    o_BHRKLC = from_start + ((q_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL) @ torch.stack(written, dim=3)
+    scores_BHRKLL = (q_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL
+    states_BHRKCC, written_BHRKLC = torch.stack(states, dim=3), torch.stack(written, dim=3)
+    if slices is not None:
+        more_BHRKCC = torch.stack(of_first, dim=3) @ others()[:, :, :, None]
+        states_BHRKCC, written_BHRKLC = states_BHRKCC + more_BHRKCC, written_BHRKLC - w @ more_BHRKCC
+    from_start = (from_start_BHRKL[..., None] * q_BH1KLC) @ states_BHRKCC
+    o_BHRKLC = from_start + scores_BHRKLL @ written_BHRKLC
     o_BSHC = o_BHRKLC.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
     return o_BSHC[:, :positions], S.flatten(1, 2)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import KernelError
-from weft.models.documents import Documents
+from weft.models.context import Borders, Slices
 
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 RULE = ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
@@ -42,8 +42,13 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         C: Tensor,
         state: Tensor | None,
         size: int,
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Any:
+        if isinstance(documents, Slices):
+            _refuse_slices(asked, SCAN)
+            x, dt, B, C = map(documents.rows, (x, dt, B, C))
+            y, last = chunked(x, dt, A, B, C, None, size, slices=documents)
+            return documents.unrows(y), last
         kernel = _chosen(asked, SCAN, x)
         numbers = None if documents is None else documents.numbers(x.device)
         if kernel is None:
@@ -67,8 +72,12 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         g: Tensor,
         beta: Tensor,
         state: Tensor | None,
-        documents: Documents | None = None,
+        documents: Borders | None = None,
     ) -> Any:
+        if isinstance(documents, Slices):
+            _refuse_slices(asked, RULE)
+            o, last = chunked(*map(documents.rows, (q, k, v, g, beta)), slices=documents)
+            return documents.unrows(o), last
         kernel = _chosen(asked, RULE, q, _not_for_fla(q))
         if kernel is None:
             return chunked(q, k, v, g, beta, state, None if documents is None else documents.numbers(q.device))
@@ -82,6 +91,11 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         return o.view(shape).to(g.dtype), last
 
     return rule
+
+
+def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
+    if asked == place[0]:
+        raise KernelError(f"{place[0]} cannot be used: it is not called with context ranks; choose 'auto' or 'torch'")
 
 
 def _not_for_fla(q: Tensor) -> str:

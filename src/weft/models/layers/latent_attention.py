@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.models.config import HybridConfig
-from weft.models.documents import Documents
-from weft.models.layers.attention import attention_within, remembered
+from weft.models.context import Borders, Slices
+from weft.models.layers.attention import Where, attention_over, attention_within, positions_of, remembered
 from weft.models.layers.block import Block, State
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
@@ -53,29 +53,48 @@ class LatentAttention(Block):
         self.low_rank_queries = rank is not None
         self.rotary = rotary
 
-    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
+        where = positions_of(documents, state["rope"].shape[1] if state else 0, x_BSD)
+        if isinstance(documents, Slices):
+            others = documents.gathering(*self._latents(x_BSD, where))  # beside what queries take
+            q_BSHC = self._queries(x_BSD, where)
+            o_BSHC = attention_over(documents, q_BSHC, *self._keys_and_values(*others()), scale=self.scale)
+        else:
+            q_BSHC = self._queries(x_BSD, where)
+            latent_BSC, k_rope_BS1C = self._latents(x_BSD, where)
+            known = remembered(state, latent=latent_BSC, rope=k_rope_BS1C)
+            if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # not one with an adapter
+                o_BSHC = self._step(q_BSHC, *known)
+            else:
+                o_BSHC = attention_within(documents, q_BSHC, *self._keys_and_values(*known), scale=self.scale)
+        return self.o_proj(o_BSHC.flatten(-2))
+
+    def _queries(self, x_BSD: Tensor, where: Where) -> Tensor:
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BSD))) if self.low_rank_queries else self.q_proj(x_BSD)
         q_BSHC, q_rope_BSHC = q.unflatten(-1, (self.heads, -1)).split(self.key_widths, dim=-1)
+        if self.rotary is not None:
+            q_rope_BSHC = self.rotary(q_rope_BSHC, *where)
+        return torch.cat((q_BSHC, q_rope_BSHC), dim=-1)
+
+    def _latents(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """The normed latents and the shared keys, rotated."""
         latent_BSC, k_rope_BSC = self.kv_a_proj(x_BSD).split(self.latent_widths, dim=-1)
         k_rope_BS1C = k_rope_BSC.unsqueeze(2)
         if self.rotary is not None:
-            start = state["rope"].shape[1] if state else 0
-            at = None if documents is None else documents.position_ids(x_BSD.device)
-            q_rope_BSHC, k_rope_BS1C = self.rotary(q_rope_BSHC, start, at), self.rotary(k_rope_BS1C, start, at)
-        latent_BTC, k_rope_BT1C = remembered(state, latent=self.kv_a_norm(latent_BSC), rope=k_rope_BS1C)
-        if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # not one with an adapter
-            return self.o_proj(self._step(q_BSHC, q_rope_BSHC, latent_BTC, k_rope_BT1C).flatten(-2))
-        k_BTHC, v_BTHC = self.kv_b_proj(latent_BTC).unflatten(-1, (self.heads, -1)).split(self.up_widths, dim=-1)
-        q_BSHC = torch.cat((q_BSHC, q_rope_BSHC), dim=-1)
-        k_BTHC = torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1)
-        return self.o_proj(attention_within(documents, q_BSHC, k_BTHC, v_BTHC, scale=self.scale).flatten(-2))
+            k_rope_BS1C = self.rotary(k_rope_BS1C, *where)
+        return self.kv_a_norm(latent_BSC), k_rope_BS1C
 
-    def _step(self, q_B1HC: Tensor, q_rope_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
+    def _keys_and_values(self, latent_BTC: Tensor, k_rope_BT1C: Tensor) -> tuple[Tensor, Tensor]:
+        k_BTHC, v_BTHC = self.kv_b_proj(latent_BTC).unflatten(-1, (self.heads, -1)).split(self.up_widths, dim=-1)
+        return torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1), v_BTHC
+
+    def _step(self, q_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
         """What the last position sees, from the latents as they are; -> [B, 1, H, C of v]."""
         of_keys_HCR, of_values_HCR = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(self.up_widths, dim=1)
-        q_BHR = torch.einsum("bhc,hcr->bhr", q_B1HC[:, 0], of_keys_HCR)
-        scores_BHT = q_BHR @ latent_BTR.mT + q_rope_B1HC[:, 0] @ k_rope_BT1C[:, :, 0].mT
+        q_BHC, q_rope_BHC = q_B1HC[:, 0].split(self.key_widths, dim=-1)
+        q_BHR = torch.einsum("bhc,hcr->bhr", q_BHC, of_keys_HCR)
+        scores_BHT = q_BHR @ latent_BTR.mT + q_rope_BHC @ k_rope_BT1C[:, :, 0].mT
         scale = sum(self.key_widths) ** -0.5 if self.scale is None else self.scale
         shares_BHT = (scores_BHT * scale).softmax(-1, dtype=torch.promote_types(scores_BHT.dtype, torch.float32))
         seen_BHR = shares_BHT.to(latent_BTR.dtype) @ latent_BTR

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
-from weft.models.documents import Documents
+from weft.models.context import Borders, Slices
 from weft.models.layers.block import Block, State
 from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
@@ -67,7 +67,7 @@ class Mamba2(Block):
         step = self.dt_bias.exp().clamp(min=floor)
         self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
 
-    def mix(self, x_BSD: Tensor, state: State | None, documents: Documents | None = None) -> Tensor:
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
         z, xBC, dt_BSH = self.in_proj(x_BSD).split(self.widths, dim=-1)
         x, B, C = self.conv1d(xBC, state, documents).split(self.inner_widths, dim=-1)
@@ -122,8 +122,15 @@ def ssd_chunked(
     state_BHPN: Tensor | None = None,
     chunk_size: int = 128,
     numbers_BS: Tensor | None = None,
+    slices: Slices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `ssd_stepwise` computes, by products of matrices."""
+    """What `ssd_stepwise` computes, by products of matrices.
+
+    `slices`: each row is one of these, and the state before it comes from the slices before it.
+    """
+    before_B = None
+    if slices is not None:
+        numbers_BS, before_B = slices.numbers(x_BSHP.device), slices.before(x_BSHP.device)
     x, dt, A, B, C, first = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     positions, groups = x.shape[1], B.shape[2]
     length = min(chunk_size, positions)
@@ -134,35 +141,45 @@ def ssd_chunked(
     numbers_BK1L = states_BK = None
     if numbers_BS is not None:
         numbers_BKL = chunked_numbers(numbers_BS, length)
-        numbers_BK1L, states_BK = numbers_BKL[:, :, None], entering(numbers_BKL, None)
+        numbers_BK1L, states_BK = numbers_BKL[:, :, None], entering(numbers_BKL, before_B)
     # The log of the decay since the start of the chunk or, inside of it, of the document.
     decay_BKHL = summed((dt * A).transpose(2, 3), numbers_BK1L)
     total_BKH = decay_BKHL[..., -1]
 
-    # Within a chunk.
-    scores_BKG1LL = (C_BKGLN @ B_BKGLN.mT).unsqueeze(3)
-    y_BKGRLP = (scores_BKG1LL * between(decay_BKHL, numbers_BK1L).unflatten(2, (groups, -1))) @ x_BKGRLP
-
     # What each chunk adds to the state, and the state before each chunk: all decays from chunk to chunk are one matrix.
-    to_end_BKHL, from_start_BKHL = (total_BKH[..., None] - decay_BKHL).exp(), decay_BKHL.exp()
-    if numbers_BK1L is not None and states_BK is not None:
-        to_end_BKHL = to_end_BKHL.where(numbers_BK1L == states_BK[:, 1:, None, None], 0.0)
-        from_start_BKHL = from_start_BKHL.where(numbers_BK1L == states_BK[:, :-1, None, None], 0.0)
-    to_end_BKGRL1 = to_end_BKHL.unflatten(2, (groups, -1)).unsqueeze(-1)
+    to_end_BKHL, from_start_BKHL = total_BKH[..., None] - decay_BKHL, decay_BKHL
+    if numbers_BK1L is not None and states_BK is not None:  # masked before exp, as in `between`
+        to_end_BKHL = to_end_BKHL.where(numbers_BK1L == states_BK[:, 1:, None, None], -math.inf)
+        from_start_BKHL = from_start_BKHL.where(numbers_BK1L == states_BK[:, :-1, None, None], -math.inf)
+    to_end_BKGRL1 = to_end_BKHL.exp().unflatten(2, (groups, -1)).unsqueeze(-1)
     added_BKGRPN = (x_BKGRLP * to_end_BKGRL1).mT @ B_BKGLN.unsqueeze(3)
     states = torch.cat((first.unflatten(1, (groups, -1)).unsqueeze(1), added_BKGRPN), dim=1)
     states_BHKX = states.flatten(2, 3).transpose(1, 2).flatten(-2)
     of_states = None if states_BK is None else states_BK[:, None]
     since_BHK = summed(F.pad(total_BKH.transpose(1, 2), (1, 0)), of_states)
-    states_BHKPN = (between(since_BHK, of_states) @ states_BHKX).unflatten(-1, first.shape[-2:])
+    decays_BHKK = between(since_BHK, of_states)
+    states_BHKPN = (decays_BHKK @ states_BHKX).unflatten(-1, first.shape[-2:])
+    if slices is not None:
+        others = slices.carrying(_carried, decays_BHKK[:, :, -1, 0], states_BHKPN[:, :, -1])
+
+    # Within a chunk.
+    scores_BKG1LL = (C_BKGLN @ B_BKGLN.mT).unsqueeze(3)
+    y_BKGRLP = (scores_BKG1LL * between(decay_BKHL, numbers_BK1L).unflatten(2, (groups, -1))) @ x_BKGRLP
+
+    if slices is not None:
+        states_BHKPN = states_BHKPN + decays_BHKK[..., :1, None] * others()[:, :, None]
     before_BKGRPN = states_BHKPN[:, :, :-1].transpose(1, 2).unflatten(2, (groups, -1))
     last_BHPN = states_BHKPN[:, :, -1]
 
     # What the state before a chunk gives to its positions.
-    from_start_BKGRL1 = from_start_BKHL.unflatten(2, (groups, -1)).unsqueeze(-1)
+    from_start_BKGRL1 = from_start_BKHL.exp().unflatten(2, (groups, -1)).unsqueeze(-1)
     y_BKGRLP = y_BKGRLP + (C_BKGLN.unsqueeze(3) @ before_BKGRPN.mT) * from_start_BKGRL1
     y_BSHP = y_BKGRLP.flatten(2, 3).transpose(2, 3).flatten(1, 2)
     return y_BSHP[:, :positions], last_BHPN
+
+
+def _carried(decay_BH: Tensor, state_BHPN: Tensor) -> Tensor:
+    return decay_BH[..., None, None] * state_BHPN
 
 
 def _wide(

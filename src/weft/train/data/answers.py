@@ -20,7 +20,8 @@ class Answered:
     """Those of `sequences` that have a label, of tokens that are marked as `marked` does."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
-        self.sequences, self.vocab_size, self.length = sequences, vocab_size, sequences.length
+        self.sequences, self.vocab_size = sequences, vocab_size
+        self.length, self.apart = sequences.length, sequences.apart
         self.numbers = np.arange(len(sequences))
         counts = [self.labels(self.numbers[at : at + _AT_ONCE]) for at in range(0, len(sequences), _AT_ONCE)]
         self.counts = np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
@@ -34,12 +35,20 @@ class Answered:
         found = self.sequences.rows(self.numbers[indices])
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.documents`."""
+        return self.sequences.documents(self.numbers[indices])
+
     def labels(self, indices: np.ndarray) -> np.ndarray:
         """As `Sequences.labels`."""
-        return (self.rows(indices)[:, 1:] >= 0).sum(1)
+        learnt = self.rows(indices)[:, 1:] >= 0
+        if self.apart:
+            numbers = self.documents(indices)
+            learnt &= numbers[:, 1:] == numbers[:, :-1]
+        return learnt.sum(1)
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels, -100 where there is none, of rows."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
-    return tokens[:, :-1], np.maximum(rows[:, 1:], WITHOUT + 1)
+    return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

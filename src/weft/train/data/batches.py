@@ -8,7 +8,7 @@ ranks and a single integer is the whole state:
     rank       0 0 1 1 | 0 0 1 1 | 0 ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,17 @@ from weft.train.errors import ConfigError
 from weft.train.sections.rules import microbatches_per_step
 
 
+def _whole(batch: Batch) -> Batch:
+    return batch
+
+
 class Batches:
-    """The training sequences of one rank, without end: an iterator of microbatches (tokens, labels).
+    """The training sequences of one rank, without end: an iterator of microbatches, see `Batch`.
 
     tokens: 1-D token array, or several texts, mixed by `weights`. A new shuffled order for each epoch of a text,
     determined by `seed` alone: every sequence comes once per epoch, and step k sees the same `global_batch_size`
     sequences for any `dp_size`. vocabulary: what no token may reach; None: not looked at. held: what is validated on,
-    which must be the same in a run that goes on.
+    which must be the same in a run that goes on. cut: takes of each microbatch what this rank has of its sequences.
     """
 
     def __init__(
@@ -40,16 +44,18 @@ class Batches:
         dp_size: int = 1,
         seed: int = 0,
         packing: Packing = "stream",
+        cross_documents: bool = False,
+        cut: Callable[[Batch], Batch] = _whole,
         weights: Sequence[float] = (),
         vocabulary: int | None = None,
         held: Sequence[Part] = (),
     ) -> None:
         parts = [Part(tokens, np.zeros(1, dtype="<i8"))] if isinstance(tokens, np.ndarray) else tokens
-        texts = [sequences(part, sequence_length, packing, dp_size) for part in parts]
+        texts = [sequences(part, sequence_length, packing, dp_size, cross_documents=cross_documents) for part in parts]
         counts = [*map(len, texts), *(len(part.tokens) for part in held)]
         self._names = [part.name for part in (*parts, *held)]
         self._known = [[count, part.fingerprint] for count, part in zip(counts, (*parts, *held))]
-        self._mixture = Mixture(texts, weights, vocabulary)
+        self._mixture, self._cut = Mixture(texts, weights, vocabulary), cut
         self.microbatches_per_step = microbatches_per_step(global_batch_size, microbatch_size, dp_size)
         self._microbatch_size, self._dp_rank, self._dp_size = microbatch_size, dp_rank, dp_size
         self._seed = seed
@@ -65,7 +71,7 @@ class Batches:
     def __next__(self) -> Batch:
         start = self.position + self._dp_rank * self._microbatch_size
         self.position += self._dp_size * self._microbatch_size
-        return self._mixture.batch(*self._at(np.arange(start, start + self._microbatch_size)))
+        return self._cut(self._mixture.batch(*self._at(np.arange(start, start + self._microbatch_size))))
 
     def _at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of which text each is, and which of its sequences."""
@@ -146,12 +152,14 @@ class Validation:
         dp_rank: int = 0,
         dp_size: int = 1,
         packing: Packing = "stream",
+        cross_documents: bool = False,
+        cut: Callable[[Batch], Batch] = _whole,
         weights: Sequence[float] = (),
         vocabulary: int | None = None,
     ) -> None:
         parts = [Part(tokens, np.zeros(1, dtype="<i8"))] if isinstance(tokens, np.ndarray) else tokens
-        texts = [sequences(part, sequence_length, packing, 1) for part in parts]
-        self._mixture = Mixture(texts, weights, vocabulary)
+        texts = [sequences(part, sequence_length, packing, 1, cross_documents=cross_documents) for part in parts]
+        self._mixture, self._cut = Mixture(texts, weights, vocabulary), cut
         per_batch = microbatches_per_step(global_batch_size, microbatch_size, dp_size)
         whole = sum(self._mixture.shares)
         held, name = min(
@@ -174,7 +182,7 @@ class Validation:
         """As those of `Batches`, for each microbatch."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._mixture.batch(self._texts[own], self._indices[own]) for own in self._own)
+        return (self._cut(self._mixture.batch(self._texts[own], self._indices[own])) for own in self._own)
 
     def __len__(self) -> int:
         return len(self._own)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.errors import TokensDamaged
 from weft.train.data.documents import Document
 from weft.train.files import parse_json, read_bounded, replacing
 from weft.train.tokenizer import Tokenizer
@@ -59,17 +60,13 @@ def cache_folder(name: str) -> Path:
     return Path(home) / "weft"
 
 
-class Damaged(ValueError):
-    """The files of a cache are there and hold something else than what was written."""
-
-
 def open_cache(
     folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
 ) -> tuple[Part, Part, dict[str, Any]] | None:
     """Training and validation part and what is known of them; None when they are not there or not whole.
 
     All of it is read once and compared with its fingerprints; `progress` hears every few seconds what part is. Raises
-    Damaged where they differ.
+    TokensDamaged where they differ.
     """
     try:
         meta = parse_json(read_bounded(folder / f"{key}.json", _LARGEST))
@@ -93,7 +90,7 @@ def open_cache(
                 progress(read / len(tokens))
         digest.update(np.ascontiguousarray(part.starts).data)
         if _shown(digest) != part.fingerprint:
-            raise Damaged(f"{folder / key}.tokens: differs from what was written there")
+            raise TokensDamaged(f"{folder / key}.tokens: differs from what was written there")
     return *parts, meta
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.errors import TokensDamaged
 from weft.train.data import cache
 from weft.train.data.cache import Part
 from weft.train.data.conversations import ConversationTokenizer
@@ -131,7 +132,7 @@ def _tokenised(
     folder = cache.cache_folder(data.cache_dir)
     try:
         found = cache.open_cache(folder, key, lambda done: say(f"comparing the tokens of {text.name}: {done:.0%}"))
-    except cache.Damaged as error:
+    except TokensDamaged as error:
         say(f"{error}; it is made anew")
         found = None
     if found is None:

@@ -2,20 +2,26 @@
 
 "stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
 "whole"     | a a a a . | b b b . . | c c c c . |   a sequence begins with a document; it holds as many as fit whole
+
+Documents that are packed whole are apart: none reads another, and none predicts the first token of the next.
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from weft.models import Documents
+from weft.models.documents import PADDING
 from weft.train.data.cache import Part
 from weft.train.errors import ConfigError
 from weft.train.toml_values import show
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Tokens and labels, both int64 [microbatch, sequence]; a label is the token after the one at its place, or -100."""
+Batch = tuple[torch.Tensor, torch.Tensor] | dict[str, Any]
+"""Tokens and labels, both int64 [microbatch, sequence]; a label is the token after the one at its place, or -100. With
+documents that are apart a dict: "tokens", "labels" and "documents"."""
 Packing = Literal["stream", "whole"]
 NO_LABEL = -100
 _SLOTS = 1000
@@ -25,11 +31,17 @@ class Sequences(Protocol):
     """Sequences by number."""
 
     length: int
+    apart: bool
+    """Whether no document reads another or predicts the first token of the next."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """int64 [len(indices), length + 1]; -100 where nothing is."""
+        ...
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Of each place that `rows` gives the number of its document, -1 where nothing is."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
@@ -39,6 +51,8 @@ class Sequences(Protocol):
 
 class Windows:
     """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
+
+    apart = False
 
     def __init__(self, part: Part, length: int) -> None:
         self.tokens, self.length, self.name = part.tokens, length, part.name
@@ -54,15 +68,23 @@ class Windows:
             raise ConfigError(f"{self.name}: a token file holds {least}; tokens are not negative, correct it")
         return found
 
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Each sequence is one, since its documents are not apart."""
+        return np.zeros((len(indices), self.length + 1), dtype=np.int64)
+
     def labels(self, indices: np.ndarray) -> np.ndarray:
         return np.full(len(indices), self.length)
 
 
 class WholeDocuments:
-    """Documents that are packed whole; those longer than a sequence are cut, and their rest is packed with others."""
+    """Documents that are packed whole; those longer than a sequence are cut, and their rest is packed with others.
 
-    def __init__(self, part: Part, length: int) -> None:
-        self.tokens, self.length = part.tokens, length
+    `apart`: none predicts the first token of the next.
+    """
+
+    def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
+        self.tokens, self.length, self.apart = part.tokens, length, apart
+        self.starts = np.unique(part.starts)
         self.borders = _packed(part, length + 1)
 
     def __len__(self) -> int:
@@ -74,8 +96,19 @@ class WholeDocuments:
             row[: end - begin] = self.tokens[begin:end]
         return found
 
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.documents`."""
+        found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
+        for row, (begin, end) in zip(found, self.borders[indices].tolist()):
+            row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")
+        return found
+
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        return np.diff(self.borders[indices])[:, 0] - 1
+        begins, ends = self.borders[indices].T
+        found = ends - begins - 1
+        if self.apart:
+            found -= np.searchsorted(self.starts, ends) - np.searchsorted(self.starts, begins, side="right")
+        return found
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
@@ -95,10 +128,14 @@ def _packed(part: Part, room: int) -> np.ndarray:
     return np.asarray([each for each in found if each[1] - each[0] > 1], dtype=np.int64).reshape(-1, 2)
 
 
-def sequences(part: Part | np.ndarray, length: int, packing: Packing, at_least: int) -> Sequences:
+def sequences(
+    part: Part | np.ndarray, length: int, packing: Packing, at_least: int, *, cross_documents: bool = False
+) -> Sequences:
     """Raises ConfigError where there are fewer than `at_least`, the number of ranks."""
     part = part if isinstance(part, Part) else Part(part, np.zeros(1, dtype=np.int64))
-    found = WholeDocuments(part, length) if packing == "whole" else Windows(part, length)
+    found: Sequences = Windows(part, length)
+    if packing == "whole":
+        found = WholeDocuments(part, length, apart=not cross_documents)
     if len(found) < at_least:
         raise ConfigError(
             f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
@@ -162,10 +199,20 @@ class Mixture:
         return found
 
     def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:
+        """The sequences as tokens and labels, with documents where these are apart."""
         from weft.train.data.answers import split
 
-        tokens, labels = split(self.rows(texts, indices))
-        return torch.from_numpy(np.ascontiguousarray(tokens)), torch.from_numpy(np.ascontiguousarray(labels))
+        tokens, labels = map(torch.from_numpy, split(self.rows(texts, indices)))
+        if not any(text.apart for text in self.texts):
+            return tokens, labels
+        numbers = np.empty((len(indices), self.length + 1), dtype=np.int64)
+        for text in np.unique(texts):
+            numbers[texts == text] = self.texts[text].documents(indices[texts == text])
+        found = torch.from_numpy(numbers)
+        labels = labels.where(found[:, 1:] == found[:, :-1], NO_LABEL)
+        # A document that the row cuts off has a label for its last position: the token behind the row.
+        documents = replace(Documents.from_ids(found[:, :-1]), continues=True)
+        return {"tokens": tokens, "labels": labels, "documents": documents}
 
 
 def _shares(weights: Sequence[float]) -> list[int]:

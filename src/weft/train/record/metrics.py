@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.checkpoint.storage import WrittenFile
 from weft.train.files import parse_json, replace_text
 from weft.train.record.loggers import Logger, open_loggers
 
@@ -48,7 +49,7 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         kept = [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
         replace_text(folder / FILE, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._file = WrittenFile(folder / FILE, "ab")
         self._loggers, self.note = open_loggers(loggers, folder, resumed_step, settings or {})
 
     def log(self, step: int, kind: Literal["train", "validation"], **values: float) -> None:
@@ -86,7 +87,7 @@ class Metrics:
             logger.scalars(step, values)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write((json.dumps(record) + "\n").encode())
         self._file.flush()
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from weft.train.record.names import is_own
+
 _REFRESH_S = 0.2
 _NOTES = 3
 _WINDOW = 50
@@ -41,12 +43,18 @@ def format_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_step(seconds: float) -> str:
+    """The time of a step: 123 ms, or 1.23 s."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 _KNOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", "{:.4f}".format),
     "validation_loss": ("validation", "{:.4f}".format),
     "lr": ("learning rate", "{:.2e}".format),
     "gradient_norm": ("gradient norm", "{:.3f}".format),
     "tokens_per_second": ("tokens/s", format_count),
+    "step_seconds": ("step", format_step),
     "memory_bytes": ("memory", format_bytes),
 }
 """Label and format of the values that `update` is usually given, in the order in which they appear."""
@@ -143,12 +151,17 @@ class Progress:
         self._console.file.flush()
 
     def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
+        """(label, value): the numbers of a person's own first."""
+        rest = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
+        own = [each for each in rest if is_own(each[0].removeprefix("validation_"))]
         known = [(name, label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]
-        other = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
         return [
-            (label, f"{value} {self._units[name]}" if name in self._units else value)
-            for name, label, value in known + other
+            (label, f"{value} {unit}" if (unit := self._unit(name)) else value)
+            for name, label, value in own + known + [each for each in rest if each not in own]
         ]
+
+    def _unit(self, name: str) -> str:
+        return self._units.get(name) or self._units.get(name.removeprefix("validation_"), "")
 
     def _describe_step(self, values: dict[str, float]) -> str:
         width = len(str(self._total))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm.groups import first_rank_s
 from weft.comm.timeline import Interval
 from weft.models import HybridModel
 from weft.models.stages import Stages
@@ -23,6 +24,7 @@ from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, write_timeline
 from weft.train.run.runs import CONFIG, recorded_name
+from weft.train.run.trust import mark_as_own
 from weft.train.state import Position
 from weft.train.task.task import Task
 
@@ -60,6 +62,7 @@ class Account:
                 "versions": versions(),
                 "command": command(),
                 "commit": commit(),
+                "units": dict(self._config.run.units),
                 "resumed": [*resumed, step] if step else [],
             }
             if isinstance(self._task.model, HybridModel):
@@ -84,13 +87,13 @@ class Account:
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
         keep_facts(self._folder, self._facts)
+        mark_as_own(self._folder, self._config)
         self._facts = {}
 
     def is_complete(self, position: Position) -> bool:
         """Whether the report of a run that is complete at `position` was written. All ranks call this."""
-        answer = [not self._writes or read_facts(self._folder).get("reported") == position.step]
-        dist.broadcast_object_list(answer)
-        return answer[0]
+        written = not self._writes or read_facts(self._folder).get("reported") == position.step
+        return first_rank_s(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
         """Of a run that is complete; all ranks of the first rank's pipeline call this.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.train.report import expert_figures, figures, pattern_figure, pipeline_figure
-from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups
+from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups, own_names, units_of
 from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline
 
@@ -34,6 +34,12 @@ def _figures(records: list[dict[str, Any]], facts: Mapping[str, Any], baselines:
     speed = curve(records, "train", f"{unit}_per_second")
     rate, norm = curve(records, "train", "lr"), curve(records, "train", "gradient_norm")
     found: list[Drawing] = []
+    units = units_of(facts)
+    for number, name in enumerate(own_names(records)):
+        title = name.replace("_", " ").capitalize()
+        of_train, of_validation = curve(records, "train", name), curve(records, "validation", name)
+        draw = figures.loss(of_train, of_validation, {}, units.get(name, ""), resumed, title)
+        found.append((f"own-{number}", f"{title} over the steps", draw))
     if train or validation:
         draw = figures.loss(train, validation, baselines, loss_unit(records), resumed)
         found.append(("loss", "Training and validation loss over the steps", draw))

@@ -8,6 +8,8 @@ operations, seconds
 """
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,5 +54,12 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """What this process was started with."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """What starts a run like this one, for a shell. Ranks that `weft train` starts have its own arguments."""
+    program = Path(sys.argv[0])
+    is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
+    words = ["-m", "weft"] if is_weft else [sys.argv[0]]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *words]
+    else:
+        start = ["weft"] if is_weft else ["python", *words]
+    return shlex.join([*start, *sys.argv[1:]])

@@ -90,12 +90,17 @@ def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kin
 
 
 def loss(
-    train: Curve, validation: Curve, baselines: Mapping[str, float], unit: str, resumed: Sequence[int] = ()
+    train: Curve,
+    validation: Curve,
+    baselines: Mapping[str, float],
+    unit: str,
+    resumed: Sequence[int] = (),
+    title: str = "Loss",
 ) -> Draw:
-    """Training and validation loss over the steps, with horizontal lines to compare with."""
+    """Training and validation values over the steps, with horizontal lines to compare with."""
 
     def draw(figure: Figure, theme: Theme) -> None:
-        axes = _step_axes(figure.subplots(), "Loss", unit)
+        axes = _step_axes(figure.subplots(), title, unit)
         _mark_resumes(axes, resumed, theme)
         if train:
             steps, values = _columns(train)
@@ -121,7 +126,7 @@ def loss(
             )
         for name, value in baselines.items():
             axes.axhline(value, color=theme.quiet, linewidth=1.4, linestyle=(0, (4, 3)), label=f"{name}  {value:.3f}")
-        axes.legend(loc="upper right")
+        figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)  # never over a curve
 
     return draw
 

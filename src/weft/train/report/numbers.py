@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.train.record.names import is_own
+
 Curve = list[tuple[float, float]]
 
 
@@ -45,6 +47,18 @@ def loss_unit(records: list[dict[str, Any]]) -> str:
     if counted(records) != "tokens":
         return "own loss"
     return "nats per byte" if any("nats_per_byte" in record for record in records) else "nats per token"
+
+
+def own_names(records: list[dict[str, Any]]) -> list[str]:
+    """The numbers that a loss gave beside itself, in the order in which they came."""
+    found = [name for each in records if each["kind"] in ("train", "validation") for name in each if is_own(name)]
+    return list(dict.fromkeys(found))
+
+
+def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Of the numbers that a loss gave, by name, where a person has said them."""
+    units = facts.get("units")
+    return {name: str(unit) for name, unit in units.items()} if isinstance(units, dict) else {}
 
 
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:

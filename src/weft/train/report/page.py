@@ -8,12 +8,13 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+from weft.errors import StorageError
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.record.metrics import read_metrics
-from weft.train.record.progress import format_bytes, format_count, format_time
+from weft.train.record.progress import format_bytes, format_count, format_step, format_time
 from weft.train.report.facts import read_facts
-from weft.train.report.numbers import counted, curve, loss_unit, losses, median
+from weft.train.report.numbers import counted, curve, loss_unit, losses, median, own_names, units_of
 from weft.train.report.settings import in_use
 from weft.train.run.runs import CONFIG
 
@@ -30,10 +31,10 @@ def write_report(run_directory: str | Path) -> Path:
     try:
         return _written(Path(run_directory))
     except OSError as error:
-        raise ConfigError(
-            f"{run_directory}: its report cannot be written ({error.strerror}: {error.filename2 or error.filename}); "
-            "make room for it there"
-        ) from error
+        why = str(error)  # names the file
+        if not isinstance(error, StorageError):
+            why = f"{error.strerror}: {error.filename2 or error.filename}"
+        raise ConfigError(f"{run_directory}: its report cannot be written ({why}); make room for it there") from error
 
 
 def _written(folder: Path) -> Path:
@@ -44,12 +45,13 @@ def _written(folder: Path) -> Path:
         from weft.train.report.drawings import draw_all
 
         pictures = [_picture(*drawn) for drawn in draw_all(folder, records, facts, baselines)]
+    own_units = units_of(facts)
     config = folder / CONFIG
     page = _page(
         folder.resolve().name,
         about=_about(records, facts),
-        tiles=_tiles(records, baselines),
-        rows=_rows(records, baselines),
+        tiles=_tiles(records, baselines, own_units),
+        rows=_rows(records, baselines, own_units),
         pictures=pictures,
         units=facts.get("description", ""),
         config=in_use(config.read_text(encoding="utf-8")) if config.exists() else "",
@@ -86,10 +88,18 @@ def _about(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tupl
     return found
 
 
-def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, str, str]]:
+def _tiles(
+    records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
+) -> list[tuple[str, str, str]]:
     """(value, name, remark) of the numbers that a reader wants first."""
     train, validation = losses(records)
     tiles = []
+    for name in own_names(records):
+        points, of = curve(records, "validation", name), "validation"
+        if not points:
+            points, of = curve(records, "train", name), "training"
+        shown = f"{points[-1][1]:.4g} {units.get(name, '')}".strip()
+        tiles.append((shown, name.replace("_", " "), of))
     if validation:
         last = validation[-1][1]
         tiles.append((f"{last:.3f}", "validation loss", loss_unit(records)))
@@ -101,12 +111,17 @@ def _tiles(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[t
     speed = median(curve(records, "train", f"{counted(records)}_per_second"))
     if speed == speed:
         tiles.append((format_count(speed), f"{counted(records)} per second", "median"))
+    step = median(curve(records, "train", "step_seconds"))
+    if step == step:
+        tiles.append((format_step(step), "per step", "median"))
     if train:
         tiles.append((f"{train[-1][0]:,.0f}", "optimizer steps", ""))
     return tiles
 
 
-def _rows(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tuple[str, ...]]:
+def _rows(
+    records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
+) -> list[tuple[str, ...]]:
     """The table of final numbers, its head first: name, loss, and bits where that is in nats per byte.
 
     Other values take the column of the loss.
@@ -123,6 +138,11 @@ def _rows(records: list[dict[str, Any]], baselines: dict[str, float]) -> list[tu
         named[f"training, step {train[-1][0]:,.0f}"] = train[-1][1]
     unit = loss_unit(records)
     rows = [("", unit, "bits per byte")]
+    for name in own_names(records):
+        for kind, label in (("validation", "validation"), ("train", "training")):
+            if points := curve(records, kind, name):
+                last = f"{points[-1][1]:.4g} {units.get(name, '')}".strip()
+                rows.append((f"{label} {name.replace('_', ' ')}, step {points[-1][0]:,}", last, ""))
     rows += [(name, f"{value:.4f}", f"{value / math.log(2):.4f}") for name, value in named.items()]
     tokens = curve(records, "validation", "tokens")
     if tokens:

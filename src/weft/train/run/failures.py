@@ -3,6 +3,7 @@
 import errno
 
 from weft.checkpoint import CheckpointError
+from weft.errors import StorageError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
 """Exit codes. INTERRUPTED: it was asked to stop, and what it reached is saved. NOT_BEGUN: it was asked to stop before
@@ -23,13 +24,19 @@ class Interrupted(Exception):
         self.exit_code = INTERRUPTED if is_saved else NOT_BEGUN
 
 
+def as_one_line(error: BaseException) -> str:
+    """As `in_one_line`; where the traceback is what helps, the error's own words."""
+    return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
 def in_one_line(error: BaseException) -> str | None:
     """What to say of `error` in place of its traceback; None where the traceback is what helps."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _STORAGE:
+    if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}: make room; what was saved before is as it was"
+        room = ": make room" if error.errno in _STORAGE else ""
+        return f"{error.strerror}{where}{room}; what was saved before is as it was"
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if no_memory or "can't allocate memory" in str(error):
         first = " ".join(str(error).split())[:200]

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -44,16 +44,35 @@ _GRACE_S = 3.0
 """How long ranks may take to say why they failed after the first one did."""
 
 
-def launch(arguments: Sequence[str], ranks: int, run: Run, resume_command: str) -> int:
+def launch(
+    arguments: Sequence[str],
+    ranks: int,
+    run: Run,
+    resume_command: str,
+    *,
+    restarts: int = 0,
+    restart_ranks: int | None = None,
+) -> int:
     """Run `python -m weft *arguments` as `ranks` local processes; returns the exit code for a person.
 
     0: all ranks ended well. 2: one of them found the configuration wrong. 3: they were asked to stop, and the run has
     a checkpoint. 4: they were asked to stop before there was one. 1: anything else; stderr then names the rank that
-    failed or died first, and `resume_command` if there is a
-    checkpoint to go on from. A new run that a line explains, and that did not begin, leaves no directory behind; that
-    of another failure stays, for its logs.
+    failed or died first, and `resume_command` if there is a checkpoint to resume from. A new run that a line explains,
+    and that did not begin, leaves no directory behind; that of another failure stays, for its logs.
+
+    restarts: how often all ranks are started again from the newest checkpoint where it would be 1; `restart_ranks` of
+    them.
     """
-    return _Supervisor(arguments, ranks, run, resume_command).run_all()
+    for number in range(restarts + 1):
+        supervisor = _Supervisor(arguments, ranks, run, resume_command)
+        code = supervisor.run_all()
+        if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
+            break
+        steps = committed_steps(run.checkpoints)
+        ranks, run = restart_ranks or ranks, replace(run, step=steps[-1] if steps else None)
+        start = f"step {steps[-1]}" if steps else "the beginning"
+        supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
+    return code
 
 
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.directory import LOCK, committed_steps
 from weft.checkpoint.directory import RUN as IDENTITY
+from weft.checkpoint.directory import committed_steps
+from weft.checkpoint.locking import LEASE, LOCK
 from weft.train.config import OF_TASK, RunConfig
 from weft.train.errors import ConfigError
 from weft.train.files import parse_toml, read_bounded
@@ -180,7 +181,7 @@ def remove_if_unused(run: Run) -> None:
         return
     left = {path.name for path in run.directory.iterdir()}
     saved = {path.name for path in run.checkpoints.iterdir()} if run.checkpoints.is_dir() else set()
-    if left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK, IDENTITY}:
+    if left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK, LEASE, IDENTITY}:
         shutil.rmtree(run.directory)
 
 

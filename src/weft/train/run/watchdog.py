@@ -1,14 +1,17 @@
-"""Who hangs, when nothing moves any more.
+"""Who hangs, when nothing moves any more: from the meeting of the ranks to the end of the run.
 
-Each rank says in the job's store, every few seconds, how far it is and where its main thread stands. A rank that has
-not moved for long enough looks at all of them:
+Each rank knows how far it is, where its main thread stands, and which file operation it is in; a file operation that
+takes longer than the limit is a hang by itself. A rank that has not moved for longer than that asks all others:
 
-    one does not say anything any more           it is stopped, or its host is gone
-    one is not in a collective                   it hangs there, and the others wait for it
+    one does not answer                          it is stopped, or its host is gone
+    one moves                                    the others wait for it: so does this one
+    one is in a file operation                   it hangs there, and the others wait for it
+    one is not in a collective                   likewise
     all are in collectives                       they wait for each other
+
+The first one that knows tells the others, and a rank that fails tells them why.
 """
 
-import json
 import os
 import sys
 import threading
@@ -21,92 +24,183 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.checkpoint.storage import running
+from weft.train.run.peers import Peers
+
 _MOMENT_S = 2.0
-"""In which whoever runs gets to say something, on a busy machine too."""
-_COLLECTIVE = (os.path.join("torch", "distributed"), os.path.join("weft", "comm"))
+"""In which a rank that runs answers, on a busy machine too."""
+_GRACE_S = 3.0
+"""In which a rank ends by itself after another one has told why it failed."""
+_COMPUTES = 0.01
+"""The part of the time from which a thread counts as computing: one that only polls has a tenth of that."""
+_COLLECTIVE = (
+    os.path.join("torch", "distributed"),
+    os.path.join("weft", "comm"),
+    os.path.join("run", "turns.py"),
+)
+"""Where a rank waits for others."""
 
 
 class Watchdog:
-    """Calls `bark` with one line when this rank has not moved for `limit` seconds; 0: never. A context manager.
+    """Calls `bark` with one line when the run hangs for `limit` seconds, or when another rank says that it failed.
 
-    Between `at`, which says that this rank moved, and `rest`, nothing may take longer than `limit`.
+    0: never. A context manager. After `at`, which says that this rank moved, nothing may take longer than `limit`;
+    after `at(..., loosely=True)` a main thread whose stack changes, or which computes, counts as moving, too; after
+    `rest` nothing is watched but file operations.
     """
 
     def __init__(self, limit: float, bark: Callable[[str], None]) -> None:
         self.limit, self.bark = limit, bark
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._moves, self._what = 0, ""
+        self.said: str | None = None
+        """Why another rank has failed, as it says."""
+        self._said_at = 0.0
+        self._moves, self._what, self._loosely = 0, "", False
+        self._since = time.monotonic()
         self._main = threading.get_ident()
         self._over = threading.Event()
-        self._store = dist.PrefixStore("weft/watchdog", dist.distributed_c10d._get_default_store())
+        self._peers: Peers | None = None
         self._thread = threading.Thread(target=self._watch, daemon=True, name="weft-watchdog")
 
     def __enter__(self) -> "Watchdog":
-        if self.limit:
-            self._say(0)
+        self.start()
+        return self
+
+    def start(self) -> "Watchdog":
+        """As entering it; does nothing the second time."""
+        if self.limit and self._peers is None:
+            self._peers = Peers(self._state, self._hear)
             self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
+        if self._peers is not None:
+            self._peers.close()
 
-    def at(self, what: str) -> None:
+    def at(self, what: str, *, loosely: bool = False) -> None:
         """This rank begins `what`."""
+        self._since = time.monotonic()
+        self._what, self._loosely = what, loosely
         self._moves += 1
-        self._what = what
 
     def rest(self) -> None:
-        """What comes now may take as long as it wants."""
-        self._moves += 1
-        self._what = ""
+        """What comes now is not this run's."""
+        self.at("")
+
+    def tell(self, line: str) -> None:
+        """Let the other ranks know why this one fails."""
+        if self._peers is not None:
+            self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
+
+    def why(self, patience: float = 1.0) -> str | None:
+        """What another rank has said of its failure, if it does so within `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while self._peers is not None and self.said is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.said
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        if self.said is not None or self._over.is_set():
+            return
+        failed = f"rank {int(said['rank'])} failed: " if said["failed"] else ""
+        self.said = failed + " ".join(str(said["line"]).split())
+        self._said_at = time.monotonic() - (0 if said["failed"] else _GRACE_S)
 
     def _watch(self) -> None:
-        try:
-            self._look_until_over()
-        except RuntimeError as error:
-            if not self._over.is_set():
-                self.bark(f"the job's store, which rank 0 or torchrun holds, does not answer ({error})")
-
-    def _look_until_over(self) -> None:
-        tick = min(5.0, self.limit / 5)
-        said, seen, since = 0, -1, time.monotonic()
+        tick = min(1.0, self.limit / 5)
+        seen, spent = -1, 0.0
+        stack: tuple[tuple[str, int], ...] = ()
+        done: tuple[int, ...] | None = None
         while not self._over.wait(tick):
-            said += 1
-            self._say(said)
-            if seen != self._moves or not self._what:
-                seen, since = self._moves, time.monotonic()
-            elif time.monotonic() - since > self.limit:
-                hanging = self._who_hangs(max(_MOMENT_S, 2 * tick))
+            if self.said is not None:
+                if time.monotonic() - self._said_at > _GRACE_S:
+                    self.bark(self.said)
+                    return
+                continue
+            operations = running()
+            now = (_stack(self._main) if self._loosely else (), tuple(each.number for each in operations))
+            spent, before = _seconds_of(self._main), spent
+            computes = self._loosely and spent - before > _COMPUTES * tick
+            if seen != self._moves or computes or now != (stack, done):
                 if seen == self._moves:
-                    self.bark(f"no progress for {self.limit:g} s (train.watchdog): {hanging}")
-                since = time.monotonic()
+                    self._since = time.monotonic()
+                seen, (stack, done) = self._moves, now
+            if operations and time.monotonic() - operations[0].started > self.limit:
+                self._end(f"rank {self.rank} {_in_operation(str(operations[0]), self.limit)}")
+            elif self._what and time.monotonic() - self._since > self.limit:
+                hanging = self._who_hangs()
+                if hanging and seen == self._moves:
+                    self._end(f"no progress for {self.limit:g} s (train.watchdog): {hanging}")
+                self._since = time.monotonic()
 
-    def _say(self, number: int) -> None:
+    def _end(self, line: str) -> None:
+        if self._peers is not None:
+            self._peers.tell({"rank": self.rank, "line": line, "failed": False}, 1.0)
+        self.bark(line)
+
+    def _state(self) -> dict[str, Any]:
         place, collective = _standing(self._main)
-        state = {"number": number, "what": self._what, "place": place, "collective": collective}
-        self._store.set(str(self.rank), json.dumps(state))
+        operations = running()
+        return {
+            "what": self._what,
+            "place": place,
+            "collective": collective,
+            "idle": time.monotonic() - self._since,
+            "operation": str(operations[0]) if operations else "",
+            "operation_s": time.monotonic() - operations[0].started if operations else 0.0,
+        }
 
-    def _who_hangs(self, moment: float) -> str:
-        """Asks twice, `moment` seconds apart: whoever is alive has said something new in between."""
-        before = self._read()
-        time.sleep(moment)
-        self._say(before[self.rank]["number"] + 1 if before[self.rank] else 1)
-        now = self._read()
-        silent = [rank for rank in range(self.ranks) if rank != self.rank and before[rank] == now[rank]]
+    def _who_hangs(self) -> str | None:
+        """A part of a sentence; None where a rank moves, for which the others wait."""
+        assert self._peers is not None
+        states: dict[int, Any] = {self.rank: self._state(), **self._peers.ask(_MOMENT_S)}
+        silent = [rank for rank, state in sorted(states.items()) if state is None]
         if silent:
-            return "; ".join(f"rank {rank} does not run, {_doing(now[rank])}" for rank in silent)
-        elsewhere = [rank for rank in range(self.ranks) if not now[rank]["collective"]]
+            return "; ".join(f"rank {rank} does not run or cannot be reached" for rank in silent)
+        if any(state["idle"] < self.limit / 2 and not state["collective"] for state in states.values()):
+            return None
+        slow = [rank for rank, state in sorted(states.items()) if state["operation_s"] > self.limit / 2]
+        if slow:
+            return "; ".join(
+                f"rank {rank} {_in_operation(states[rank]['operation'], states[rank]['operation_s'])}" for rank in slow
+            )
+        elsewhere = [rank for rank, state in sorted(states.items()) if not state["collective"]]
         if elsewhere:
-            return "; ".join(f"rank {rank} hangs, {_doing(now[rank])}" for rank in elsewhere)
-        return "all ranks wait for each other; " + "; ".join(f"rank {r}, {_doing(now[r])}" for r in range(self.ranks))
+            return "; ".join(f"rank {rank} hangs, {_doing(states[rank])}" for rank in elsewhere)
+        waits = "; ".join(f"rank {rank}, {_doing(states[rank])}" for rank in sorted(states))
+        return f"all ranks wait for each other; {waits}"
 
-    def _read(self) -> list[Any]:
-        keys = [str(rank) for rank in range(self.ranks)]
-        return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+
+def _in_operation(operation: str, seconds: float) -> str:
+    return f"has been in {operation} for {seconds:.3g} s: the file system does not answer (train.watchdog)"
+
+
+def _seconds_of(thread: int) -> float:
+    """Processor time that a thread has spent; 0 where there is none any more, which the system must not be asked."""
+    if thread not in sys._current_frames():
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _stack(thread: int) -> tuple[tuple[str, int], ...]:
+    """The frames of a thread, the outermost first, up to where it waits for other ranks."""
+    frame, found = sys._current_frames().get(thread), []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    found.reverse()
+    for number, (name, _) in enumerate(found):
+        if any(part in name for part in _COLLECTIVE):
+            return tuple(found[:number])
+    return tuple(found)
 
 
 def _standing(thread: int) -> tuple[str, bool]:
@@ -118,5 +212,5 @@ def _standing(thread: int) -> tuple[str, bool]:
     return f"{Path(last.filename).name}, line {last.lineno}, in {last.name}", collective
 
 
-def _doing(state: dict[str, Any] | None) -> str:
-    return "from the start" if state is None else f"in {state['what'] or 'nothing that is watched'} ({state['place']})"
+def _doing(state: dict[str, Any]) -> str:
+    return f"in {state['what'] or 'nothing that is watched'} ({state['place']})"

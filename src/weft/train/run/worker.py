@@ -11,13 +11,24 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
+from weft.comm.lost import is_lost_connection
 from weft.train.config import load_config
 from weft.train.errors import is_refusal
 from weft.train.loop import Trainer, beginning, open_run_together
-from weft.train.run.failures import FAILURE, INTERRUPTED, SUCCESS, WRONG_CALL, Interrupted, Refused, in_one_line
+from weft.train.run.failures import (
+    FAILURE,
+    INTERRUPTED,
+    SUCCESS,
+    WRONG_CALL,
+    Interrupted,
+    Refused,
+    as_one_line,
+    in_one_line,
+)
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.run.runs import Run
 from weft.train.run.stop import StopRequest
+from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import Place
 
 
@@ -35,12 +46,14 @@ def work(
         config = load_config(path, overrides)
         device = place.device()
         place.join(device, patience=config.run.patience, stop=stop, say=rank.say)
+        rank.watchdog = Watchdog(config.train.watchdog, rank.end_hanging).start()
+        rank.watchdog.at("the setup of the run", loosely=True)
         run = _given_run() if rank.supervised else None
         if run is None:
             run = open_run_together(config, resume, command, or_start=or_start)
         # The process that started this rank has logs of the others in the run's directory, and removes it by itself.
         with nullcontext() if rank.supervised else beginning(run):
-            trainer = Trainer(config, run, device=device, stop=stop, bark=rank.end_hanging, command=command)
+            trainer = Trainer(config, run, device=device, stop=stop, watchdog=rank.watchdog, command=command)
         rank.trains = True
         complete = trainer.run()
         dist.destroy_process_group()
@@ -58,6 +71,8 @@ class _Rank:
 
     def __init__(self, number: int, *, supervised: bool) -> None:
         self.number, self.supervised = number, supervised
+        self.watchdog: Watchdog | None = None
+        """Once the ranks have met."""
         self.trains = False
         """Whether everything that can be wrong with the configuration was checked."""
 
@@ -66,6 +81,11 @@ class _Rank:
 
     def explain(self, error: Exception) -> int:
         """Say why this rank ends, to a person or to the process that started it; returns the exit code."""
+        if self.watchdog is not None and not self.trains:
+            if not self.supervised and is_lost_connection(error) and (why := self.watchdog.why()):
+                error = Refused(why)
+            elif not isinstance(error, Refused):
+                self.watchdog.tell(as_one_line(error))
         line = in_one_line(error)
         kind: Kind = "failure" if line is None else "ended"
         if not self.trains and is_refusal(error):

@@ -1,8 +1,9 @@
 """[checkpoint] and [run]: what outlives the processes, and where."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.train.record.names import is_own
 from weft.train.sections.rules import require
 from weft.train.toml_values import nearest, show
 
@@ -39,6 +40,8 @@ class RunConfig:
     """Seconds that a rank waits for the others at the start."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Where numbers go beside metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
+    units: dict = field(default_factory=dict)
+    """Units of the numbers that a loss gives beside itself, by name: {accuracy = "%"}; shown with them."""
     renumber: bool = False
     """Go on with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
@@ -50,6 +53,9 @@ class RunConfig:
         meant = f"; did you mean {show(near[0])}?" if near else ""
         rule = f'must be of "tensorboard", "wandb" and "package.module:Class"; {unknown} is none of them{meant}'
         require("run.loggers", list(self.loggers), not unknown, rule)
+        wrong = [name for name, unit in self.units.items() if not is_own(name) or not isinstance(unit, str)]
+        rule = f'must give each number that a loss gives a text, such as {{accuracy = "%"}}; {wrong} is none'
+        require("run.units", self.units, not wrong, rule)
         require("run.patience", self.patience, self.patience > 0, "must be positive")
         require(
             "run.name",

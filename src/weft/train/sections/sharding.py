@@ -20,6 +20,8 @@ class ShardingConfig:
     """With `dp_replicate`: "optim" cuts optimizer state over the copies, too (HFSDP)."""
     ep: int = 1
     """Ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
+    cp: int = 1
+    """Ranks that share every sequence: each has two slices of it, and layers exchange what crosses."""
     pp: int = 1
     """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
@@ -28,9 +30,22 @@ class ShardingConfig:
     """Whether weights go after forward, or over how many neighbours they stay cut; unset: yes, but not the root's."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
+    prefetch_bytes: int | None = None
+    """How many bytes of weights may be gathered ahead; unset: the next unit."""
+    bucket_bytes: int | None = None
+    """Neighbouring units that are no larger together are gathered together; 0: each by itself; unset: weft's choice."""
+    max_live_reduce_buffers: int = 2
+    """How many units' partial gradients may be alive at once; with 1 nothing is reduced beside the computation."""
+    separate_all_gather_group: bool = False
+    """Gather over communicators of their own, beside reductions."""
+    allocator: Literal["trace", "caching"] = "trace"
+    """ "trace" plans one slab of transient memory from the first step, "caching" asks torch each time."""
+    check_collectives: bool = True
+    """Compare after each backward what every rank issued."""
 
     def __post_init__(self) -> None:
         require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
+        require("sharding.cp", self.cp, self.cp >= 1, "must be a number of ranks, 1 for whole sequences on every rank")
         require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
         require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
         without = "has no effect with sharding.pp = 1"
@@ -68,22 +83,32 @@ class ShardingConfig:
             "must be true, false, or a number of ranks of at least 1",
         )
 
+        for name in ("prefetch_bytes", "bucket_bytes"):
+            size = getattr(self, name)
+            require(f"sharding.{name}", size, size is None or size >= 0, "must be a number of bytes, 0 or more")
+        most = self.max_live_reduce_buffers
+        require("sharding.max_live_reduce_buffers", most, most >= 1, "must be at least 1")
+
     def check(self, ranks: int) -> None:
-        """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks."""
-        copies = self.dp_replicate
+        """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks, those of `cp` among them."""
+        fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
+        require(
+            "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {ranks}; choose from {fits}"
+        )
+        everyone, ranks, copies = ranks, ranks // self.cp, self.dp_replicate
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.dp_replicate", copies, copies in fits, f"must divide the {ranks} ranks; choose from {fits}")
         shards = ranks // copies
-        share = f"{ranks}" if copies == 1 else f"{ranks} / sharding.dp_replicate = {shards}"
+        before = f"{ranks}" if self.cp == 1 else f"{everyone} / sharding.cp = {ranks}"
+        share = before if copies == 1 else f"{ranks} / sharding.dp_replicate = {shards}"
         require(
             "sharding.dp_shard",
             self.dp_shard,
             self.dp_shard in (-1, shards),
             f"must be the number of ranks, {share}, or -1 for all of them",
         )
-        require(
-            "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {ranks}; choose from {fits}"
-        )
+        shards *= self.cp
         # Experts are cut over fewer ranks; their units reshard over as many neighbours as the others.
         least = shards // self.ep if self.ep > 1 and shards % self.ep == 0 else shards
         choice = self.reshard_after_forward

@@ -14,7 +14,12 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
     """The ranks, laid out."""
     sizes = config.sharding
     return weft.init_meshes(
-        device.type, pp=sizes.pp, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, ep=sizes.ep
+        device.type,
+        pp=sizes.pp,
+        dp_replicate=sizes.dp_replicate,
+        dp_shard=sizes.dp_shard,
+        cp=sizes.cp,
+        ep=sizes.ep,
     )
 
 
@@ -28,6 +33,15 @@ def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
         options["reshard_after_forward"] = sharding.reshard_after_forward
     if sharding.offload:
         options["offload_policy"] = weft.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    chosen = {} if sharding.bucket_bytes is None else {"bucket_bytes": sharding.bucket_bytes}
+    options["runtime"] = weft.RuntimeOptions(
+        separate_all_gather_group=sharding.separate_all_gather_group,
+        allocator=sharding.allocator,
+        prefetch_bytes=sharding.prefetch_bytes,
+        max_live_reduce_buffers=sharding.max_live_reduce_buffers,
+        check_collectives=sharding.check_collectives,
+        **chosen,
+    )
     if (placement := whole_matrices(model, config.optimizer)) is not None:
         options["shard_placement_fn"] = placement
     return options

@@ -1,5 +1,6 @@
 """A model of tokens on text, as a configuration describes them."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 import weft
 from weft.comm.groups import exchange_objects
-from weft.models import HybridConfig, HybridModel, shard
+from weft.models import HybridConfig, HybridModel, context_part, shard
 from weft.models.loss import cross_entropy
 from weft.overlap import evaluate
 from weft.train.config import TrainConfig
@@ -45,6 +46,8 @@ class TextTask:
             "dp_rank": meshes.dp_rank,
             "dp_size": meshes.dp_size,
             "packing": data.packing,
+            "cross_documents": config.train.cross_documents,
+            **({} if meshes.cp is None else {"cut": partial(_context_part, meshes=meshes)}),
             "vocabulary": _vocabulary(config),
         }
         training = [corpus.training for corpus in self.corpora]
@@ -68,6 +71,8 @@ class TextTask:
             self.adds_losses = False
             self._loss = imported("model.loss", config.model.loss) if config.model.loss else next_token_loss
             self.model: Any = own_model(factory_of(config.model), None, config, meshes, device)
+            if self._loss is next_token_loss and data.packing == "whole" and not config.train.cross_documents:
+                _require_documents(self.model)
         else:
             self.model = _hybrid(config, config.model, meshes, device)
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
@@ -77,7 +82,9 @@ class TextTask:
 
     def loss(self, microbatch: Batch) -> Losses:
         if self._loss is not None:
-            return with_numbers(self._loss(self.model, microbatch))
+            return with_numbers(self._loss(self.model, for_own_model(microbatch)))
+        if isinstance(microbatch, dict):
+            return self.model(**microbatch), {}
         tokens, labels = microbatch
         return self.model(tokens, labels=labels), {}
 
@@ -122,10 +129,50 @@ def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
     return partial(imported("model.factory", model.factory), **model.options)
 
 
+def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
+    given = batch if isinstance(batch, dict) else {"tokens": batch[0], "labels": batch[1]}
+    return context_part(given, meshes)
+
+
+def for_own_model(microbatch: Batch) -> Batch:
+    """With documents a dict of "tokens", "labels" and what transformers calls "position_ids" and "cu_seqlens"."""
+    if not isinstance(microbatch, dict):
+        return microbatch
+    tokens, documents = microbatch["tokens"], microbatch["documents"]
+    given = {name: getattr(documents, name)(tokens.device) for name in DOCUMENT_NAMES}
+    return {"tokens": tokens, "labels": microbatch["labels"], **given}
+
+
+DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
+
+
+def _require_documents(model: nn.Module) -> None:
+    """Raise ConfigError for a model that cannot be told where documents begin."""
+    takes = inspect.signature(model.forward).parameters
+    if not any(name in takes for name in DOCUMENT_NAMES):
+        raise ConfigError(
+            f'data.packing = "whole": {type(model).__name__}.forward takes neither position_ids nor cu_seqlens, and '
+            "documents of a sequence would see each other; add one of them, name a model.loss of your own, or set "
+            "train.cross_documents = true"
+        )
+
+
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """The mean cross-entropy of `model(tokens)`, [batch, sequence, vocabulary] or something that has it as `logits`."""
-    tokens, labels = microbatch
-    found = model(tokens)
+    """The mean cross-entropy of `model(tokens)`, [batch, sequence, vocabulary] or something that has it as `logits`.
+
+    With documents the model is also given `position_ids` and `cu_seqlens`, as far as its forward has such parameters,
+    and `use_cache=False`: with a cache, models of transformers take no notice of positions that begin anew.
+    """
+    given: dict[str, Any] = {}
+    if isinstance(microbatch, dict):
+        takes = inspect.signature(model.forward).parameters
+        given = {name: microbatch[name] for name in DOCUMENT_NAMES if name in takes}
+        if "use_cache" in takes:
+            given["use_cache"] = False
+        tokens, labels = microbatch["tokens"], microbatch["labels"]
+    else:
+        tokens, labels = microbatch
+    found = model(tokens, **given)
     logits = getattr(found, "logits", found)
     return cross_entropy(logits, labels)
 

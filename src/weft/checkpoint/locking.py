@@ -1,0 +1,192 @@
+"""One writer of a folder at a time.
+
+flock                  where the file system has it: it ends with the process
+a lease, `.lease`      where it has not (Lustre without it, NFS without lockd): a file that its owner renews every few
+                       seconds; one that is not renewed for long enough was left behind and is taken over
+"""
+
+import errno
+import fcntl
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from weft.checkpoint.manifest import CheckpointError
+from weft.checkpoint.storage import UNSUPPORTED, operation
+
+LOCK = ".lock"
+LEASE = ".lease"
+RENEWED_S = 3.0
+"""Between two renewals of a lease."""
+LEFT_S = 20.0
+"""After which a lease that was not renewed belongs to no process."""
+
+
+class Lock(Protocol):
+    """What makes this process the only writer until `release`."""
+
+    def check(self) -> None:
+        """Raise CheckpointError if it was lost."""
+        ...
+
+    def release(self) -> None: ...
+
+
+def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
+    """Become the only writer of `directory`.
+
+    A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds, and tells `say` so.
+    Raises CheckpointError when another process still writes there.
+    """
+    path = directory / LOCK
+    with operation("open", path):
+        stream = path.open("a+")
+    wait = _Wait(directory, timeout, say)
+    while True:
+        try:
+            with operation("lock", path):
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in UNSUPPORTED:
+                stream.close()
+                return Lease(directory, wait)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                stream.close()
+                raise
+            stream.seek(0)
+            owner = stream.read().strip()
+            try:
+                wait.on(owner)
+            except CheckpointError:
+                stream.close()
+                raise
+    stream.truncate(0)
+    stream.write(f"{_owner()}\n")
+    stream.flush()
+    return _Flock(stream)
+
+
+class _Flock:
+    def __init__(self, stream) -> None:  # type: ignore[no-untyped-def]
+        self._stream = stream
+
+    def check(self) -> None:
+        pass
+
+    def release(self) -> None:
+        """Let others write. Processes forked since then, such as the workers of a loader, have the file open too:
+        closing it here alone would leave it locked as long as they live."""
+        fcntl.flock(self._stream, fcntl.LOCK_UN)
+        self._stream.close()
+
+
+class Lease:
+    """A file that only this process has made, and renews in a thread."""
+
+    def __init__(self, directory: Path, wait: "_Wait") -> None:
+        self._path, self._mark = directory / LEASE, uuid.uuid4().hex
+        seen, since = "", time.monotonic()
+        while not self._make():
+            now = self._read()
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if now and (_is_dead(now) or time.monotonic() - since > LEFT_S):
+                self._take_away(now)
+                continue
+            wait.on(now.rpartition(" ")[0] or "unknown")
+        self._over, self._lost = threading.Event(), False
+        self._thread = threading.Thread(target=self._renew, daemon=True, name="weft-lease")
+        self._thread.start()
+
+    def check(self) -> None:
+        if self._lost:
+            raise CheckpointError(f"{self._path} was taken over by another run; stop one of the two")
+
+    def release(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=RENEWED_S)
+        if self._mark in self._read():
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _make(self) -> bool:
+        try:
+            with operation("lock", self._path):
+                descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+                with os.fdopen(descriptor, "w") as stream:
+                    stream.write(f"{_owner()} {self._mark}-0")
+        except OSError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            return False
+        return True
+
+    def _read(self) -> str:
+        with suppress(OSError), self._path.open() as stream:
+            return stream.read(4096)
+        return ""
+
+    def _take_away(self, seen: str) -> None:
+        """Remove a lease that was left behind; of several that want to, one succeeds."""
+        aside = self._path.with_name(f"{LEASE}.{self._mark}")
+        with suppress(OSError):
+            os.rename(self._path, aside)
+            if aside.read_text() != seen:  # its owner renewed it, or a new one made it
+                os.link(aside, self._path)
+            aside.unlink()
+
+    def _renew(self) -> None:
+        number = 0
+        aside = self._path.with_name(f"{LEASE}.{self._mark}.new")
+        while not self._over.wait(RENEWED_S):
+            if self._mark not in self._read():
+                self._lost = True
+                return
+            number += 1
+            with suppress(OSError):
+                aside.write_text(f"{_owner()} {self._mark}-{number}")
+                os.replace(aside, self._path)
+
+
+class _Wait:
+    def __init__(self, directory: Path, timeout: float, say: Callable[[str], None]) -> None:
+        self.directory, self.timeout, self.say = directory, timeout, say
+        self.deadline = time.monotonic() + timeout
+        self.is_said = False
+
+    def on(self, owner: str) -> None:
+        if not self.is_said:
+            self.say(
+                f"another run (process {owner}) writes to {self.directory}: waiting up to {self.timeout:g} s for "
+                "its end"
+            )
+            self.is_said = True
+        if time.monotonic() > self.deadline:
+            raise CheckpointError(
+                f"{self.directory} is in use by another run (process {owner}); stop it or choose another directory"
+            )
+        time.sleep(0.1)
+
+
+def _owner() -> str:
+    return f"{os.getpid()} on {os.uname().nodename}"
+
+
+def _is_dead(lease: str) -> bool:
+    """Whether its owner was a process of this host that is gone."""
+    number, _, rest = lease.partition(" on ")
+    if rest.rpartition(" ")[0] != os.uname().nodename or not number.isdigit():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

@@ -1,0 +1,59 @@
+"""Whether a folder can hold checkpoints, tried before anything is computed."""
+
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+from weft.checkpoint.manifest import CheckpointError
+from weft.checkpoint.storage import flush_directory, operation, written
+from weft.errors import StorageError
+
+PROBE = ".probe-"
+_SEEN_S = 10.0
+"""A network file system may show a new name to other hosts some seconds later."""
+
+
+def try_save(directory: Path) -> Path:
+    """Do in `directory` what a save does, with a folder of one small file, which stays for `see`; returns it.
+
+    Raises CheckpointError that names what failed, and the cure.
+    """
+    for left in directory.glob(f"{PROBE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    made = directory / f"{PROBE}{uuid.uuid4().hex[:12]}.tmp"
+    final = made.with_suffix("")
+    try:
+        with operation("mkdir", made):
+            made.mkdir()
+        with written(made / "file") as stream:
+            stream.write(b"probe")
+        with operation("rename", made):
+            made.rename(final)
+        flush_directory(directory)
+        with operation("read", final / "file"):
+            whole = (final / "file").read_bytes() == b"probe"
+    except StorageError as error:
+        remove(made)
+        raise CheckpointError(
+            f"{error}; a save would fail as well: make room or correct the permissions there, or set run.directory to "
+            "another file system"
+        ) from error
+    if not whole:
+        raise CheckpointError(f"{final}: holds something else than was written; set run.directory to another disk")
+    return final
+
+
+def sees(probe: Path) -> bool:
+    """Whether this rank sees what the first rank wrote."""
+    deadline = time.monotonic() + _SEEN_S
+    while not (probe / "file").is_file():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def remove(probe: Path) -> None:
+    """Delete what `try_save` made."""
+    shutil.rmtree(probe, ignore_errors=True)

@@ -1,0 +1,161 @@
+"""The file operations of a run.
+
+Each one is known while it runs, so that one which never returns can be named, and its error says what failed where:
+
+    rank 1: fsync of runs/a/checkpoints/step-00000040.tmp-3f2a/__1_0.distcp: No space left on device
+"""
+
+import errno
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from weft.errors import StorageError
+
+UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
+"""What file systems answer to an operation that they do not have; no other error is one of these."""
+
+
+def before(name: str, path: str) -> None:
+    """Called with the name and the path of each operation before it runs. Tests of faults replace it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One that runs now."""
+
+    name: str
+    path: str
+    number: int
+    """Operations of this process are counted."""
+    started: float
+    """By `time.monotonic`."""
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.path}"
+
+
+_running: dict[int, Operation] = {}
+_numbers = itertools.count(1)
+_guard = threading.Lock()
+
+
+def running() -> list[Operation]:
+    """The file operations of this process that have begun and not ended, the oldest first."""
+    with _guard:
+        return sorted(_running.values(), key=lambda each: each.started)
+
+
+@contextmanager
+def operation(name: str, path: str | Path) -> Iterator[None]:
+    """Around one file operation. Raises StorageError in place of OSError."""
+    with _guard:
+        key = next(_numbers)
+        _running[key] = Operation(name, str(path), key, time.monotonic())
+    try:
+        before(name, str(path))
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno, f"rank {_rank()}: {name} of {path}: {error.strerror or error}") from error
+    finally:
+        with _guard:
+            del _running[key]
+
+
+class WrittenFile:
+    """A new file, each of whose writes is an operation."""
+
+    def __init__(self, path: Path, mode: str = "wb") -> None:
+        self.path = path
+        with operation("open", path):
+            self._stream: IO[Any] = path.open(mode)
+
+    def write(self, data: Any) -> int:
+        with operation("write", self.path):
+            return self._stream.write(data)
+
+    def flush(self) -> None:
+        with operation("write", self.path):
+            self._stream.flush()
+
+    def fsync(self) -> None:
+        """Make the content survive a crash of the machine."""
+        self.flush()
+        with operation("fsync", self.path):
+            flush_descriptor(self._stream.fileno())
+
+    def close(self) -> None:
+        """After this the content is on the disk. Raises StorageError where it is not."""
+        if self._stream.closed:
+            return
+        try:
+            self.fsync()
+            with operation("close", self.path):
+                self._stream.close()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Close it whatever becomes of the content."""
+        with suppress(OSError):
+            self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
+    """A new file, which is on the disk when the block ends well."""
+    stream = WrittenFile(path, mode)
+    try:
+        yield stream
+    except BaseException:
+        stream.abandon()
+        raise
+    stream.close()  # does nothing where the block has closed it
+
+
+def flush_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a crash of the machine, as `fsync` does for the content of files.
+
+    FUSE and CIFS may refuse this for folders. There all that this machine has not written yet is flushed instead, which
+    is as safe and takes longer.
+    """
+    with operation("fsync", directory):
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED | {errno.EACCES, errno.EPERM}:
+                raise
+            os.sync()
+            return
+        try:
+            flush_descriptor(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def flush_descriptor(descriptor: int) -> None:
+    """`os.fsync`, or `os.sync` on a file system that has no fsync for this kind of file."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.EACCES, errno.EPERM}:
+            raise
+        os.sync()
+
+
+def _rank() -> int:
+    dist = sys.modules.get("torch.distributed")  # its import takes seconds, and the process that starts ranks has none
+    return dist.get_rank() if dist is not None and dist.is_initialized() else 0

@@ -1,0 +1,111 @@
+"""What context ranks gather of each other, and the gradients that come back.
+
+forward     start_gathering(...)   queries, ...          the result
+            starts to send         computed meanwhile    awaits what came
+backward    awaits the sum         computed meanwhile    starts to send gradients
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import streams
+from weft.comm.collectives import all_gather, inbox_numel, reduce_scatter
+from weft.comm.lanes import Lane, Ticket
+
+_lanes: dict[tuple[torch.device, bool], Lane] = {}
+
+
+def _lane(device: torch.device) -> Lane:
+    key = device, streams.has_streams(device)
+    if key not in _lanes:
+        _lanes[key] = Lane("context", device, "slices of other context ranks")
+    return _lanes[key]
+
+
+def start_gathering(group: dist.ProcessGroup, *parts: Tensor) -> Callable[[], list[Tensor]]:
+    """Begin to gather tensors of one dtype; the result gives [ranks, ...] each, differentiable.
+
+    In backward their gradients begin to travel where the result was asked for, and are awaited where this was called:
+    what was computed in between runs beside them, in both directions.
+    """
+    work = Gathering(group, [part.shape for part in parts])
+    ticket = _Start.apply(work, *parts)
+    return lambda: list(_Finish.apply(work, ticket))
+
+
+def gathered(group: dist.ProcessGroup, *parts: Tensor) -> list[Tensor]:
+    """`start_gathering`, awaited."""
+    return start_gathering(group, *parts)()
+
+
+class Gathering:
+    """Tensors on their way to all ranks, or their gradients on the way back."""
+
+    def __init__(self, group: dist.ProcessGroup, shapes: Sequence[torch.Size]) -> None:
+        self._group = group
+        self._shapes = shapes
+        self._sizes = [shape.numel() for shape in shapes]
+        self._ticket: Ticket | None = None
+        self._buffers: tuple[Tensor, ...] = ()
+
+    def send(self, parts: Sequence[Tensor]) -> None:
+        """All ranks' parts are to come here."""
+        source = torch.cat([part.detach().reshape(-1) for part in parts])
+        full = source.new_empty(self._group.size() * source.numel())
+        self._ticket = _lane(source.device).run(all_gather, full, source, self._group)
+        self._buffers = full, source
+
+    def receive(self) -> list[Tensor]:
+        """They have come, [ranks, ...] each."""
+        full = self._awaited()[0].view(self._group.size(), -1)
+        return [part.unflatten(1, shape) for part, shape in zip(full.split(self._sizes, dim=1), self._shapes)]
+
+    def send_back(self, gradients: Sequence[Tensor]) -> None:
+        """The gradients of what came are to be summed where it came from."""
+        partial = torch.cat([each.flatten(1) for each in gradients], dim=1).view(-1)
+        output = partial.new_empty(sum(self._sizes))
+        inbox = partial.new_empty(inbox_numel(reduce_scatter, partial.numel(), self._group, partial.device))
+        options: dict[str, Any] = {"scale": 1.0, "accumulate": False, "inbox": inbox, "sum_only": True}
+        self._ticket = _lane(partial.device).run(reduce_scatter, output, partial, self._group, **options)
+        self._buffers = output, partial, inbox
+
+    def receive_back(self) -> list[Tensor]:
+        """They have been."""
+        parts = self._awaited()[0].split(self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes)]
+
+    def _awaited(self) -> tuple[Tensor, ...]:
+        assert self._ticket is not None
+        self._ticket.wait()
+        buffers, self._buffers, self._ticket = self._buffers, (), None
+        return buffers
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: Gathering, *parts: Tensor) -> Tensor:
+        ctx.work = work
+        work.send(parts)
+        return parts[0].new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return (None, *ctx.work.receive_back())
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: Gathering, ticket: Tensor) -> Any:
+        ctx.work = work
+        return tuple(work.receive())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.work.send_back(gradients)
+        return None, gradients[0].new_zeros(())

@@ -1,0 +1,132 @@
+"""What the ranks that exchange anything in a schedule agree on before it begins.
+
+    over                          must be the same
+    ---------------------------   -----------------------------------------------------------------------
+    the ranks of a pipeline       schedule, switches, mode, number of microbatches, their tokens and labels
+    the ranks of a set of experts the same without tokens and labels, of which each has its own
+
+A difference is an error on every rank that would have waited for another: one that is found later mixes messages of
+different sizes, or trains on the tokens of one batch with the labels of another.
+"""
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm.groups import exchange_objects
+from weft.comm.watch.control import agree
+from weft.comm.watch.rules import mismatch
+from weft.overlap.layer import StagedLayer
+from weft.overlap.microbatch import Microbatch
+from weft.pipeline.placement import Cut
+
+_MOMENT = "beginning of a schedule"
+_RULE = (
+    "each calls with the same schedule and switches, in the same mode, and as many microbatches; on the ranks of one "
+    "pipeline these are the same tokens and labels"
+)
+_computes_in: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+"""A checksum of the dtypes that each model computed in at its last schedule."""
+
+
+@dataclass
+class _Word:
+    """A number that must be the same on all ranks, and whether it was found to differ."""
+
+    value: int
+    differs: bool = False
+
+    @property
+    def both_ways(self) -> tuple[int, int]:
+        return self.value, -self.value
+
+    def compare(self, highest: int, lowest: int) -> None:
+        self.differs |= highest != -lowest
+
+
+def agree_on_schedule(
+    model: nn.Module,
+    layers: Sequence[StagedLayer],
+    cut: Cut,
+    what: str,
+    microbatches: Sequence[Microbatch],
+    order: Any = (),
+) -> bool:
+    """Raise CollectiveMismatch on all ranks that exchange anything with one that was called differently.
+
+    `what`: the schedule, for a person; `order`: all that decides the order of exchanges. Returns whether the model
+    computes in other dtypes than at its last schedule on any rank of the pipeline, so that what crosses stages changes.
+    """
+    experts = _groups_of_experts(layers)
+    if cut.group is None and not experts:
+        return False
+    mode = "training" if model.training else "evaluation"
+    common = _Word(zlib.crc32(f"{what} {mode} {len(microbatches)} {order}".encode()))
+    said = f"{what} in {mode} mode of {len(microbatches)} microbatches"
+    converted, bad, anywhere = False, False, bool(experts)
+    if cut.group is not None:
+        checksum = _checksum(microbatches)
+        shapes = ", ".join(each.said() for each in microbatches)
+        said += f" of shape {shapes}, whose tensors have the checksum {checksum:08x}"
+        own = _Word(zlib.crc32(f"{shapes} {checksum}".encode()))
+        dtypes = _dtypes(model)
+        flags = (_computes_in.get(model) != dtypes) + 2 * anywhere
+        (*words, first, last), (flags,) = agree(
+            [*common.both_ways, *own.both_ways], [flags], [cut.group], _MOMENT, channel=cut.channel
+        )
+        common.compare(*words)
+        own.compare(first, last)
+        converted, anywhere = bool(flags & 1), bool(flags & 2)
+        bad = common.differs or own.differs
+        _computes_in[model] = dtypes
+    for group, channel in experts.items():
+        words, (other,) = agree([*common.both_ways], [bad], [group], f"{_MOMENT}, experts", channel=channel)
+        common.compare(*words)
+        bad = bad or common.differs or bool(other)
+    if cut.group is not None and anywhere:  # a stage without experts hears of others' too
+        _, (other,) = agree([], [bad], [cut.group], f"{_MOMENT}, all stages", channel=cut.channel)
+        bad = bool(other)
+    if bad:
+        _computes_in.pop(model, None)
+        everyone: dict[int, str] = {}
+        for group in (cut.group, *experts):
+            if group is not None:
+                told = exchange_objects(said, group, "arguments of a schedule")
+                everyone.update(zip(dist.get_process_group_ranks(group), told))
+        name = "of one pipeline" if not experts else "that exchange rows"
+        raise mismatch(f"{name} run different things", dict(sorted(everyone.items())), _RULE)
+    return converted
+
+
+def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup, int]:
+    """The process groups over which `layers` exchange rows, with a channel of each."""
+    found: dict[dist.ProcessGroup, int] = {}
+    for layer in layers:
+        group = getattr(layer.dispatcher, "group", None)
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
+            found.setdefault(group, getattr(layer.dispatcher, "channel", 0))
+    return found
+
+
+def _checksum(microbatches: Sequence[Microbatch]) -> int:
+    """Of all tensors; on a device the host waits for them."""
+    word = 0
+    for each in microbatches:
+        beside = [value for _, value in sorted(each.beside.items(), key=lambda item: item[0])]
+        for value in (each.tokens, each.labels, *beside):
+            if isinstance(value, Tensor):
+                word = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, word)
+    return word
+
+
+def _dtypes(model: nn.Module) -> int:
+    """Of parameters, and what autocast computes in."""
+    device = next((each.device.type for each in model.parameters()), "cpu")
+    casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return zlib.crc32(f"{casts} {[each.dtype for each in model.parameters()]}".encode())

@@ -1,0 +1,94 @@
+"""Buffers of a model of one's own, such as the running statistics of BatchNorm, over the ranks.
+
+    "broadcast"   after each step all ranks take those of rank 0
+    "mean"        after each step all ranks take the mean; buffers that are no floating-point numbers, those of rank 0
+    "own"         each rank has its own, and a checkpoint holds those of every rank
+
+The first two leave them alike on all ranks, so that validation and checkpoints do not depend on the rank. They hold
+after every step, and not only where something is saved: a run that is stopped and resumed is the undisturbed one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm.backends import world
+from weft.comm.collectives import broadcast, reduce_now
+from weft.models import HybridModel
+from weft.train.errors import ConfigError
+
+Rule = Literal["broadcast", "mean", "own"]
+
+
+def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
+    """Those of `model`; None where a pattern describes it, whose buffers are alike on all ranks by themselves.
+
+    Raises ConfigError for a rule that would have no effect there.
+    """
+    if not isinstance(model, HybridModel):
+        return Buffers(model, rule)
+    if rule != "broadcast":
+        raise ConfigError(
+            f'train.buffers = "{rule}": has no effect on a model that a pattern describes, whose buffers are alike on '
+            "all ranks; leave it out"
+        )
+    return None
+
+
+class Buffers:
+    """Those of `model` that a checkpoint holds and that are whole on each rank. State for a checkpoint with "own"."""
+
+    per_rank = True
+
+    def __init__(self, model: nn.Module, rule: Rule) -> None:
+        self.rule = rule
+        saved = model.state_dict().keys()
+        self._buffers = {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if name in saved and not isinstance(buffer, DTensor) and buffer.numel()
+        }
+        self._model = model
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether each rank's are in a checkpoint."""
+        return self.rule == "own" and bool(self._buffers)
+
+    def after_step(self) -> None:
+        """Make them alike; all ranks call this."""
+        if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:
+            return
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        for buffer in self._now():
+            groups[buffer.dtype, buffer.device].append(buffer)
+        with torch.no_grad():
+            for (dtype, _), buffers in groups.items():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                if self.rule == "mean" and dtype.is_floating_point:
+                    reduce_now(flat, dist.ReduceOp.SUM, None, "the mean of buffers")
+                    flat /= dist.get_world_size()
+                else:
+                    broadcast(flat, world(), "the buffers of rank 0")
+                for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+                    buffer.copy_(part.view_as(buffer))
+
+    def _now(self) -> Iterator[torch.Tensor]:
+        known = dict(self._model.named_buffers())  # a module may have put another tensor in its place
+        return (known[name] for name in self._buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffers": {name: buffer.clone() for name, buffer in zip(self._buffers, self._now())}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, buffer in zip(self._buffers, self._now()):
+            buffer.copy_(state["buffers"][name])
+
+    def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
+        """On another number of ranks, all take those of rank 0."""
+        self.load_state_dict(state)

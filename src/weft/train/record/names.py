@@ -1,0 +1,15 @@
+"""The names of a run's numbers: those of the loop, and those that a person's loss gives."""
+
+_OF_LOOP = frozenset(
+    (
+        *("", "self", "step", "kind", "loss", "validation_loss", "nats_per_byte", "router_loss", "lr", "gradient_norm"),
+        *("memory_bytes", "tokens", "samples", "tokens_per_second", "samples_per_second", "mfu", "skipped_steps"),
+        *("step_seconds", "load", "weight", "gradient"),
+    )
+)
+_PREFIXES = ("ema_", "loss_depth_", "validation_")
+
+
+def is_own(name: str) -> bool:
+    """Whether a loss may give a number this name: the loop does not use it."""
+    return name not in _OF_LOOP and not name.startswith(_PREFIXES)

@@ -1,0 +1,134 @@
+"""What ranks say of themselves to each other, over connections of their own.
+
+Each rank listens, and answers in a thread. It is asked directly: neither rank 0 nor the job's store need be alive. The
+addresses go over the store once, at the start.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+_ASK, _TELL = "ask", "tell"
+_LOOPBACK = "127.0.0.1"
+_LONGEST = 1 << 16
+_AT_ONCE = 64
+
+
+class Peers:
+    """The other ranks of a job. `state`: what this rank answers; `heard`: is called with what another one tells."""
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._state, self._heard = state, heard
+        self._known: dict[int, dict[str, Any]] = {}
+        self._over = threading.Event()
+        if self.ranks == 1:
+            return
+        hosts = _own_hosts()
+        self._listening = socket.create_server((_LOOPBACK if hosts == [_LOOPBACK] else "", 0), backlog=256)
+        self._secret = secrets.token_hex(16)  # no stranger tells ranks that another one has failed
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError, AttributeError):
+            store = getattr(store, "clone")()  # noqa: B009  a connection of its own: the main thread may wait in the other one
+        number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks
+        self._store = dist.PrefixStore(f"weft/peers-{number}", store)
+        own = {"hosts": hosts, "port": self._listening.getsockname()[1], "secret": self._secret}
+        self._store.set(str(self.rank), json.dumps(own))
+        for work, name in ((self._answer_all, "answers"), (self._learn, "addresses")):
+            threading.Thread(target=work, daemon=True, name=f"weft-{name}").start()
+
+    def close(self) -> None:
+        """Answer no longer."""
+        self._over.set()
+        if self.ranks > 1:
+            with suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)
+            self._listening.close()
+
+    def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
+        """What each other rank does; None for one that does not answer within `patience` seconds."""
+        return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
+
+    def tell(self, message: Mapping[str, Any], patience: float) -> None:
+        """Let the other ranks hear `message`; those that do not listen miss it."""
+        self._each(lambda rank: self._send(rank, {"kind": _TELL, "said": dict(message)}, patience))
+
+    def _each(self, action: Callable[[int], Any]) -> dict[int, Any]:
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        if not others:
+            return {}
+        with ThreadPoolExecutor(min(len(others), _AT_ONCE), thread_name_prefix="weft-asks") as pool:
+            return dict(zip(others, pool.map(action, others)))
+
+    def _send(self, rank: int, message: Mapping[str, Any], patience: float) -> dict[str, Any] | None:
+        if (known := self._known.get(rank)) is None:
+            return None
+        deadline = time.monotonic() + patience
+        for host in known["hosts"]:
+            with suppress(OSError, ValueError):
+                left = max(0.1, deadline - time.monotonic())
+                with socket.create_connection((host, known["port"]), timeout=left) as connection:
+                    connection.sendall(json.dumps({**message, "secret": known["secret"]}).encode() + b"\n")
+                    return json.loads(_line(connection))
+        return None
+
+    def _learn(self) -> None:
+        """Where the others listen. The store may not answer, which only this thread waits for."""
+        waiting = set(range(self.ranks)) - {self.rank}
+        with suppress(RuntimeError):  # the store is gone: what is not known now will not be
+            while waiting and not self._over.is_set():
+                for rank in sorted(waiting):
+                    if self._store.check([str(rank)]):
+                        self._known[rank] = json.loads(self._store.get(str(rank)))
+                        waiting.remove(rank)
+                self._over.wait(0.1)
+
+    def _answer_all(self) -> None:
+        while not self._over.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                if self._over.wait(0.1):
+                    return
+                continue
+            with connection, suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                connection.settimeout(1.0)
+                message = json.loads(_line(connection))
+                if not secrets.compare_digest(str(message["secret"]), self._secret):
+                    continue
+                if message["kind"] == _TELL:
+                    self._heard(message["said"])
+                connection.sendall(json.dumps(dict(self._state())).encode() + b"\n")
+
+
+def _line(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"\n"):
+        part = connection.recv(4096)
+        if not part or len(received) > _LONGEST:
+            raise ValueError("no whole line came")
+        received += part
+    return received
+
+
+def _own_hosts() -> list[str]:
+    """By which other ranks may reach this process: likely ones first."""
+    master = os.environ.get("MASTER_ADDR")
+    if not master:  # all ranks are on this host
+        return [_LOOPBACK]
+    hosts = []
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; chooses the interface
+            hosts.append(probe.getsockname()[0])
+    return [*hosts, socket.gethostname()]

@@ -1,0 +1,91 @@
+"""Whether the code that the configuration of a run directory names may be imported.
+
+A run directory is code where its config.toml names some: `model.factory`, loggers, an optimizer. Of a directory that
+this user made on this machine that is taken as it is. It has a mark in its facts.json, an HMAC over its path and what
+it names, by a key that lies in the user's state folder: a directory that came from elsewhere, or was moved, has none
+that fits.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from weft.train.config import TrainConfig
+from weft.train.errors import ConfigError
+from weft.train.report.facts import keep_facts, read_facts
+from weft.train.sections import OwnModelConfig
+
+_MARK = "mark"
+_KEY_BYTES = 32
+
+
+def named_code(config: TrainConfig) -> dict[str, str]:
+    """Setting -> the Python objects outside of weft and torch that it names."""
+    data, found = config.data, {}
+    if isinstance(config.model, OwnModelConfig):
+        found = {"model.factory": config.model.factory, "model.loss": config.model.loss}
+    found |= {"data.factory": data.factory, "data.validation_factory": data.validation_factory}
+    found["optimizer.name"] = config.optimizer.name
+    found["run.loggers"] = ", ".join(name for name in config.run.loggers if ":" in name)
+    return {name: value for name, value in found.items() if ":" in value}
+
+
+def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str], *, trust: bool, asked: str) -> None:
+    """Raise ConfigError where the configuration of a run directory names code, unless this user made it here.
+
+    config: that of the directory with `overrides`, whose settings a person has named. trust: whether a person says so.
+    """
+    given = {override.partition("=")[0].strip() for override in overrides}
+    code = {name: value for name, value in named_code(config).items() if name not in given}
+    if trust or not code or _is_marked(directory, code):
+        return
+    named = "; ".join(f"{name} = {value}" for name, value in code.items())
+    raise ConfigError(
+        f"{asked}: its configuration names code that would be imported ({named}), and it is not known to be made by "
+        "this user at this place; look at that code, and add --trust"
+    )
+
+
+def mark_as_own(directory: Path, config: TrainConfig) -> None:
+    """Remember that this user runs what the configuration of `directory` names. What cannot be kept is asked again."""
+    if code := named_code(config):
+        with suppress(OSError):
+            keep_facts(directory, {_MARK: {name: _mark(directory, name, value) for name, value in code.items()}})
+
+
+def _is_marked(directory: Path, code: dict[str, str]) -> bool:
+    marks = read_facts(directory).get(_MARK)
+    if not isinstance(marks, dict):
+        return False
+    with suppress(OSError):
+        return all(
+            hmac.compare_digest(str(marks.get(name, "")), _mark(directory, name, value)) for name, value in code.items()
+        )
+    return False
+
+
+def _mark(directory: Path, name: str, value: str) -> str:
+    said = json.dumps([str(directory.resolve()), name, value]).encode()
+    return hmac.new(_key(), said, hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes:
+    """This user's, made when it is first needed."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    path = Path(home) / "weft" / "key"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(FileExistsError):
+        made = path.with_name(f"key.{secrets.token_hex(8)}")
+        descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            os.link(made, path)  # of several processes that make one, the first one's stays
+        finally:
+            made.unlink()
+    return path.read_bytes()

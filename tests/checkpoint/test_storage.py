@@ -1,0 +1,168 @@
+"""File systems that lack something, and operations that fail: a fallback that is as safe, or a line that names it."""
+
+import errno
+import fcntl
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import distributed
+from weft.checkpoint import CheckpointError, CheckpointManager, committed_steps, locking, probe, storage, verify
+from weft.checkpoint.locking import LEASE, Lease, lock
+from weft.checkpoint.storage import operation, running
+from weft.errors import StorageError
+
+STATE = {"model": {"weight": torch.arange(6.0)}}
+
+
+def failing(patch, name, part, code=errno.ENOSPC):
+    """Let each operation `name` on a path with `part` in it fail."""
+
+    def before(operation, path):
+        if operation == name and part in path:
+            raise OSError(code, os.strerror(code))
+
+    patch.setattr(storage, "before", before)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "file"),
+    [
+        ("write", "__0_0", "__0_0.distcp"),
+        ("fsync", "__0_0", "__0_0.distcp"),
+        ("fsync", "weft.json", "weft.json"),
+        ("open", ".metadata", ".metadata.tmp"),
+        ("read", "__0_0", "__0_0.distcp"),
+        ("rename", "step-00000002.tmp", "step-00000002.tmp"),
+        ("mkdir", "step-00000002", "step-00000002.tmp"),
+    ],
+)
+def test_an_error_of_a_save_names_operation_file_and_rank(tmp_path, monkeypatch, name, part, file):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, STATE, asynchronous=False)
+        failing(monkeypatch, name, part)
+        with pytest.raises((CheckpointError, StorageError)) as caught:
+            manager.save(2, STATE, asynchronous=False)
+        said = str(caught.value)
+        assert f"rank 0: {name} of {tmp_path}" in said and file in said and "No space left on device" in said
+    monkeypatch.undo()
+    assert committed_steps(tmp_path) == [1]
+    verify(tmp_path / "step-00000001")
+
+
+def test_an_error_keeps_its_number_on_the_way_between_ranks():
+    error = StorageError(errno.ENOSPC, "rank 0: write of a/b: No space left on device")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.errno, str(copy)) == (errno.ENOSPC, "rank 0: write of a/b: No space left on device")
+
+
+def test_an_operation_is_known_while_it_runs():
+    with operation("fsync", "a/b"):
+        assert [str(each) for each in running()] == ["fsync of a/b"]
+    assert running() == []
+
+
+def test_old_checkpoints_that_cannot_be_removed_stay_and_the_run_continues(tmp_path, monkeypatch):
+    said = []
+    with CheckpointManager(tmp_path, keep=1, progress=said.append) as manager:
+        manager.save(1, STATE, asynchronous=False)
+        failing(monkeypatch, "rename", "step-00000001", errno.EACCES)
+        manager.save(2, STATE, asynchronous=False)
+    assert committed_steps(tmp_path) == [1, 2]
+    assert any("rename of" in line and "older checkpoints stay" in line for line in said)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_where_folders_have_no_fsync_everything_is_flushed(tmp_path, monkeypatch, code):
+    flushed, fsync = [], os.fsync
+
+    def refuse_folders(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    monkeypatch.setattr(os, "sync", lambda: flushed.append(True))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, STATE, asynchronous=False)
+    assert flushed and committed_steps(tmp_path) == [1]
+
+
+def test_a_real_error_of_a_folder_s_fsync_ends_the_save(tmp_path, monkeypatch):
+    failing(monkeypatch, "fsync", "step-00000001", errno.EIO)
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match=r"fsync of .*: Input/output error"),
+    ):
+        manager.save(1, STATE, asynchronous=False)
+
+
+@pytest.fixture
+def without_flock(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(locking, "RENEWED_S", 0.05)
+    monkeypatch.setattr(locking, "LEFT_S", 0.4)
+
+
+@pytest.mark.slow
+def test_without_flock_a_lease_keeps_the_second_writer_out_and_one_left_behind_is_taken_over(tmp_path, without_flock):
+    said = []
+    first = lock(tmp_path, timeout=0.2, say=said.append)
+    assert isinstance(first, Lease)
+    with pytest.raises(CheckpointError, match=f"in use by another run .process {os.getpid()} on"):
+        lock(tmp_path, timeout=0.7, say=said.append)  # longer than a lease stays that is not renewed
+    assert len(said) == 1
+    first.release()
+    assert not (tmp_path / LEASE).exists()
+    (tmp_path / LEASE).write_text("12 on another-host 00ff-0")  # its host was switched off
+    second = lock(tmp_path, timeout=5, say=said.append)
+    (tmp_path / LEASE).write_text("12 on another-host 00ff-1")
+    wait = threading.Event()
+    for _ in range(100):
+        wait.wait(0.05)
+        try:
+            second.check()
+        except CheckpointError as error:
+            assert "was taken over by another run" in str(error)
+            break
+    else:
+        raise AssertionError("a lease that another run has now was not missed")
+
+
+def test_a_lease_of_a_dead_process_of_this_host_is_taken_at_once(tmp_path, without_flock):
+    dead = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(dead, 0)
+    (tmp_path / LEASE).write_text(f"{dead} on {os.uname().nodename} 00ff-0")
+    lock(tmp_path, timeout=0.0, say=print).release()
+
+
+@pytest.mark.parametrize("name", ["mkdir", "open", "write", "fsync", "rename"])
+def test_what_a_save_needs_is_tried_when_a_run_is_claimed(tmp_path, monkeypatch, name):
+    failing(monkeypatch, name, ".probe-", errno.EACCES)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(CheckpointError, match=f"{name} of .*set run.directory"):
+        manager.claim()
+    monkeypatch.undo()
+    with CheckpointManager(tmp_path) as manager:
+        manager.claim()
+    assert not list(tmp_path.glob(".probe-*"))
+
+
+@distributed(2)
+def test_a_folder_that_not_all_ranks_see_is_refused_when_a_run_is_claimed(tmp_path):
+    probe._SEEN_S = 0.2
+    own = tmp_path / "shared" if dist.get_rank() == 0 else tmp_path / "elsewhere"
+    with CheckpointManager(own) as manager, pytest.raises(CheckpointError, match=r"ranks \[1\] do not see"):
+        manager.directory = own
+        sees = probe.sees
+        probe.sees = lambda path: sees(own / path.name)
+        try:
+            manager.claim()
+        finally:
+            probe.sees, probe._SEEN_S = sees, 10.0

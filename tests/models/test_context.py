@@ -1,0 +1,198 @@
+"""Context parallelism: ranks that share every row compute what one process computes."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.models.test_documents import MIXERS, config
+from tests.pool import distributed
+from weft.comm.timeline import Timeline
+from weft.models import Documents, HybridModel, context_part, shard
+from weft.models.gathering import Gathering
+from weft.overlap import evaluate, forward_backward
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+CLOSE = {"rtol": 1.3e-6, "atol": 1e-5}
+SEQ = 32
+ROWS = {
+    "no documents": None,
+    "a border inside a slice": ((11, 21), (3, 29)),
+    "borders at the edges of slices": ((8, 16, 8), (24, 8)),
+    "a document over three slices": ((5, 26, 1), (2, 25, 5)),
+}
+"""Slices of 2 ranks have 8 positions, those of 4 have 4."""
+
+
+def batch(rows, seq=SEQ, number=0):
+    generator = torch.Generator().manual_seed(number)
+    tokens, labels = torch.randint(37, (2, 2, seq), generator=generator).unbind()
+    given = {"tokens": tokens, "labels": labels}
+    if rows is not None:
+        ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)).tolist() for row in rows]
+        given["documents"] = Documents.from_ids(torch.tensor(ids))
+    return given
+
+
+def build(cfg, meshes=None, options=None, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = HybridModel(cfg, meshes).to(dtype)
+    return model if options is None else shard(model, meshes, **options)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(model, batches, steps=2):
+    """Losses, first gradients and weights of clipped AdamW steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, first = [], {}
+    for step in range(steps):
+        loss = model(**batches[step % len(batches)])
+        loss.backward()
+        if not first:
+            first = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, first, {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def same(found, expected, **close):
+    for one, other in zip(found, expected):
+        if isinstance(one, dict):
+            one, other = dict(one), {name: other[name] for name in one}
+        torch.testing.assert_close(one, other, **(close or EXACT))
+
+
+def cut(batches, meshes):
+    return [context_part(each, meshes) for each in batches]
+
+
+@pytest.mark.slow
+@distributed(2, 4)
+@mock.patch("weft.models.layers.delta_net.CHUNK", 4)
+def test_every_mixer_equals_one_process():
+    meshes = weft.init_meshes("cpu", cp=dist.get_world_size())
+    assert meshes.dp_size == 1 and meshes.dp_rank == 0
+    for kind, options in MIXERS.items():
+        cfg = config(f"[{kind[0]}-]{kind[0]}", **options)
+        for rows in ROWS.values():
+            expected = build(cfg), [batch(rows)]
+            part = cut(expected[1], meshes)
+            assert part[0]["tokens"].shape == (2, SEQ // dist.get_world_size())
+            found = trained(build(cfg, meshes, {}), part)
+            same(found, trained(*expected))
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_odd_lengths_depths_and_padding_equal_one_process():
+    meshes = weft.init_meshes("cpu", cp=2)
+    rows = ((11, 16), (3, 24))
+    cfg = config("MG[*-]/[*-]/[*-]")
+    for given in (batch(None, 27), batch(rows, 27)):
+        same(trained(build(cfg, meshes, {}), cut([given], meshes)), trained(build(cfg), [given]))
+    padded = batch(None, 27)
+    mask = torch.ones_like(padded["tokens"])
+    mask[0, :9], mask[1, 20:] = 0, 0
+    padded["documents"] = Documents.from_mask(mask)
+    same(trained(build(cfg, meshes, {}), cut([padded], meshes)), trained(build(cfg), [padded]))
+
+
+def averaged(cfg, batches):
+    """One process on the batches of several data-parallel ranks."""
+    model = build(cfg, dtype=torch.float32)
+    losses = [model(**each) for each in batches]
+    (sum(losses) / len(losses)).backward()
+    return [loss.detach() for loss in losses], {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_with_replicas_experts_under_the_schedule_and_stages():
+    """Two data-parallel ranks of two context ranks each, or a pipeline of two stages."""
+    cfg, rows = config("[*E][ME]", aux_loss_coef=0.0), ROWS["a document over three slices"]
+    batches = [batch(rows, number=number) for number in range(4)]
+    expected = averaged(cfg, batches)
+    for sizes, options in (
+        ({"cp": 2}, {}),
+        ({"cp": 2, "dp_replicate": 2}, {"strategy": "optim"}),
+        ({"cp": 2, "ep": 2}, {}),
+        ({"cp": 2, "ep": 4}, {"strategy": "optim_grads"}),
+    ):
+        meshes = weft.init_meshes("cpu", **sizes)
+        model = build(cfg, meshes, options, torch.float32)
+        mine = cut(batches[meshes.dp_rank :: meshes.dp_size], meshes)
+        losses = forward_backward(model, mine, overlap="ep" in sizes, loss_scale=0.5)
+        same(losses, expected[0][meshes.dp_rank :: meshes.dp_size], **CLOSE)
+        same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
+    meshes = weft.init_meshes("cpu", cp=2, pp=2)
+    model = build(cfg, meshes, {"strategy": "optim"}, torch.float32)
+    mine = cut(batches, meshes)
+    same(forward_backward(model, mine, schedule="1f1b", overlap=False, loss_scale=0.25), expected[0], **CLOSE)
+    same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
+    same(evaluate(model, mine), expected[0], **CLOSE)
+
+
+@distributed(2)
+def test_recurrences_send_as_much_for_long_rows_as_for_short_ones():
+    meshes = weft.init_meshes("cpu", cp=2)
+    sent = {}
+    for kind in "MG*+":
+        for seq in (32, 128):
+            with mock.patch.object(Gathering, "send", autospec=True, side_effect=Gathering.send) as send:
+                model = build(config(kind), meshes)
+                model(**context_part(batch(None, seq), meshes)).backward()
+            sent[kind, seq] = sum(part.numel() for call in send.call_args_list for part in call.args[1])
+    assert sent["M", 32] == sent["M", 128] > 0 and sent["G", 32] == sent["G", 128] > 0
+    assert sent["*", 128] == 4 * sent["*", 32] and sent["+", 128] == 4 * sent["+", 32]
+
+
+@distributed(2)
+def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes():
+    """In the order of events: queries are computed, forward and backward, between the start of a gather and its end."""
+    meshes = weft.init_meshes("cpu", cp=2)
+    events = []
+    model = build(config("*"), meshes)
+    queries = model.decoder.layers[0].self_attention.q_proj
+    queries.register_forward_hook(lambda *_: events.append("queries"))
+    queries.weight.register_hook(lambda _: events.append("gradient of queries"))
+
+    def noted(name):
+        function = getattr(Gathering, name)
+
+        def called(*args):
+            events.append(name)
+            return function(*args)
+
+        return mock.patch.object(Gathering, name, called)
+
+    with noted("send"), noted("receive"), noted("send_back"), noted("receive_back"), Timeline() as timeline:
+        model(**context_part(batch(None), meshes)).backward()
+    assert events == ["send", "queries", "receive", "send_back", "gradient of queries", "receive_back"]
+    assert any(interval.lane == "context" for interval in timeline.intervals())
+
+
+@distributed(2)
+def test_what_cannot_be_is_refused():
+    meshes = weft.init_meshes("cpu", cp=2)
+    model, given = build(config("M"), meshes), batch(None)
+    with pytest.raises(ValueError, match=r"cp=2: each context rank has a part of every row.*context_part"):
+        model(given["tokens"], given["labels"])
+    with pytest.raises(ValueError, match="2 x 8 tokens each, beside a tensor of shape"):
+        model(given["tokens"], documents=context_part(given, meshes)["documents"])
+    with pytest.raises(ValueError, match="'images' has shape"):
+        context_part(given | {"images": torch.zeros(3)}, meshes)
+    with pytest.raises(ValueError, match="slices of 2 tokens: a convolution sees 3"):
+        model(**context_part(batch(None, 8), meshes))
+    with pytest.raises(ValueError, match="meshes have no context ranks"):
+        context_part(given, dataclasses.replace(meshes, cp=None))
+    with pytest.raises(ValueError, match="cp=3"):
+        weft.init_meshes("cpu", cp=3)

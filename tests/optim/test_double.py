@@ -1,0 +1,38 @@
+"""Gradients and experts in fp64."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.moe.experts import GroupedExperts
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@distributed(2)
+def test_gradients_in_fp64_are_clipped_as_in_one_process(order):
+    rank, batch = dist.get_rank(), nets.data(1, 4)[0]
+    plain = nets.make().double()
+    nets.loss_of(plain, batch).backward()
+    net = nets.shard(nets.make().double())
+    nets.loss_of(net, batch[rank::2]).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, order)
+    found = weft.optim.clip_grad_norm_(net, 1e-3, order)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    for mine, theirs in zip(net.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+    assert all(math.isfinite(each.gradient) for each in weft.optim.parameter_norms(net).values())
+
+
+def test_experts_in_fp64_multiply_one_after_another():
+    torch.manual_seed(0)
+    grouped, looped = (GroupedExperts(4, 16, 8, backend=backend).double() for backend in ("grouped_mm", "loop"))
+    looped.load_state_dict(grouped.state_dict())
+    rows, offsets = torch.randn(9, 16, dtype=torch.float64), torch.tensor([2, 2, 6, 9], dtype=torch.int32)
+    torch.testing.assert_close(grouped(rows, offsets), looped(rows, offsets), rtol=0, atol=0)

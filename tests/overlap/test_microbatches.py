@@ -1,0 +1,191 @@
+"""A microbatch is a dict of tensors: what stands beside tokens and labels reaches the parts that name it."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from tests.overlap.small import config, gradients
+from tests.pool import distributed
+from tests.test_snippets import blocks
+from weft.comm.watch.rules import CollectiveMismatch
+from weft.models import Documents, HybridModel
+from weft.overlap import Crossing, evaluate, forward_backward, run_stages
+
+LENGTHS = ((3, 4), (5, 2), (1, 6))
+SIZES = {"mamba_num_heads": 2, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 4}
+
+
+def data(count=3, seq=7):
+    """Microbatches of two rows, each with other documents."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for number in range(count):
+        tokens, labels = torch.randint(37, (2, 2, seq), generator=generator).unbind()
+        ids = [[0] * lengths[0] + [1] * lengths[1] for lengths in (LENGTHS[number % 3], LENGTHS[(number + 1) % 3])]
+        found.append({"tokens": tokens, "labels": labels, "documents": Documents.from_ids(torch.tensor(ids))})
+    return found
+
+
+def build(pattern, meshes=None, **how):
+    torch.manual_seed(0)
+    return HybridModel(config(pattern, **SIZES), meshes, **how)
+
+
+def plain(model, microbatches):
+    losses = []
+    for each in microbatches:
+        loss = model(**each)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, gradients(model)
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_documents_reach_layers_depths_and_loss_of_a_schedule():
+    expected = plain(build("M*[*E]/[*-]"), data())
+    model = build("M*[*E]/[*-]")
+    same((forward_backward(model, data(), overlap=False, delay_wgrad=True), gradients(model)), expected)
+    other = [each | {"documents": None} for each in data()]
+    assert forward_backward(build("M*[*E]/[*-]"), other, overlap=False) != expected[0]
+
+
+@distributed(2)
+def test_documents_in_stages_and_under_the_exchange_of_experts():
+    """Each rank of a pipeline has the documents; nothing is sent for them."""
+    expected = plain(build("M*[*-]/[*-]"), data(4))
+    model = build("M*[*-]/[*-]", weft.init_meshes("cpu", pp=2))
+    losses = forward_backward(model, data(4), schedule="1f1b")
+    same(losses, expected[0])
+    mine = gradients(model)
+    torch.testing.assert_close(mine, {name: expected[1][name] for name in mine})
+    meshes = weft.init_meshes("cpu", ep=2)
+    one, two = build("[*E][ME]", meshes), build("[*E][ME]", meshes)
+    same((forward_backward(one, data()), gradients(one)), plain(two, data()))
+
+
+@distributed(2)
+def test_ranks_of_a_pipeline_with_other_documents_are_told():
+    model = build("M*", weft.init_meshes("cpu", pp=2))
+    mine = data()
+    if dist.get_rank():
+        mine[1]["documents"] = mine[0]["documents"]
+    with pytest.raises(CollectiveMismatch, match="Documents"):
+        forward_backward(model, mine, schedule="1f1b")
+
+
+def outputs_of(model, microbatches, documents=True):
+    with torch.no_grad():
+        return torch.cat([model(each["tokens"], documents=each["documents"]) for each in microbatches])
+
+
+@distributed(2)
+def test_evaluate_returns_outputs_on_the_last_stage_or_on_all():
+    reference = build("M*[*-]/[*-]").eval()
+    expected = outputs_of(reference, data())
+    for model in (build("M*[*-]/[*-]").eval(), build("M*[*-]/[*-]", weft.init_meshes("cpu", pp=2)).eval()):
+        losses = evaluate(model, data())
+        with torch.no_grad():
+            same(losses, [reference(**each) for each in data()])
+        found = evaluate(model, data(), outputs="all")
+        same(found[0], losses)
+        same(found[1], expected)
+        unlabelled = [{name: each[name] for name in ("tokens", "documents")} for each in data()]
+        none, last = evaluate(model, unlabelled, outputs="last")
+        assert none == []
+        if model.cut is None or model.cut.is_last:
+            same(last, expected)
+        else:
+            assert last is None
+
+
+class Pictured(HybridModel):
+    """Adds a picture to the embeddings."""
+
+    def embed(self, tokens, pictures=None):
+        return super().embed(tokens) if pictures is None else super().embed(tokens) + pictures
+
+
+class Doubling(nn.Module):
+    """A layer of its own kind, which takes a mask by name."""
+
+    stages, dispatcher = ("attend",), None
+
+    def attend(self, hidden, mask=None):
+        return Crossing(hidden if mask is None else hidden * mask)
+
+    def expert_modules(self):
+        return []
+
+    def forward(self, hidden, mask=None):
+        return run_stages(self, hidden, mask=mask)[0]
+
+    def experts(self, rows, handle):
+        raise AssertionError("the layer is all in `attend`")
+
+    finish = experts
+
+
+def test_each_part_gets_what_it_names_and_what_nobody_takes_is_refused():
+    torch.manual_seed(0)
+    model = Pictured(config("*-"))
+    tokens, labels = data()[0]["tokens"], data()[0]["labels"]
+    pictures = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    given = {"tokens": tokens, "labels": labels, "pictures": pictures}
+    with_pictures = forward_backward(model, [given], overlap=False)
+    x_BSD, losses = model.decoder(model.embed(tokens, pictures))
+    same(with_pictures, [model.loss(x_BSD, tokens, labels, losses).detach()])
+    assert with_pictures != forward_backward(model, [(tokens, labels)], overlap=False)
+    with pytest.raises(
+        ValueError, match="microbatches have 'attention_mask', 'sounds', which nothing in Pictured takes"
+    ):
+        forward_backward(model, [given | {"sounds": tokens, "attention_mask": tokens}], overlap=False)
+    model.decoder.layers[1] = Doubling()
+    masked = forward_backward(model, [given | {"mask": torch.zeros(2, 7, 1)}], overlap=False)
+    torch.testing.assert_close(masked[0], torch.tensor(37.0).log())
+
+
+@pytest.mark.parametrize(
+    "given, error, said",
+    [
+        ({"tokens": 3, "labels": 3}, TypeError, "microbatch 0: 'tokens' is a int; give a tensor"),
+        ({"tokens": torch.zeros(1, 2).long()}, TypeError, "microbatch 0: 'labels' is missing"),
+        (
+            {"tokens": torch.zeros(1, 2).long(), "labels": torch.zeros(1, 2).long(), "cache": {}},
+            ValueError,
+            "'cache' names no entry",
+        ),
+    ],
+)
+def test_wrong_microbatches_are_refused(given, error, said):
+    with pytest.raises(error, match=said):
+        forward_backward(build("*"), [given], overlap=False)
+
+
+def test_outputs_that_cannot_be_had_are_refused():
+    model = build("*/*")
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        evaluate(model, data(), outputs="all")
+    model.eval()
+    with pytest.raises(ValueError, match="outputs='first': choose"):
+        evaluate(model, data(), outputs="first")
+    short = {"tokens": data()[0]["tokens"][:, :3], "labels": data()[0]["labels"][:, :3]}
+    with pytest.raises(ValueError, match=r"lengths \[\(3,\), \(7,\)\] are not merged"):
+        evaluate(model, [short, data()[0]], outputs="all")
+    with pytest.raises(TypeError, match="one dict as microbatches"):
+        evaluate(model, data()[0])
+    assert dataclasses.is_dataclass(Documents)
+
+
+def test_the_page_about_documents_runs_as_it_is_printed():
+    names = {}
+    for block in blocks("documents", "python"):
+        exec(block, names)
+    assert names["losses"][0] > 0 and names["logits"].shape == (2, 8, 256)
+    assert names["documents"] == Documents.from_cu_seqlens(torch.tensor([0, 3, 8, 14, 16]), 2, 8)

@@ -1,0 +1,41 @@
+"""Runs whose ranks share every sequence."""
+
+import pytest
+import torch
+
+from tests.train.command import write_config
+from tests.train.test_documents import write_documents
+from tests.train.test_loop import train_on
+from weft.train.config import parse_config
+from weft.train.errors import ConfigError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["M*-", "+G-/[+-]"])
+def test_a_run_over_context_ranks_has_the_losses_of_one_rank_and_goes_on_on_it(pool, tmp_path, pattern):
+    path = write_config(tmp_path, train__validate_every=2, data__sequence_length=64)
+    changes = [f"model.pattern={pattern}", *write_documents(tmp_path)]
+    alone = pool.run(1, train_on, path, tmp_path / "alone", changes, stop_at=4)[0]
+    shared = [*changes, "sharding.cp=2"]
+    pool.run(2, train_on, path, tmp_path / "both", shared, stop_at=2)
+    both = pool.run(1, train_on, path, tmp_path / "both", changes, stop_at=4, resume_from=2)[0]
+    for one, two in zip(alone[:2], both[:2]):
+        for here, there in zip(one, two, strict=True):
+            for name in ("loss", "loss_depth_1", "gradient_norm"):
+                if name in here:
+                    assert there[name] == pytest.approx(here[name], rel=1e-4)
+    torch.testing.assert_close(both[2], alone[2], rtol=1e-3, atol=1e-4)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    def config(*changes):
+        return parse_config(
+            "", ["model.pattern=[*-]", "train.global_batch_size=8", "train.microbatch_size=2", *changes]
+        )
+
+    config("sharding.cp=2").validate(4)
+    assert config("sharding.cp=2").microbatches_per_step(2) == 2
+    with pytest.raises(ConfigError, match=r"sharding\.cp = 3: must divide the 4 ranks; choose from \[1, 2, 4\]"):
+        config("sharding.cp=3").validate(4)
+    with pytest.raises(ConfigError, match=r"sharding\.dp_shard = 4: must be the number of ranks, 4 / sharding\.cp = 2"):
+        config("sharding.cp=2", "sharding.dp_shard=4").validate(4)
