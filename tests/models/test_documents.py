@@ -15,9 +15,17 @@ SEQ = 23
 ROWS = ((7, 1, 9, 6), (2, 11, 10))
 """The documents of each row: some end at a chunk's border, some cross several."""
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 8,
+}
 MIXERS = {
     "*": {"qk_norm": "head"},
     "* in windows with sinks": {"sliding_window": 3, "attention_sinks": True, "attention_output_gate": True},
+    "* turned by the length": {"rope_scaling": LONGROPE},
     "+": {"q_lora_rank": 12},
     "M": {"chunk_size": 4},
     "G": {},

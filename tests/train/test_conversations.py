@@ -19,6 +19,7 @@ from weft.models import HybridConfig, HybridModel, hf
 from weft.models.loss import cross_entropy
 from weft.train.chat import template_of
 from weft.train.data import Batches, load_corpus
+from weft.train.data.cache import Part
 from weft.train.data.conversations import ConversationTokenizer
 from weft.train.errors import ConfigError
 from weft.train.sections import DataConfig
@@ -147,7 +148,8 @@ def test_the_labels_of_batches_are_what_an_assistant_writes(tmp_path, packing):
     batches = Batches([corpus.training], **options)
     learnt = total = 0
     for _ in range(len(batches._mixture.texts[0])):
-        ((tokens, labels),) = batches.next_step()
+        (batch,) = batches.next_step()
+        tokens, labels = batch if packing == "stream" else (batch["tokens"], batch["labels"])
         assert tokens.min() >= 0 and tokens.max() < len(fast) and (labels >= 0).any()
         follow = labels[:, :-1] >= 0
         assert torch.equal(labels[:, :-1][follow], tokens[:, 1:][follow])
@@ -168,6 +170,26 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_masks(tmp_path):
         tokens, written = ours.labelled(messages)
         labels = torch.tensor(np.where(written, tokens.astype(int), -100))[None, 1:]
         assert_close(cross_entropy(scores, labels), each[mask[0, 1:] == 1].mean())
+
+
+def test_conversations_in_one_sequence_have_the_loss_of_each_by_itself(tmp_path):
+    _, path = tokenizer_in(tmp_path, HEADERS)
+    ours = ConversationTokenizer(path)
+    torch.manual_seed(0)
+    model = HybridModel(HybridConfig(pattern="[*-]", vocab_size=ours.tokens, hidden_size=16))
+    encoded = [ours.encode(json.dumps(messages).encode()) for messages in conversations(5)]
+    starts = np.cumsum([0, *map(len, encoded)])
+    part = Part(np.concatenate(encoded), starts[:-1], conversations=ours.tokens)
+    options = {"packing": "whole", "microbatch_size": 1, "global_batch_size": 1}
+    (batch,) = Batches([part], sequence_length=int(starts[-1]), **options).next_step()
+    together = model(batch["tokens"], documents=batch["documents"])
+    alone = torch.zeros(())
+    for messages in conversations(5):
+        tokens, written = ours.labelled(messages)
+        labels = torch.tensor(np.where(written, tokens.astype(int), -100))[1:]
+        scores = model(torch.tensor(tokens.astype(int))[None, :-1])[0]
+        alone = alone + torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
+    assert_close(torch.nn.functional.cross_entropy(together[0], batch["labels"][0], reduction="sum"), alone)
 
 
 WRONG = [
@@ -236,7 +258,7 @@ def test_a_model_without_a_template_does_not_chat(tmp_path, capsys):
 def test_the_small_model_that_is_made_answers_after_its_fine_tuning(tmp_path):
     made = Path(__file__).parents[2] / "examples" / "chat_model.py"
     assert subprocess.run([sys.executable, str(made), str(tmp_path)]).returncode == 0
-    assert weft("train", str(tmp_path / "chat.toml")).returncode == 0
+    assert weft("train", str(tmp_path / "chat.toml"), timeout=900).returncode == 0
     (run,) = (tmp_path / "runs").iterdir()
     asked = "What is the capital of France?\nTell me the capital of Japan.\n"
     done = subprocess.run(

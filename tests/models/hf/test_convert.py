@@ -385,10 +385,10 @@ def test_dtypes_of_several_widths_shapes_of_all_kinds_and_views_are_written(tmp_
     expected = {
         "odd": torch.randn(3).bfloat16(),
         "wide": torch.randn(4, 2),
-        "scalar": torch.tensor(7),
+        "scalar": torch.tensor(7.0).double(),
         "turned": torch.randn(5, 3).T,
         "empty": torch.randn(0, 4),
-        "yes": torch.tensor([True, False]),
+        "half": torch.randn(2).half(),
     }
     with TensorWriter(tmp_path) as writer:
         for name, tensor in expected.items():

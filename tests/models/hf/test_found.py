@@ -130,6 +130,7 @@ def test_weights_that_are_no_plain_numbers_are_refused_by_tensor_and_dtype(tied,
 def test_experts_of_different_dtypes_are_refused_and_of_doubles_are_read(tmp_path):
     theirs = KINDS["qwen3_moe"].make().double()
     theirs.save_pretrained(tmp_path / "doubles")
+    theirs.set_experts_implementation("eager")  # its grouped products have no doubles either
     model = hf.from_pretrained(tmp_path / "doubles", dtype=torch.float64)
     assert_close(model(TOKENS), theirs(input_ids=TOKENS).logits, **CLOSE)
     hf.convert(tmp_path / "doubles", tmp_path / "ours")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
+from weft.models.context import Borders
 
 FIRST_POSITIONS = 1024
 BY_LENGTH = ("dynamic", "longrope")
@@ -88,18 +89,28 @@ class RotaryEmbedding(nn.Module):
             self._fill(1 << (end - 1).bit_length())
         return self.cos[start:end], self.sin[start:end]
 
-    def forward(self, x_BSHC: Tensor, start: int = 0, position_ids: Tensor | None = None) -> Tensor:
+    def _rows_of(self, documents: Borders, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of each position, [B, S, width]; each is below `end`, and each document is a sequence."""
+        position_ids = documents.position_ids(self.cos.device)
+        if not self._is_by_length:
+            cos, sin = self._rows(0, end)
+            return cos[position_ids], sin[position_ids]
+        first = self.scaling["original_max_position_embeddings"]  # type: ignore[index]
+        cos, sin = (rows[position_ids.clamp(max=len(rows) - 1)] for rows in self._rows(0, min(first, end)))
+        reaches = documents.reaches(self.cos.device)
+        for length in reaches[reaches > first].unique().tolist():
+            of_it = (reaches == length).unsqueeze(-1)
+            at = position_ids.clamp(max=length - 1)
+            cos, sin = (new[at].where(of_it, old) for new, old in zip(self._table(0, length, length), (cos, sin)))
+        return cos, sin
+
+    def forward(self, x_BSHC: Tensor, start: int = 0, documents: Borders | None = None) -> Tensor:
         """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
 
-        `position_ids` [B, S]: the positions, each below `start` + S, where they do not follow one another.
+        `documents`: positions begin anew in each, and each is below `start` + S.
         """
         end = start + x_BSHC.shape[1]
-        if position_ids is None:
-            tables = self._rows(start, end)
-        else:
-            longest = int(position_ids.max()) + 1 if self._is_by_length else end
-            cos, sin = self._rows(0, longest)
-            tables = cos[position_ids], sin[position_ids]
+        tables = self._rows(start, end) if documents is None else self._rows_of(documents, end)
         cos, sin = (each.unsqueeze(-2).to(x_BSHC.dtype) for each in tables)
         turning, rest = x_BSHC.split((self.width, x_BSHC.shape[-1] - self.width), dim=-1)
         if self.interleave:
