@@ -102,7 +102,7 @@ def test_resume_of_a_run_s_configuration_means_that_run(tmp_path, capsys, monkey
         (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
         shutil.copy(write_config(tmp_path), directory / "config.toml")
     chosen = []
-    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(run.directory) or 0)
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command, **_: chosen.append(run.directory) or 0)
     assert main(["train", "--resume", str(run / "config.toml"), "--ranks", "1"]) == 0
     assert chosen == [run]
 
@@ -116,7 +116,7 @@ def test_weights_for_a_run_that_goes_on_are_refused(tmp_path, capsys, words, res
 
 def test_weights_of_a_new_run_are_no_part_of_the_command_that_goes_on(tmp_path, monkeypatch):
     chosen = []
-    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(command) or 0)
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command, **_: chosen.append(command) or 0)
     words = ["--from", "first", "--set", "train.steps=3", "--ranks", "1"]
     for more in ([], ["--resume-or-start"]):
         assert main(["train", str(write_config(tmp_path)), *words, *more]) == 0
@@ -159,7 +159,7 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
     line = refused(capsys, "train", config, "--resume", run / "ablations")
     assert line.endswith(f"is no run, but a folder of runs; name one of them: {run / 'ablations' / 'a'}\n")
     chosen = []
-    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command: chosen.append(run.directory) or 0)
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command, **_: chosen.append(run.directory) or 0)
     assert main(["train", str(config), "--resume", str(run / "copy"), "--ranks", "1"]) == 0
     assert chosen == [run / "copy"]
     shutil.rmtree(run / "checkpoints")
@@ -255,7 +255,7 @@ def test_help_takes_less_than_half_a_second_of_processor_time():
 def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
     program = (
         "import sys, weft.cli, weft.train.run.launch as launch\n"
-        "launch.launch = lambda *_: print('torch' in sys.modules) or 0\n"
+        "launch.launch = lambda *_, **__: print('torch' in sys.modules) or 0\n"
         "sys.exit(weft.cli.main(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", program, "train", write_config(tmp_path), "--ranks", "2"]

@@ -28,7 +28,7 @@ def bash(tmp_path_factory):
 def test_bash_completes_commands_options_and_settings(bash):
     assert {"train", "eval", "report", "inspect"} <= set(bash(""))
     assert bash("ins") == ["inspect"]
-    assert bash("train", "--res") == ["--resume", "--resume-or-start"]
+    assert bash("train", "--resu") == ["--resume", "--resume-or-start"]
     assert bash("inspect", "--v") == ["--verify"]
     every = [f"{each.section}.{each.name}=" for each in settings()]
     assert bash("train", "a.toml", "--set", "") == every

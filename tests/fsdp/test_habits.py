@@ -14,7 +14,8 @@ import weft
 import weft.debug
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm import collectives
+from weft.comm import backends
+from weft.comm.builtin import BuiltIn
 from weft.fsdp.module import runtime_of
 
 
@@ -276,8 +277,8 @@ def test_a_unit_that_forces_sums_asks_the_backend_for_no_average():
         net = nets.shard(nets.make())
         net.blocks[1].set_force_sum_reduction_for_comms(True)
         loss = nets.loss_of(net, nets.data(1, 4)[0])
-        of_nccl = mock.patch.object(collectives, "backend_of", lambda group, device: "nccl")
-        with of_nccl, mock.patch.object(dist, "reduce_scatter_tensor", noted):
+        averaging = backends.moving_by(BuiltIn(averages=True))
+        with averaging, mock.patch.object(dist, "reduce_scatter_tensor", noted):
             loss.backward()
     average, total = dist.ReduceOp.AVG, dist.ReduceOp.SUM
     assert asked == [average, total, average, average]

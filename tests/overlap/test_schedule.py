@@ -25,6 +25,7 @@ from tests.overlap.small import build, config, gradients, plain
 from tests.overlap.test_order import one_piece
 from tests.pool import distributed
 from weft.errors import CollectiveMismatch
+from weft.fsdp import plan_of
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.layout.gathers import GatherOrder
@@ -219,8 +220,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
                 assert sorted(set(reduced)) == done, last
 
         # The root, the layers of a pair, the experts of one of them, and two more on their way.
-        units = ModelUnits.of(model, model.staged_layers)
-        assert most == max(map(len, units.gathered(units.program(steps)))) <= 1 + 2 + 1 + 2
+        assert most == max(map(len, plan_of(model).alive)) <= 1 + 2 + 1 + 2
 
 
 DEPTHS = dataclasses.replace(CFG, pattern="[*E]-/[*E]*/[*E]*", recompute=("experts",))
@@ -293,10 +293,9 @@ def test_the_units_of_a_prediction_depth_are_held_while_it_runs_and_reduced_once
                     if (step.direction, step.layer, step.slot) == ("backward", layer, slot + last)
                 ]
                 assert sorted({position for position, each in events if each in own}) == done and len(done) == 2
-        units = ModelUnits.of(model, model.staged_layers, [depth.staged_layers for depth in model.depths])
-        held = list(units.gathered(units.program(trace)))
+        alive = plan_of(model).alive
         for depth in model.depths:
-            assert 0 < sum(unit_of(depth) in each for each in held) < len(held)
+            assert 0 < sum(unit_of(depth).number in here for here in alive) < len(alive)
 
 
 @pytest.mark.slow

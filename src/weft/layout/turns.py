@@ -81,11 +81,12 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        """Move what autograd left into the buffer that travels; `defer`: more is added before it does."""
+        """Move what autograd left into the buffer that travels later; `defer`: more is added before it does."""
 
     @abstractmethod
     def reduce_group(self, unit: int, group: int) -> Any:
-        """Start the reductions of what is packed; returns what `finish_group` waits for."""
+        """Pack what autograd left, and start the reductions of all that is packed; returns what `finish_group` waits
+        for."""
 
     @abstractmethod
     def reduce_turn(self, turn: Sequence[int]) -> Any:
@@ -130,7 +131,6 @@ class ReductionOrder(ABC):
         """Start the reductions of these groups, of what they have here."""
         for group in groups:
             self.make_room(unit, group, defer=False)
-            self.pack_group(unit, group, defer=False)
             self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
         self._leave_room()
 

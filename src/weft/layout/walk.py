@@ -369,7 +369,8 @@ class _Gradients(ReductionOrder):
         self._walk.acts.append(Action("pack", (unit,)))
 
     def reduce_group(self, unit: int, group: int) -> None:
-        """Open what the reductions need."""
+        """Open the buffer that travels, and what the reductions need."""
+        self.pack_group(unit, group, defer=False)
         facts = self._facts(unit, group)
         stages = range(len(facts.stages) if self.finishes else 1)
         for stage in stages:

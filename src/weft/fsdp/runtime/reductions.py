@@ -172,11 +172,12 @@ class Reductions(ReductionOrder):
             each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
 
     def reduce_group(self, unit: int, group: int) -> Ticket:
-        """Start the reductions of what is packed."""
+        """Pack what autograd left, and start the reductions of what is packed."""
         each = self._units[unit]
         one = each.groups[group]
         finishes = self._finishes(each)
         with _without_graph(), profiled(each.name, "reduce"):
+            one.gradients.pack(self._channels.gradients, defer=False)
             return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:

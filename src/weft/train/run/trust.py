@@ -17,7 +17,6 @@ from pathlib import Path
 
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
-from weft.train.report.facts import keep_facts, read_facts
 from weft.train.sections import OwnModelConfig
 
 _MARK = "mark"
@@ -55,10 +54,14 @@ def mark_as_own(directory: Path, config: TrainConfig) -> None:
     """Remember that this user runs what the configuration of `directory` names. What cannot be kept is asked again."""
     if code := named_code(config):
         with suppress(OSError):
+            from weft.train.report.facts import keep_facts  # imports torch, which what starts ranks does not need
+
             keep_facts(directory, {_MARK: {name: _mark(directory, name, value) for name, value in code.items()}})
 
 
 def _is_marked(directory: Path, code: dict[str, str]) -> bool:
+    from weft.train.report.facts import read_facts  # see above
+
     marks = read_facts(directory).get(_MARK)
     if not isinstance(marks, dict):
         return False

@@ -1,0 +1,37 @@
+"""The plan of a schedule, in one piece and over stages, says to the byte what it takes."""
+
+import pytest
+import torch.distributed as dist
+
+import weft
+from tests.overlap import test_schedule
+from tests.overlap.test_stages import CFG, build, data
+from tests.pool import distributed
+from weft.fsdp import plan_of
+from weft.models import shard
+from weft.overlap import forward_backward
+
+
+def check(model, **options):
+    for _ in range(3):
+        forward_backward(model, data(4), **options)
+    plan = plan_of(model)
+    reported = {role: counts["peak"] for role, counts in weft.memory_report(model)["transient"].items()}
+    assert plan.peak_bytes == reported and reported["gathered weights"]
+    assert {step.kind for step in plan.steps} == {"schedule"} and plan.off_plan == {}
+
+
+@pytest.mark.slow
+@distributed(2)
+@pytest.mark.parametrize("delay_wgrad", [False, True])
+def test_the_peaks_of_a_schedule_with_experts_are_those_that_memory_reports(delay_wgrad):
+    model = test_schedule.build(test_schedule.CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
+    check(model, delay_wgrad=delay_wgrad)
+
+
+@pytest.mark.slow
+@distributed(4)
+@pytest.mark.parametrize("schedule", ["interleaved", "combined"])
+def test_the_peaks_of_a_pipeline_are_those_that_memory_reports(schedule):
+    meshes = weft.init_meshes("cpu", pp=dist.get_world_size() // 2)
+    check(shard(build(CFG, meshes, chunks=2), meshes), schedule=schedule)
