@@ -115,7 +115,9 @@ def test_tokenising_says_how_far_it_is_and_happens_once(tmp_path, monkeypatch):
     shares = [int(line.rpartition(" ")[2].rstrip("%")) for line in said]
     assert shares == sorted(shares) and shares[-1] == 100 and len(shares) == 300
     load_corpus(settings, say=said.append)
-    assert not any(line.startswith(said[0].partition(" ")[0]) for line in said[300:]), "they are compared, not made anew"
+    assert not any(line.startswith(said[0].partition(" ")[0]) for line in said[300:]), (
+        "they are compared, not made anew"
+    )
 
 
 def test_whole_documents_are_never_cut_as_long_as_they_fit():
