@@ -1,4 +1,4 @@
-# make train | train-moe | train-hybrid | train-pipeline | test | test-fast | test-long | test-ecosystem | kills | faults | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | chat | test | test-fast | test-long | test-ecosystem | kills | faults | fuzz | mutate | lint | bench
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,7 +11,7 @@ OTHERS := .venv-ecosystem
 # Each process of a test would compile weft again, and each mutant the whole copy.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train train-moe train-hybrid train-pipeline test test-fast test-long test-ecosystem kills faults fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline chat test test-fast test-long test-ecosystem kills faults fuzz mutate lint bench
 
 install: $(STAMP)
 
@@ -33,6 +33,11 @@ train-hybrid: install
 
 train-pipeline: install
 	$(BIN)/weft train configs/stdlib-pipeline.toml --ranks 2
+
+chat: install
+	$(BIN)/python examples/chat_model.py runs/chat
+	$(BIN)/weft train runs/chat/chat.toml --ranks 2
+	printf 'What is the capital of France?\nTell me the capital of Japan.\n' | $(BIN)/weft chat $$(ls -td runs/chat/runs/chat* | head -1)
 
 test: install lint
 	$(BIN)/python $(TESTS) -m 'not long'

@@ -30,6 +30,7 @@ PAGES = ("training", "checkpoints", "models", "huggingface", "settings", "pipeli
 ELSEWHERE = {
     "pattern '[**-]', position 2": "models/test_docs.py: an error",
     "embedding.weight": "models/test_docs.py: a list of keys",
+    "weft chat": "train/test_conversations.py: a model with a chat template",
     "torchrun --nnodes 2": "train/test_launch.py: two hosts are needed for the line itself",
 }
 """Beginnings of blocks that are no code, or need what a test has not."""

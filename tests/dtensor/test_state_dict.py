@@ -33,6 +33,7 @@ from tests.fsdp.side_by_side import (
     whole,
 )
 from tests.pool import distributed
+from weft.fsdp import patches
 
 pytestmark = pytest.mark.slow
 
@@ -201,6 +202,7 @@ def test_training_does_not_write_to_the_whole_tensors_that_it_was_set_from():
 
 def test_torch_s_functions_are_those_that_weft_wraps():
     """A new torch that changed them must not go unnoticed."""
+    patches.apply()
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
         assert hasattr(getattr(torch.distributed.checkpoint.state_dict, name), "__wrapped__"), name
 

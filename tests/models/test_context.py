@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import weft
-from tests.models.test_documents import MIXERS, config
+from tests.models.test_documents import LONGROPE, MIXERS, config
 from tests.pool import distributed
 from weft.comm.timeline import Timeline
 from weft.models import Documents, HybridModel, context_part, shard
+from weft.models.context import Slices
 from weft.models.gathering import Gathering
+from weft.models.layers.rotary import RotaryEmbedding
 from weft.overlap import evaluate, forward_backward
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -73,6 +75,15 @@ def same(found, expected, **close):
 
 def cut(batches, meshes):
     return [context_part(each, meshes) for each in batches]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_slices_turn_as_the_whole_rows_where_the_length_decides(rows):
+    rotary, heads = RotaryEmbedding(8, 10000.0, scaling=LONGROPE), torch.randn(2, SEQ, 2, 8)
+    documents = batch(ROWS[rows]).get("documents")
+    for rank in (0, 1):
+        slices = Slices(documents or Documents(2, SEQ, (0, SEQ)), rank, mock.Mock(**{"size.return_value": 2}))
+        assert torch.equal(rotary(slices.cut(heads), SEQ // 2, slices), slices.cut(rotary(heads, 0, documents)))
 
 
 @pytest.mark.slow

@@ -15,6 +15,13 @@ SEQ = 23
 ROWS = ((7, 1, 9, 6), (2, 11, 10))
 """The documents of each row: some end at a chunk's border, some cross several."""
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 8,
+}
 MIXERS = {
     "*": {"qk_norm": "head"},
     "* in windows with sinks": {"sliding_window": 3, "attention_sinks": True, "attention_output_gate": True},
@@ -68,9 +75,9 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr("weft.models.layers.delta_net.CHUNK", 4)
 
 
-@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("kind", [*MIXERS, "* turned by the length"])
 def test_a_packed_row_equals_its_documents_alone(kind):
-    model = build(config(f"[{kind[0]}-]{kind[0]}/[{kind[0]}-]", **MIXERS[kind]))
+    model = build(config(f"[{kind[0]}-]{kind[0]}/[{kind[0]}-]", **MIXERS.get(kind, {"rope_scaling": LONGROPE})))
     tokens, labels = batch()
     documents = borders()
     packed = model(tokens, documents=documents)

@@ -5,7 +5,7 @@ import torch
 
 from tests.models.hf.families import KINDS
 from weft.models import HybridConfig, HybridModel, hf
-from weft.models.generate import generate
+from weft.models.generate import Sampling, generate
 
 
 def small():
@@ -16,7 +16,9 @@ def small():
 def first(model, count, seed=0, **options):
     prompt = torch.arange(10)[None]
     generator = torch.Generator().manual_seed(seed)
-    return torch.cat(list(islice(generate(model, prompt, generator=generator, **options), count))).tolist()
+    among = options.pop("among", None)
+    drawn = generate(model, prompt, sampling=Sampling(**options), among=among, generator=generator)
+    return torch.cat(list(islice(drawn, count))).tolist()
 
 
 def test_the_best_tokens_are_those_of_full_forwards():
@@ -60,7 +62,8 @@ def test_drawn_tokens_have_the_shares_of_the_scores():
 
     drawn = next(generate(model, torch.zeros(20000, 1).long(), generator=torch.Generator().manual_seed(0)))
     assert torch.allclose(drawn.bincount() / 20000, scores.exp(), atol=0.02)
-    drawn = next(generate(model, torch.zeros(20000, 1).long(), top_p=0.6, generator=torch.Generator().manual_seed(0)))
+    options = {"sampling": Sampling(top_p=0.6), "generator": torch.Generator().manual_seed(0)}
+    drawn = next(generate(model, torch.zeros(20000, 1).long(), **options))
     assert torch.allclose(drawn.bincount() / 20000, torch.tensor([0.625, 0.375]), atol=0.02)
 
 

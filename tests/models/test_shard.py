@@ -353,12 +353,21 @@ SINKS = {
     "hidden_act": "clamped_swiglu",
 }
 MULTIPLIERS = {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 3.0}
+NORMS = {
+    "norm_order": "both",
+    "zero_centered_norm": True,
+    "hidden_act": "gelu_tanh",
+    "sliding_window": 4,
+    "windowed": (0,),
+    "rope_local_theta": 100.0,
+    "unrotated": (1,),
+}
 
 
 @pytest.mark.slow
 @distributed(2)
-@pytest.mark.parametrize("pattern, options", [("[*E]*E/[*E]", SINKS), ("[ME]*-", MULTIPLIERS)])
-def test_sinks_biases_and_multipliers_have_the_gradients_of_one_process(pattern, options):
+@pytest.mark.parametrize("pattern, options", [("[*E]*E/[*E]", SINKS), ("[ME]*-", MULTIPLIERS), ("[*E]*-M", NORMS)])
+def test_sinks_biases_multipliers_and_norms_have_the_gradients_of_one_process(pattern, options):
     cfg = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED, **options)
     for run in (overlapped, one_after_another):
         expected, found = gradients_of_both(cfg, init_meshes("cpu", ep=2), run)

@@ -85,6 +85,7 @@ def test_a_run_of_tokens_from_elsewhere_is_not_sampled_as_bytes_but_converted_an
     assert 'data.kind = "tokens", and nobody knows the tokenizer' in errors and "weft convert" in errors
     converted = tmp_path / "converted"
     assert main(["convert", str(run), str(converted)]) == 0
+    assert capsys.readouterr().out.startswith(f"{converted}: ")
     (published / "tokenizer.json").rename(converted / "tokenizer.json")
     assert main(["sample", str(converted), "--prompt", "def", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("def")

@@ -1,4 +1,5 @@
-"""The command line: weft train | eval | report | config | sample | convert | pattern | schedule | inspect | bench."""
+"""The command line: weft train | eval | report | config | sample | chat | convert | pattern | schedule | inspect |
+bench."""
 
 import shlex
 import sys

@@ -1,8 +1,8 @@
 """The commands of a few lines: each takes its options and returns its exit code."""
 
 import argparse
-import math
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +14,13 @@ def config(options: argparse.Namespace) -> int:
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
 
-    if options.check is not None:
+    if options.ignored and options.source is None:
+        raise ValueError(f"--ignore-field {options.ignored[0]}: is for --from DIRECTORY")
+    if options.source is not None:
+        if options.ranks is not None:
+            raise ValueError(f"--ranks {options.ranks}: is for a configuration; name it with --check FILE")
+        print(_model_section(options.source, options.ignored), end="")
+    elif options.check is not None:
         ranks = 1 if options.ranks is None else options.ranks
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: must be at least 1")
@@ -25,6 +31,23 @@ def config(options: argparse.Namespace) -> int:
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
     return 0
+
+
+def _model_section(source: str, ignored: list[str]) -> str:
+    """The [model] of a run, a checkpoint or a model's directory, without what is so by default."""
+    import dataclasses
+
+    from weft.models import HybridConfig
+    from weft.train.source import Source
+    from weft.train.toml_values import plain, show
+
+    cfg, defaults = Source(source, ignored=ignored).model_config, HybridConfig()
+    lines = ["[model]"]
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if value != getattr(defaults, field.name) or field.name == "pattern":
+            lines.append(f"# {field.name}: none" if value is None else f"{field.name} = {show(plain(value))}")
+    return "\n".join(lines) + "\n"
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -64,42 +87,6 @@ def inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def sample(options: argparse.Namespace) -> int:
-    """Print a text as a trained model continues it, token by token. Raises ValueError for wrong numbers."""
-    from weft.train.source import Source
-
-    for name, good, rule in (
-        ("tokens", options.tokens >= 0, "must be at least 0"),
-        ("temperature", 0 <= options.temperature < math.inf, "must be at least 0, which takes the best token"),
-        ("top-p", 0 < options.top_p <= 1, "must be more than 0 and at most 1"),
-        ("seed", -(1 << 63) <= options.seed < 1 << 64, "must be at least -2**63 and below 2**64"),
-        ("prompt", _is_text(options.prompt), "is not UTF-8 text; give such a text"),
-    ):
-        if not good:
-            value = getattr(options, name.replace("-", "_"))
-            raise ValueError(f"--{name} {value if name != 'prompt' else ascii(value)}: {rule}")
-    begun = False
-    try:
-        for part in Source(options.source, partial(_warn, options)).continued(
-            options.prompt,
-            tokens=options.tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-        ):
-            begun = True
-            print(part, end="", flush=True)
-    finally:
-        if begun:
-            print()
-    return 0
-
-
-def _is_text(given: str) -> bool:
-    """Whether the bytes of an argument were UTF-8: others become surrogates, which no text has."""
-    return not any("\ud800" <= character <= "\udfff" for character in given)
-
-
 def convert(options: argparse.Namespace) -> int:
     """Write a run or a checkpoint as Hugging Face files, a directory of these as weft's own, or such a one as these."""
     from weft.checkpoint.manifest import MANIFEST
@@ -107,13 +94,22 @@ def convert(options: argparse.Namespace) -> int:
     from weft.train.run.runs import CHECKPOINTS
     from weft.train.source import Source
 
+    ignored = options.ignored
     if not any((Path(options.source) / name).exists() for name in (CHECKPOINTS, MANIFEST)):
-        hf.convert(options.source, options.target, options.family)
+        print(hf.convert(options.source, options.target, options.family, ignored=ignored))
         return 0
+    if ignored:
+        raise ValueError(f"--ignore-field {ignored[0]}: has no effect on a run, which has its own configuration")
+    hf.refuse_used(Path(options.target))
     source = Source(options.source, partial(_warn, options))
     model = HybridModel(source.model_config)
     source.load(model)
     hf.save(model, options.target, options.family)
+    came = "the files that it came with" if source.origin else "no other files"
+    if (tokenizer := source.tokenizer_file) is not None and not (Path(options.target) / tokenizer.name).exists():
+        shutil.copyfile(tokenizer, Path(options.target) / "tokenizer.json")
+        came = f"{tokenizer.name} of data.tokenizer"
+    print(f"{options.target}: {len(model.state_dict())} tensors, and {came}")
     return 0
 
 

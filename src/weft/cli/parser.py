@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from weft.cli import commands
+from weft.cli import commands, generation
 from weft.cli.schedule import draw
 from weft.cli.train import start
 
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="print what makes this shell complete commands, options and settings",
     )
     known = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_train, _sample, _inspect, _convert, _pattern, _schedule, _config, _evaluate, _report, _bench):
+    for add in (_train, _sample, _chat, _inspect, _convert, _pattern, _schedule, _config, _evaluate, _report, _bench):
         add(known)
     return parser
 
@@ -116,12 +116,47 @@ def _train(known: Any) -> None:
 def _sample(known: Any) -> None:
     sample = known.add_parser("sample", help="continue a text with a trained model", epilog=EXIT_CODES)
     sample.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a model's directory")
-    sample.add_argument("--prompt", default="\n", help="the text to continue (default: a line's end)")
-    sample.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token (default: 0.8)")
-    sample.add_argument("--top-p", type=float, default=0.95, help="draw from the best with this share (default: 0.95)")
-    sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-    sample.set_defaults(run=commands.sample)
+    sample.add_argument(
+        "--prompt",
+        action="append",
+        help="the text to continue (default: a line's end); given several times, all are continued together",
+    )
+    _add_generation(sample)
+    sample.set_defaults(run=_with_prompt)
+
+
+def _with_prompt(options: argparse.Namespace) -> int:
+    options.prompt = options.prompt or ["\n"]  # argparse appends to a default
+    return generation.sample(options)
+
+
+def _chat(known: Any) -> None:
+    chat = known.add_parser("chat", help="talk with a model that has a chat template", epilog=EXIT_CODES)
+    chat.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a model's directory")
+    chat.add_argument("--system", default="", help="what the conversation begins with (default: nothing)")
+    _add_generation(chat)
+    chat.set_defaults(run=generation.chat)
+
+
+def _add_generation(command: argparse.ArgumentParser) -> None:
+    own = "the model's own, else"
+    command.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
+    command.add_argument("--temperature", type=float, help=f"0 takes the best token (default: {own} 0.8)")
+    command.add_argument("--top-k", type=int, help=f"draw from so many of the best tokens (default: {own} all)")
+    command.add_argument("--top-p", type=float, help=f"draw from the best with this share (default: {own} 0.95)")
+    command.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    _add_ignored(command)
+
+
+def _add_ignored(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--ignore-field",
+        action="append",
+        default=[],
+        dest="ignored",
+        metavar="NAME",
+        help="pass over this field of config.json, which weft does not know; can be given several times",
+    )
 
 
 def _inspect(known: Any) -> None:
@@ -140,6 +175,7 @@ def _convert(known: Any) -> None:
     convert.add_argument("source", metavar="SOURCE", help="a model's directory, a run, or a checkpoint")
     convert.add_argument("target", metavar="TARGET", help="a new directory")
     convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
+    _add_ignored(convert)
     convert.set_defaults(run=commands.convert)
 
 
@@ -181,6 +217,10 @@ def _config(known: Any) -> None:
     instead.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
     config.add_argument("--ranks", type=int, help="with --check: the number of ranks that it is for (default: 1)")
     instead.add_argument("--markdown", action="store_true", help="as a table")
+    instead.add_argument(
+        "--from", dest="source", metavar="DIRECTORY", help="print the [model] of a model's directory or of a run"
+    )
+    _add_ignored(config)
     config.set_defaults(run=commands.config)
 
 

@@ -153,11 +153,8 @@ class Walk:
         self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
         for unit in self.units:
             unit.tied = [self.units[number] for number in unit.facts.tied]
-        bundles: dict[tuple[int, ...], _Bundle] = {
-            facts.bundle: _Bundle(self, [self.units[number] for number in facts.bundle])
-            for facts in units
-            if len(facts.bundle) > 1
-        }
+        kinds = {facts.bundle for facts in units if len(facts.bundle) > 1}
+        bundles = {numbers: _Bundle(self, [self.units[number] for number in numbers]) for numbers in kinds}
         inside = {number: bundles[facts.bundle] for number, facts in enumerate(units) if facts.bundle in bundles}
         self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
         self._gathers.traces.update(traces)

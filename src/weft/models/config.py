@@ -5,17 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.models.pattern import Pattern, parse
+from weft.models.rope_scaling import check_rope_scaling
 from weft.moe.kinds import ACTS, ROWS_PER, Clamp
-
-ROPE_SCALING: dict[str, tuple[set[str], set[str]]] = {
-    "linear": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
-    "yarn": (
-        {"factor", "original_max_position_embeddings"},
-        {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"},
-    ),
-}
-"""Each `rope_type` with the numbers that it needs and those that it may have."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,12 @@ class HybridConfig:
     rope_interleave: bool = False
     """Whether neighbours are rotated as a pair, not the elements of two halves."""
     rope_scaling: dict | None = None
-    """Rotation for longer contexts: rope_type "linear", "llama3" or "yarn" and its numbers, as in transformers."""
+    """Rotation for longer contexts: rope_type "linear", "llama3", "yarn", "dynamic" or "longrope", and its numbers, as
+    in transformers."""
+    rope_local_theta: float | None = None
+    """Base of the rotation, without scaling, of layers `*` with a window; None: that of all layers."""
+    unrotated: tuple[int, ...] = ()
+    """Which layers `*` of a part have no rotation, counted from 0."""
 
     q_lora_rank: int | None = None
     """Width of the latent of the queries of `+`; None: no latent."""
@@ -114,8 +110,8 @@ class HybridConfig:
     intermediate_size: int = 256
     """Inner width of `-`."""
     hidden_act: str = "silu"
-    """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, or "relu2", squared
-    ReLU without one."""
+    """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, "gelu_tanh", with a
+    gate (GEGLU, GELU by its tanh formula), or "relu2", squared ReLU without one."""
     swiglu_limit: float = 7.0
     """What gate and up of "clamped_swiglu" stay within."""
     swiglu_alpha: float = 1.702
@@ -165,6 +161,8 @@ class HybridConfig:
     """Added to the mean square before its root."""
     zero_centered_norm: bool = False
     """Whether norms multiply with 1 + weight; not those inside of `M`, `G` and the latents of `+`."""
+    norm_order: str = "pre"
+    """Where each layer is normalised: its input ("pre"), what it adds to the residual stream ("post"), or "both"."""
     pad_token_id: int | None = None
     """A token whose embedding gets no gradient; None: all get theirs."""
     tie_word_embeddings: bool = False
@@ -200,7 +198,7 @@ class HybridConfig:
         for name in ("aux_loss_coef", "z_loss_coef", "mtp_loss_coef", "rope_theta", "time_step_limit_min"):
             value = getattr(self, name)
             self._require(name, _is_number(value) and value >= 0, "a number, 0 for none")
-        for name in ("capacity_factor", "attention_scale", "time_step_limit_max"):
+        for name in ("capacity_factor", "attention_scale", "time_step_limit_max", "rope_local_theta"):
             value = getattr(self, name)
             self._require(name, value is None or (_is_number(value) and value > 0), "a positive number or None")
         for name in _SWITCHES:
@@ -212,6 +210,7 @@ class HybridConfig:
         token = self.pad_token_id
         fits = token is None or (_is_integer(token, 0) and token < self.vocab_size)
         self._require("pad_token_id", fits, f"a token below vocab_size={self.vocab_size}, or None")
+        self._check_unrotated()
         symbols = set(self.pattern)
         if "*" in symbols:
             self._check_attention()
@@ -284,6 +283,13 @@ class HybridConfig:
         self._require("windowed", fits, f"different numbers from 0 to {layers - 1} of layers '*', or None")
         object.__setattr__(self, "windowed", tuple(sorted(self.windowed)))
 
+    def _check_unrotated(self) -> None:
+        layers = sum(layer.symbols.count("*") for layer in self.parsed.layers)
+        numbers = isinstance(self.unrotated, list | tuple) and all(_is_integer(each, 0) for each in self.unrotated)
+        fits = numbers and len(set(self.unrotated)) == len(self.unrotated) and max(self.unrotated, default=-1) < layers
+        self._require("unrotated", fits, f"different numbers of the {layers} layers '*', from 0")
+        object.__setattr__(self, "unrotated", tuple(sorted(self.unrotated)))
+
     def _check_rotation(self) -> None:
         """Pairs are rotated, in a way that is known."""
         factor = self.partial_rotary_factor
@@ -299,17 +305,10 @@ class HybridConfig:
         if self.rope_scaling is None:
             return
         self._require("rope_scaling", isinstance(self.rope_scaling, Mapping), "a table with a rope_type, or None")
-        given = dict(self.rope_scaling)
-        kind = given.pop("rope_type", None)
-        known = " or ".join(map(repr, ROPE_SCALING))
-        self._require("rope_scaling", kind in ROPE_SCALING, f"a table whose rope_type is {known}")
         self._require("rope_scaling", self.rope_theta > 0, "None where rope_theta is 0")
-        needed, more = ROPE_SCALING[kind]
-        if needed - given.keys() or given.keys() - needed - more:
-            raise ValueError(
-                f"rope_scaling={self.rope_scaling!r}: rope_type {kind!r} needs {', '.join(sorted(needed)) or 'nothing'}"
-                f"{', may have ' * bool(more)}{', '.join(sorted(more))}, and knows nothing else"
-            )
+        check_rope_scaling(
+            self.rope_scaling, (self.rotary_width if "*" in self.pattern else self.qk_rope_head_dim) // 2
+        )
 
     def _check_mamba(self) -> None:
         heads, groups = self.mamba_num_heads, self.mamba_n_groups
@@ -361,6 +360,7 @@ _SWITCHES = (
 _CHOICES = {
     "attention_bias": ("none", "qkv", "all"),
     "qk_norm": ("none", "head", "full"),
+    "norm_order": ("pre", "post", "both"),
     "hidden_act": ACTS,
     "moe_rows_per": ROWS_PER,
     "router_score": ("softmax", "sigmoid"),

@@ -91,6 +91,10 @@ class Slices:
         """As `Documents.position_ids`, of the slices."""
         return self._on(device, "position_ids", lambda: self.cut(self.whole.position_ids()))
 
+    def reaches(self, device: torch.device) -> Tensor:
+        """As `Documents.reaches`, of the slices."""
+        return self._on(device, "reaches", lambda: self.cut(self.whole.reaches()))
+
     def labels(self, labels: Tensor) -> Tensor:
         """What `context_part` has cut has its labels masked."""
         return labels

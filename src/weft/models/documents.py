@@ -192,6 +192,15 @@ class Documents:
 
         return self._on(device, "position_ids", make)
 
+    def reaches(self, device: torch.device | str = "cpu") -> Tensor:
+        """How long the document of each position is, 0 in padding, [batch, seq] int64."""
+
+        def make() -> Tensor:
+            lengths = torch.tensor([0 if i in self.padding else length for i, length in enumerate(self.lengths)])
+            return lengths[self.numbers()]
+
+        return self._on(device, "reaches", make)
+
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
         """The starts in the flattened batch, then its length, int32, as kernels of variable length take them."""
         return self._on(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())

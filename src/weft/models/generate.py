@@ -1,6 +1,8 @@
 """Text, token by token: what follows a sequence, each layer remembering what came before."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,39 +11,108 @@ from torch import Tensor
 from weft.models.layers import Cache
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Raises ValueError for values without meaning."""
+
+    temperature: float = 1.0
+    """What scores are divided by; 0 takes the best token."""
+    top_k: int = 0
+    """How many of the best tokens are drawn from; 0: all."""
+    top_p: float = 1.0
+    """The best tokens that together have this probability are drawn from."""
+    repetition_penalty: float = 1.0
+    """What scores of tokens that have been there are divided by (negative ones: multiplied with)."""
+
+    def __post_init__(self) -> None:
+        for name, fits, rule in (
+            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0, which takes the best token"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "must be a whole number, 0 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "must be more than 0 and at most 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive, 1 for none"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)}: {rule}")
+
+    def choose(self, scores_BV: Tensor, seen_BS: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The next token of each row, [B], from its scores and the tokens that have been there."""
+        if self.repetition_penalty != 1:
+            there = scores_BV.gather(-1, seen_BS)
+            there = torch.where(there < 0, there * self.repetition_penalty, there / self.repetition_penalty)
+            scores_BV = scores_BV.scatter(-1, seen_BS, there)
+        if self.temperature == 0:
+            return scores_BV.argmax(-1)
+        shares, order = (scores_BV / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        if self.top_k:
+            shares = shares[:, : self.top_k]
+            shares = shares / shares.sum(-1, keepdim=True)
+        before = shares.cumsum(-1) - shares  # of the better ones: the best token always remains
+        place = torch.multinomial(shares.masked_fill(before >= self.top_p, 0), 1, generator=generator)
+        return order.gather(-1, place)[:, 0]
+
+
 @torch.no_grad()
 def generate(
     model: Any,
     tokens: Tensor,
     *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    sampling: Sampling = Sampling(),
+    lengths: Sequence[int] | None = None,
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """The tokens that follow `tokens` [B, S] int64, one [B] after another, without end.
 
-    `temperature`: what scores are divided by; 0 takes the best token. `top_p`: the best tokens that together have this
-    probability are drawn from. `among`: the tokens that may follow, 1-D; all where it is None. Raises ValueError for a
-    temperature below 0, and for a `top_p` outside of (0, 1].
+    `lengths`: how many of each row are a prompt, where they differ; -1 is given for a row as long as others still read.
+    The model sees no padding: it reads the shortest prompt at once, then all rows together token by token, those of a
+    longer prompt as they are given. `among`: the tokens that may follow, 1-D; all where it is None.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}: must be at least 0, which takes the best token")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be more than 0 and at most 1")
     cache: Cache = {}
+    lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)
+    if len(lengths) != len(tokens) or min(lengths) < 1 or max(lengths) > tokens.shape[1]:
+        raise ValueError(f"lengths={lengths}: must be from 1 to {tokens.shape[1]} for each of {len(tokens)} rows")
+    known = torch.tensor(lengths, device=tokens.device)
+    read = min(lengths)
+    seen, given = tokens[:, :read], tokens[:, :read]
     while True:
-        scores = model(tokens, cache=cache)[:, -1].float()
+        scores = model(given, cache=cache)[:, -1].float()
         if among is not None:
             scores = torch.full_like(scores, -torch.inf).index_copy(-1, among, scores[:, among])
-        chosen = scores.argmax(-1) if temperature == 0 else _drawn(scores / temperature, top_p, generator)
-        yield chosen
-        tokens = chosen[:, None]
+        chosen = sampling.choose(scores, seen, generator)
+        if read < max(lengths):
+            reads = known > read
+            yield torch.where(reads, -1, chosen)
+            chosen = torch.where(reads, tokens[:, read], chosen)
+        else:
+            yield chosen
+        read += 1
+        given = chosen[:, None]
+        seen = torch.cat((seen, given), dim=1) if sampling.repetition_penalty != 1 else given
 
 
-def _drawn(scores_BV: Tensor, top_p: float, generator: torch.Generator | None) -> Tensor:
-    """[B, vocabulary] -> [B]."""
-    shares, order = scores_BV.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    before = shares.cumsum(-1) - shares  # of the better ones: the best token always remains
-    place = torch.multinomial(shares.masked_fill(before >= top_p, 0), 1, generator=generator)
-    return order.gather(-1, place)[:, 0]
+def continuations(
+    model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
+) -> Iterator[list[int | None]]:
+    """What follows each of `prompts`: at each step the next token of each, None where it has none.
+
+    A prompt has no more after one of `ends`, which is not given, and after `most` tokens. It stops with the last one.
+    `options`: those of `generate`.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = torch.tensor(prompt)
+    left = [most] * len(prompts)
+    if most < 1:
+        return
+    for chosen in generate(model, tokens, lengths=lengths, **options):
+        step: list[int | None] = []
+        for row, token in enumerate(chosen.tolist()):
+            if token in ends and token >= 0:
+                left[row] = 0
+            step.append(token if left[row] and token >= 0 else None)
+            left[row] -= step[-1] is not None
+        if any(token is not None for token in step):
+            yield step
+        if not any(left):
+            return

@@ -35,6 +35,9 @@ class HybridModel(nn.Module):
     Raises `ValueError` for meshes with an axis that this model cannot use.
     """
 
+    origin: Any = None
+    """What loaded weights came with, a `weft.models.hf.origin.Origin`; None where none were loaded."""
+
     def __init__(
         self, cfg: HybridConfig, meshes: Meshes | None = None, *, chunks: int | None = None, placement: str = LOOP
     ) -> None:

@@ -20,6 +20,7 @@ from weft.models.layers import (
     RMSNorm,
     RotaryEmbedding,
     dispatcher_of,
+    rotary_for,
     rotary_of,
 )
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
@@ -192,7 +193,7 @@ def _block(
     if symbol == "E":
         return Experts(cfg, source, dispatcher)
     if symbol == "*":
-        return Attention(cfg, source, rotary, cfg.window_of(attention))
+        return Attention(cfg, source, rotary_for(cfg, rotary, attention), cfg.window_of(attention))
     if symbol == "+":
         return LatentAttention(cfg, source, rotary)
     return {"M": Mamba2, "G": GatedDeltaNet, "-": MLP}[symbol](cfg, source)

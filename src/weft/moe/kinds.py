@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-ACTS = ("silu", "clamped_swiglu", "relu2")
-GATED = ("silu", "clamped_swiglu")
+ACTS = ("silu", "clamped_swiglu", "gelu_tanh", "relu2")
+GATED = ("silu", "clamped_swiglu", "gelu_tanh")
 """Those of two projections in, of which one is the other's gate."""
 
 

@@ -3,6 +3,7 @@
 silu             down(silu(gate(x)) * up(x))                     SwiGLU (Shazeer 2020, arXiv:2002.05202)
 clamped_swiglu   down(g * sigmoid(alpha g) * (u + 1))            GPT-OSS (arXiv:2508.10925), with a limit L:
                  g = min(gate(x), L), u = clamp(up(x), -L, L)    7, and alpha 1.702 there
+gelu_tanh        down(gelu(gate(x)) * up(x))                     GEGLU, GELU by its tanh formula
 relu2            down(relu(up(x))^2)                             squared ReLU (So et al. 2021, arXiv:2109.08668)
 """
 
@@ -46,6 +47,8 @@ def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor
     """What goes into the last projection; `gate` is None where the kind has none."""
     if gate is None:
         return F.relu(up).square()
+    if act == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
     return swiglu(gate, up) if act == "silu" else clamped_swiglu(gate, up, clamp)
 
 

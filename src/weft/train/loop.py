@@ -45,7 +45,7 @@ from weft.train.record.progress import Progress
 from weft.train.report.account import Account
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line
-from weft.train.run.runs import Run, open_run, remove_if_unused, resuming
+from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone
@@ -218,6 +218,8 @@ class Trainer:
             return True
         self.watchdog.start().at("the start of the run", loosely=True)
         self._stop_before_first_step()
+        if self.rank == 0 and (origin := getattr(self.model, "origin", None)) is not None:
+            origin.keep(self.run_place.directory / ORIGIN, self.model.cfg)
         self.account.begin(position.step)
         self.moment("start", {"step": position.step})
         stopping = False

@@ -1,7 +1,7 @@
 """Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
 
-import json
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,36 @@ import torch
 from weft.checkpoint import CheckpointManager, ModelState, committed_steps
 from weft.checkpoint.directory import path_of
 from weft.models import HybridConfig, HybridModel, hf
-from weft.models.generate import generate
+from weft.models.generate import Sampling, continuations
 from weft.models.hf.directory import OURS, THEIRS
+from weft.models.hf.generation import Generation, generation_of
+from weft.models.hf.origin import Origin, origin_of
 from weft.models.renumber import renumbered
+from weft.train.chat import ChatTemplate, Messages, template_of
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
-from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
+from weft.train.run.runs import CHECKPOINTS, CONFIG, ORIGIN, refuse_own_task
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
 """How the start of a character looks whose other bytes are still to come."""
+DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
+"""How tokens are chosen where a model's files do not say it."""
 
 
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
     A run's are those of its newest intact checkpoint when they are loaded; `say` is told which damaged ones are passed
-    over. Raises ConfigError for a path that is no run, checkpoint or directory of a model.
+    over. `ignored`: fields of a config.json to pass over (see `hf.config_of`). Raises ConfigError for a path that is no
+    run, checkpoint or directory of a model.
     """
 
-    def __init__(self, path: str | Path, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, say: Callable[[str], None] | None = None, *, ignored: Collection[str] = ()
+    ) -> None:
         self.path = path = Path(path)
+        self.ignored = tuple(ignored)
         self._say = say
         self.step: int | None = None
         """Of the checkpoint that is named; None for the newest one."""
@@ -55,7 +64,7 @@ class Source:
     def model_config(self) -> HybridConfig:
         """Of the model that the weights are for."""
         if self.run is None:
-            return hf.config_of(self.path)
+            return hf.config_of(self.path, ignored=self.ignored)
         model = self._run_config.model
         if not isinstance(model, HybridConfig):
             raise ConfigError(f"{self.run}: is a run of a model of one's own, {model.factory}; load it where that is")
@@ -75,6 +84,13 @@ class Source:
             raise ConfigError(f"{self.path}: has no {path.name}; put that of the model there, or name the run")
         return load_tokenizer(str(path))
 
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer.json that a run's text was made with; None where there is none."""
+        if self.run is None or self._run_config.data.kind == "tokens" or self._run_config.data.tokenizer == "bytes":
+            return None
+        return Path(self._run_config.data.tokenizer)
+
     def load(self, model: Any) -> None:
         """Fill the weights of `model`, sharded or not; all ranks call it.
 
@@ -87,55 +103,93 @@ class Source:
                 "pattern in any grouping"
             )
         if self.run is None:
-            hf.load(model, self.path)
+            hf.load(model, self.path, ignored=self.ignored)
             return
         with CheckpointManager(self.run / CHECKPOINTS, progress=self._say) as checkpoints:
             checkpoints.load(renumbered({"model": ModelState(model)}, model.cfg), self.step)
+        model.origin = self.origin
 
-    def continued(
-        self, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0
-    ) -> Iterator[str]:
-        """`prompt`, and what a model with these weights adds to it, part by part; at most `tokens` tokens.
+    @cached_property
+    def origin(self) -> Origin | None:
+        """What the model came with; None for one that was trained from initial weights."""
+        if self.run is None:
+            return origin_of(self.path, self.ignored)
+        return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None
 
-        It ends where the model ends a text. The same seed gives the same text. Only what the tokenizer has is drawn:
-        models often have room for more. Raises ConfigError for a prompt that the model has no tokens for.
-        """
-        encoded = self.tokenizer.encode(prompt.encode())
-        if not len(encoded):
-            raise ConfigError("the prompt is empty: give a text to continue")
-        rows = self.model_config.vocab_size
-        if (largest := int(encoded.max())) >= rows:
-            raise ConfigError(
-                f"{self.path}: its tokenizer makes token {largest} of the prompt, and the model has {rows}; put the "
-                "tokenizer.json of that model there"
-            )
-        generator = torch.Generator().manual_seed(seed)
+    @cached_property
+    def generation(self) -> Generation:
+        """How the model chooses tokens, and where it ends, by its own files."""
+        return generation_of(self.origin)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """How conversations are written. Raises ConfigError for a model without a chat template."""
+        found = template_of(self.origin.files, str(self.path)) if self.origin is not None else None
+        if found is None:
+            raise ConfigError(f"{self.path}: has no chat template; use weft sample, or take a model that has one")
+        return found
+
+    @cached_property
+    def model(self) -> HybridModel:
+        """The model with these weights, in this process alone."""
         model = HybridModel(self.model_config)
         self.load(model)
-        yield prompt
-        known = torch.tensor(encoded.astype("int64"))[None]
-        among = torch.tensor(sorted(each for each in {*self.tokenizer.ids.tolist(), *self._ends} if each < rows))
-        options: Any = {"among": among, "temperature": temperature, "top_p": top_p}
-        chosen: list[int] = []
-        shown = ""
-        for _, token in zip(range(tokens), generate(model.eval(), known, generator=generator, **options)):
-            if int(token) in self._ends:
-                break
-            chosen.append(int(token))
-            text = self.tokenizer.decode(np.asarray(chosen))
-            if not text.endswith(UNFINISHED):
-                yield text[len(shown) :]
-                shown = text
+        return model.eval()
 
-    @property
-    def _ends(self) -> set[int]:
-        """The tokens that end a text."""
-        if self.run is not None:
-            return set()
-        ours = self.path / OURS
-        fields = json.loads(ours.read_text())["kept"] if ours.exists() else json.loads((self.path / THEIRS).read_text())
-        ends = fields.get("eos_token_id")
-        return set(ends) if isinstance(ends, list) else {ends} - {None}
+    def continued(self, prompt: str, **options: Any) -> Iterator[str]:
+        """`prompt`, and what the model adds to it, part by part. `options`: those of `added`."""
+        encoded = self._encoded(prompt)
+        yield prompt
+        for _, text in self.added([encoded], **options):
+            yield text
+
+    def added(
+        self, prompts: Sequence[str | list[int]], *, tokens: int = 200, seed: int = 0, **choices: Any
+    ) -> Iterator[tuple[int, str]]:
+        """What a model with these weights adds to each of `prompts`, texts or tokens: (which of them, the next part).
+
+        Before a text stands what the tokenizer of a published model puts there; a run has learnt without that.
+
+        A text has at most `tokens` tokens and ends where the model ends it. `choices`: fields of `Sampling` in place of
+        those of the model's generation_config.json. The same seed gives the same texts. Only what the tokenizer has is
+        drawn: models often have room for more. Raises ConfigError for a prompt that the model has no tokens for.
+        """
+        encoded = [self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        rows = self.model_config.vocab_size
+        ends = self.generation.ends
+        among = torch.tensor(sorted(each for each in {*self.tokenizer.ids.tolist(), *ends} if each < rows))
+        options: Any = {"among": among, "generator": torch.Generator().manual_seed(seed)}
+        options["sampling"] = dataclasses.replace(self.generation.sampling or DEFAULTS, **choices)
+        chosen: list[list[int]] = [[] for _ in prompts]
+        shown = [""] * len(prompts)
+        for step in continuations(self.model, encoded, ends=ends, most=tokens, **options):
+            for row, token in enumerate(step):
+                if token is None:
+                    continue
+                chosen[row].append(token)
+                text = self.tokenizer.decode(np.asarray(chosen[row]))
+                if not text.endswith(UNFINISHED):
+                    yield row, text[len(shown[row]) :]
+                    shown[row] = text
+
+    def answered(self, messages: Messages, **options: Any) -> Iterator[str]:
+        """The assistant's next message in a conversation, part by part. `options`: those of `added`."""
+        text = self.template.render(messages, prompt=True)
+        for _, part in self.added([self.tokenizer.encode(text.encode()).tolist()], **options):
+            yield part
+
+    def _encoded(self, prompt: str) -> list[int]:
+        encoded = self.tokenizer.encode(prompt.encode())
+        if len(encoded) and self.run is None:
+            encoded = self.tokenizer.prompt(prompt)
+        if not len(encoded):
+            raise ConfigError("the prompt is empty: give a text to continue")
+        if (largest := int(encoded.max())) >= self.model_config.vocab_size:
+            raise ConfigError(
+                f"{self.path}: its tokenizer makes token {largest} of the prompt, and the model has "
+                f"{self.model_config.vocab_size}; put the tokenizer.json of that model there"
+            )
+        return encoded.tolist()
 
     @cached_property
     def _run_config(self) -> TrainConfig:

@@ -28,6 +28,10 @@ class Tokenizer(Protocol):
         """UTF-8 text to a 1-D array of unsigned tokens."""
         ...
 
+    def prompt(self, text: str) -> np.ndarray:
+        """The same of a text to be continued, with what the tokenizer puts before each text."""
+        ...
+
     def decode(self, tokens: np.ndarray) -> str:
         """Tokens back to text. Raises ValueError for one that is not of `ids`."""
         ...
@@ -43,6 +47,10 @@ class BytesTokenizer:
     def encode(self, text: bytes) -> np.ndarray:
         """The bytes of `text`, uint8."""
         return np.frombuffer(text, dtype=np.uint8)
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The bytes of `text`: nothing stands before it."""
+        return self.encode(text.encode())
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text; bytes that are no UTF-8 appear as replacement characters."""
@@ -85,6 +93,16 @@ class HuggingFaceTokenizer:
         """The tokens of `text`, uint32; bytes that are no UTF-8 become replacement characters first."""
         encoding = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The tokens of `text` with the special tokens of the tokenizer's template, such as that of a beginning."""
+        return np.asarray(self._tokenizer.encode(text).ids, dtype=np.uint32)
+
+    def placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of `text`, and from which to which character each of them stands there."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoding.ids, dtype=np.uint32), places[:, 0], places[:, 1]
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of `tokens`, special tokens included."""

@@ -113,11 +113,12 @@ CHANGES = [
     ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0}}, "'longrope'"),
+    ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1.0}}, "'proportional'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
     ({"model_type": "bert"}, "model_type='bert': there are llama"),
     ({"layer_types": ["linear_attention", "windowed"]}, "full_attention, linear_attention only, not windowed"),
     ({"layer_types": ["linear_attention"] * 3}, "layer_types: 3, where qwen3_next needs .*num_hidden_layers=2"),
-    ({"layer_types": 2}, "layer_types: 2, where"),
+    ({"layer_types": 2}, "layer_types=2: must be a list"),
     ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
     ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
 ]
@@ -384,10 +385,10 @@ def test_dtypes_of_several_widths_shapes_of_all_kinds_and_views_are_written(tmp_
     expected = {
         "odd": torch.randn(3).bfloat16(),
         "wide": torch.randn(4, 2),
-        "scalar": torch.tensor(7),
+        "scalar": torch.tensor(7.0).double(),
         "turned": torch.randn(5, 3).T,
         "empty": torch.randn(0, 4),
-        "yes": torch.tensor([True, False]),
+        "half": torch.randn(2).half(),
     }
     with TensorWriter(tmp_path) as writer:
         for name, tensor in expected.items():

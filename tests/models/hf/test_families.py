@@ -1,7 +1,5 @@
 """Models read from what transformers wrote compute what transformers computes."""
 
-import json
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -26,7 +24,7 @@ def both(tmp_path, kind, variation):
 def written(model, directory):
     """The gradients of ours, by the names on disk: written as weights are."""
     (directory / "ours").mkdir()
-    family, _ = hf.family_for(model.cfg, json.loads((directory / "config.json").read_text())["model_type"])
+    family, _ = hf.family_for(model.cfg, model.origin.family)
     gradients = ((name, weight.grad) for name, weight in model.named_parameters())
     with TensorWriter(directory / "ours") as writer:
         write(family.places(model.cfg), gradients, writer)

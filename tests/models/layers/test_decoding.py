@@ -8,6 +8,13 @@ from tests.pool import distributed
 from weft.mesh import init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 
+LONG = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 100,
+}
 KINDS = {
     "M": {"mamba_n_groups": 2, "time_step_limit_min": 0.01, "time_step_limit_max": 0.5, "mamba_bias": True},
     "G": {"linear_num_value_heads": 4, "linear_num_key_heads": 2},
@@ -23,6 +30,15 @@ KINDS = {
         "hidden_act": "clamped_swiglu",
     },
     "M-": {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 3.0},
+    "[*-]*-": {
+        "norm_order": "both",
+        "hidden_act": "gelu_tanh",
+        "sliding_window": 5,
+        "windowed": (0,),
+        "rope_local_theta": 100.0,
+        "unrotated": (1,),
+    },
+    "*-": {"norm_order": "post", "rope_scaling": LONG},
     "[+E]": {"rope_theta": 0.0, "hidden_act": "relu2", "moe_latent_size": 16},
 }
 
@@ -72,3 +88,14 @@ def test_a_sharded_model_decodes_like_one_process():
     shard(sharded, meshes)
     tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
     assert_close(fed_in_parts(sharded, tokens, [7, 1, 1]), whole(tokens).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_latent_attention_expands_no_latent():
+    torch.manual_seed(0)
+    model = HybridModel(small("+-", q_lora_rank=12))
+    expanded = []
+    model.decoder.layers[0].self_attention.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1))
+    tokens = torch.randint(37, (2, 30))
+    found = fed_in_parts(model, tokens, [9, *[1] * 21])
+    assert len(expanded) == 1  # by the nine positions of the beginning
+    assert_close(found, model(tokens), rtol=1e-4, atol=1e-5)

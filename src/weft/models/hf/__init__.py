@@ -5,9 +5,23 @@ changes the result and has no counterpart, a tensor that is missing or unused, a
 """
 
 from weft.models.hf import directory
-from weft.models.hf.convert import convert
+from weft.models.hf.convert import convert, refuse_used
 from weft.models.hf.families import FAMILIES, config_of, family_for, family_of
 from weft.models.hf.family import differences
+from weft.models.hf.pretrained import from_pretrained, save_pretrained
 from weft.models.hf.weights import load, save
 
-__all__ = ["FAMILIES", "config_of", "convert", "differences", "directory", "family_for", "family_of", "load", "save"]
+__all__ = [
+    "FAMILIES",
+    "config_of",
+    "convert",
+    "differences",
+    "directory",
+    "family_for",
+    "family_of",
+    "from_pretrained",
+    "load",
+    "refuse_used",
+    "save",
+    "save_pretrained",
+]

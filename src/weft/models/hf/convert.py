@@ -1,72 +1,85 @@
 """From one directory to another, tensor by tensor: Hugging Face files into ours and back.
 
-A directory of ours has safetensors files with our names, `weft-model.json` with the configuration, and what came along:
-the fields that no result depends on, tokenizer and generation files.
+A directory of ours has safetensors files with our names, `weft-model.json` with the configuration and the config.json
+that it came from, and what came along: tokenizer, chat template and generation files.
 """
 
 import dataclasses
-import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
-from weft.models.hf.families import family_for, family_of, raw_of, read_ours
-from weft.models.hf.family import KEPT, Raw
+from weft.models.hf.errors import listed
+from weft.models.hf.families import config_of, family_for, opened, read_ours
+from weft.models.hf.family import shapes_of
+from weft.models.hf.origin import Origin, origin_of
 from weft.models.hf.places import Same, read_into, write
-from weft.models.hf.weights import check_complete
-
-COMING_ALONG = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
-    *("chat_template*", "LICENSE*", "README*"),
-)
+from weft.models.hf.spelling import Spelling
+from weft.models.hf.weights import Renamed, check_fits
 
 
-def convert(source: str | Path, target: str | Path, model_type: str | None = None) -> None:
-    """Write the model in the directory `source` into the new directory `target`, in the other form.
+def convert(
+    source: str | Path, target: str | Path, model_type: str | None = None, *, ignored: Collection[str] = ()
+) -> str:
+    """Write the model in the directory `source` into the new directory `target`, in the other form; -> what it wrote.
 
     Bit-exact in both directions, from file to file: no weight is in memory as a whole. `model_type`: the family to
-    write, by default the one that it came from, or the first that can hold it. Raises `ConversionError`.
+    write, by default the one that it came from, or the first that can hold it. `ignored`: see `config_of`. Everything
+    is checked before anything is written. Raises `ConversionError`.
     """
     source, target = Path(source), Path(target)
+    refuse_used(target)
+    if (source / OURS).exists():
+        return _from_ours(source, target, model_type)
+    if model_type is not None:
+        raise ConversionError(f"model_type={model_type!r}: weft's own form, into which {source} goes, has none")
+    return _to_ours(source, target, ignored)
+
+
+def refuse_used(target: Path) -> None:
+    """Raise `ConversionError` where a directory holds anything."""
     if target.is_dir() and any(target.iterdir()):
         raise ConversionError(f"{target} is not empty: convert into a new directory")
-    files = TensorFiles(source)
-    if (source / OURS).exists():
-        _from_ours(source, files, target, model_type)
-    elif model_type is not None:
-        raise ConversionError(f"model_type={model_type!r}: weft's own form, into which {source} goes, has none")
-    else:
-        _to_ours(source, files, target)
-    for pattern in COMING_ALONG:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copy2(path, target / path.name)
 
 
-def _to_ours(source: Path, files: TensorFiles, target: Path) -> None:
-    raw = raw_of(source)
-    family = family_of(raw)
-    cfg = family.config(raw, files)
-    places = family.places(cfg)
-    check_complete(places, files)
+def _to_ours(source: Path, target: Path, ignored: Collection[str]) -> str:
+    cfg = config_of(source, ignored=ignored)
+    places, files = opened(source, cfg)
+    check_fits(shapes_of(cfg), places, files)
+    origin = origin_of(source, ignored)
+    assert origin is not None
     make_directory(target)
     with TensorWriter(target) as writer:
         for name, place in places.items():
             room = writer.room(name, place.shape(files), files.dtype(place.names[0]))
             read_into(room, place, files)
-    kept = {name: value for name, value in raw.items() if name in KEPT | family.kept}
-    write_json(target / OURS, {"model": dataclasses.asdict(cfg), "family": family.model_type, "kept": kept})
+        origin.copy_beside(writer, ours=True)
+    origin.write_files(target)
+    write_json(target / OURS, {"model": dataclasses.asdict(cfg), **origin.described()})
+    return f"{target}: {len(places)} tensors of {origin.family} in weft's own form, and {_listed(origin)}"
 
 
-def _from_ours(source: Path, files: TensorFiles, target: Path, model_type: str | None) -> None:
-    saved = read_ours(source)
-    cfg = HybridConfig(**saved["model"])
-    family, raw = family_for(cfg, model_type or saved.get("family"))
-    places = family.places(cfg)
-    check_complete({name: Same(name) for name in places}, files)
+def _from_ours(source: Path, target: Path, model_type: str | None) -> str:
+    cfg = HybridConfig(**read_ours(source)["model"])
+    files, origin = TensorFiles(source), origin_of(source)
+    family, raw = family_for(cfg, model_type or (origin.family if origin else None))
+    own = origin is not None and origin.family == family.model_type
+    spelling = origin.spelling if origin is not None and own else Spelling()
+    places = family.places(cfg, fused=spelling.fused)
+    check_fits(shapes_of(cfg), {name: Same(name) for name in places}, files)
     make_directory(target)
     with TensorWriter(target) as writer:
-        write(places, ((name, files[name][:]) for name in places), writer)
-    kept: Raw = saved.get("kept", {}) if family.model_type == saved.get("family") else {}
-    write_json(target / THEIRS, {**kept, **raw})
+        write(places, ((name, files[name][:]) for name in places), Renamed(writer, spelling))
+        if origin is not None and own:
+            origin.copy_beside(writer)
+    if origin is not None:
+        raw = origin.config_json(family, cfg, raw)
+        origin.write_files(target)
+    write_json(target / THEIRS, raw)
+    return f"{target}: {len(places)} tensors as {family.model_type}, and {_listed(origin)}"
+
+
+def _listed(origin: Origin | None) -> str:
+    return listed(origin.files) if origin is not None and origin.files else "no other files"

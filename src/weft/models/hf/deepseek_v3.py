@@ -27,8 +27,9 @@ def read(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     layers, dense = raw.get("num_hidden_layers", 61), raw.get("first_k_dense_replace", 3)
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
-    ours = rope.read(raw)
-    ours["partial_rotary_factor"] = 1.0
+    ours, rotated = rope.read(raw), raw.get("qk_rope_head_dim", 64)
+    if raw.get("head_dim") not in (None, rotated):
+        raise ConversionError(f"head_dim={raw['head_dim']}: must be qk_rope_head_dim={rotated}, what is rotated")
     return {
         **ours,
         "pattern": "[+-]" * min(dense, layers) + "[+E]" * (layers - dense),

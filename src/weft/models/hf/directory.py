@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ConversionError
@@ -35,6 +35,9 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """How the files spell dtypes."""
+OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights that are numbers as they stand; others need a scale or are no numbers."""
 
 
 class TensorFiles:
@@ -45,8 +48,7 @@ class TensorFiles:
         if (directory / INDEX).exists():
             places = _read_index(directory / INDEX)
         elif (directory / WEIGHTS).exists():
-            with safe_open(directory / WEIGHTS, "pt") as file:
-                places = dict.fromkeys(file.keys(), WEIGHTS)
+            places = dict.fromkeys(_open(directory / WEIGHTS).keys(), WEIGHTS)
         else:
             raise ConversionError(f"{directory} has neither {WEIGHTS} nor {INDEX}: only safetensors files are read")
         self._places: dict[str, str] = places
@@ -64,12 +66,31 @@ class TensorFiles:
             raise ConversionError(f"{self.directory} has no tensor {name!r}")
         file = self._places[name]
         if file not in self._files:
-            self._files[file] = safe_open(self.directory / file, "pt")
-        return self._files[file].get_slice(name)
+            self._files[file] = _open(self.directory / file)
+        try:
+            return self._files[file].get_slice(name)
+        except SafetensorError as error:
+            raise ConversionError(
+                f"{self.directory / file} has no tensor {name!r}, which {INDEX} looks for there: take an undamaged copy"
+            ) from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
-        return self[name][...].dtype
+        """Of a tensor. Raises `ConversionError` for one that does not hold plain numbers."""
+        kind = self[name].get_dtype()
+        if kind not in OF_WEIGHTS:
+            raise ConversionError(
+                f"{self.directory / self._places[name]}: {name} has the dtype {kind}, which needs a scale or is no "
+                f"weight: take weights of {', '.join(OF_WEIGHTS)}"
+            )
+        return OF_NAMES[kind]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = "it is not there" if not path.exists() else " ".join(str(error).split())
+        raise ConversionError(f"{path} is no safetensors file ({reason}): take an undamaged copy") from error
 
 
 def make_directory(path: Path) -> None:
@@ -90,6 +111,8 @@ def read_json(path: Path) -> Any:
     """Raises `ConversionError` for what is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read ({error.strerror}): take an undamaged copy") from error
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{path} is no JSON ({error}): take an undamaged copy") from error
 

@@ -1,37 +1,53 @@
 """All families, and which of them a configuration belongs to."""
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.bamba import BAMBA
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
-from weft.models.hf.directory import OURS, THEIRS, names_in, read_json
+from weft.models.hf.directory import OURS, THEIRS, TensorFiles, names_in, read_json
 from weft.models.hf.family import Family, Raw, tensor_names
+from weft.models.hf.gemma3 import GEMMA3
 from weft.models.hf.glm4_moe import GLM4_MOE
+from weft.models.hf.glm4_moe_lite import GLM4_MOE_LITE
 from weft.models.hf.gpt_oss import GPT_OSS
+from weft.models.hf.granite import GRANITE, GRANITE_MOE
 from weft.models.hf.granite_hybrid import GRANITE_HYBRID
 from weft.models.hf.llama import LLAMA
+from weft.models.hf.mamba2 import MAMBA2
+from weft.models.hf.minimax_m2 import MINIMAX_M2
+from weft.models.hf.mistral import MISTRAL
 from weft.models.hf.mixtral import MIXTRAL
 from weft.models.hf.nemotron_h import NEMOTRON_H
+from weft.models.hf.olmo import OLMO2, OLMO3, OLMOE
+from weft.models.hf.phi3 import PHI3
 from weft.models.hf.places import Place, Same
+from weft.models.hf.qwen2 import QWEN2, QWEN2_MOE
 from weft.models.hf.qwen3 import QWEN3, QWEN3_MOE
 from weft.models.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from weft.models.hf.qwen3_next import QWEN3_NEXT
+from weft.models.hf.smollm3 import SMOLLM3
+from weft.models.hf.spelling import Spelled, Spelling, full_text_of, spelling_of, text_of
 
-QWEN = (QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
-ALL = (LLAMA, MIXTRAL, *QWEN, DEEPSEEK_V3, GLM4_MOE, NEMOTRON_H, BAMBA, GRANITE_HYBRID, GPT_OSS)
+QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+GLM = (GLM4_MOE, GLM4_MOE_LITE)
+GRANITES = (BAMBA, GRANITE_HYBRID, GRANITE, GRANITE_MOE)
+OTHERS = (NEMOTRON_H, MAMBA2, GPT_OSS, MINIMAX_M2, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, GEMMA3)
+ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
 
 
 def raw_of(directory: Path) -> Raw:
     """The content of the directory's config.json."""
-    try:
-        raw = read_json(directory / THEIRS)
-    except FileNotFoundError:
-        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model") from None
+    path = directory / THEIRS
+    if not path.exists():
+        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model")
+    raw = read_json(path)
     if not isinstance(raw, dict):
-        raise ConversionError(f"{directory / THEIRS} holds no fields: take an undamaged copy")
+        raise ConversionError(f"{path} holds no fields: take an undamaged copy")
     return raw
 
 
@@ -49,29 +65,49 @@ def read_ours(directory: Path) -> Raw:
 def family_of(raw: Raw) -> Family:
     """The family that a config.json names."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConversionError(f"model_type={kind!r}: there are {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
 
-def config_of(directory: str | Path) -> HybridConfig:
+def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
     """The configuration of the model in a directory, of Hugging Face files or converted.
 
-    Raises `ConversionError` for a family that is not there, for quantized weights, and for a field that would change
-    the result and has no counterpart.
+    `ignored`: fields of config.json to pass over although they are not known here. Raises `ConversionError` for a
+    family that is not there, for quantized weights, and for a field that would change the result and has no
+    counterpart.
     """
     directory = Path(directory)
     if (directory / OURS).exists():
         return HybridConfig(**read_ours(directory)["model"])
+    return described(directory, raw_of(directory), names_in(directory), ignored)[1]
+
+
+def described(
+    directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
+) -> tuple[Family, HybridConfig, Spelling]:
+    """The family and our configuration of a config.json, and how `names`, its directory's tensors, are spelled."""
+    try:
+        text = full_text_of(raw)
+        family = family_of(text)
+        spelling = spelling_of(family, names)
+        canonical = {found for name in names if (found := spelling.canonical(name)) is not None}
+        return family, family.config(text, canonical, ignored), spelling
+    except ConversionError as error:
+        raise ConversionError(f"{directory / THEIRS}: {error}") from error
+
+
+def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
+    """Where the tensors of a model of `cfg` stand in a directory, which may spell the same symbols in other groups,
+    and the directory's files under these names."""
+    files = TensorFiles(directory)
+    if (directory / OURS).exists():
+        there = HybridConfig(**read_ours(directory)["model"])
+        return dict(zip(tensor_names(cfg), map(Same, tensor_names(there)), strict=True)), files
     raw = raw_of(directory)
-    return family_of(raw).config(raw, names_in(directory))
-
-
-def places_of(directory: Path, cfg: HybridConfig) -> dict[str, Place]:
-    """Where the tensors of a model of `cfg` stand in a directory, which may spell the same symbols in other groups."""
-    if not (directory / OURS).exists():
-        return family_of(raw_of(directory)).places(cfg)
-    return dict(zip(tensor_names(cfg), map(Same, tensor_names(config_of(directory))), strict=True))
+    family = family_of(text_of(raw))
+    spelling = spelling_of(family, files)
+    return family.places(cfg, fused=spelling.fused), Spelled(files, spelling)
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:

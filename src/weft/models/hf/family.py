@@ -12,12 +12,13 @@ from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.depths import Depths
 from weft.models.hf.errors import listed
+from weft.models.hf.fields import KEPT, MEANINGLESS, Raw, check_values
 from weft.models.hf.places import PerExpert, Place, Same
+from weft.models.hf.rope import FULL, SLIDING
 from weft.models.model import HybridModel
 from weft.models.pattern import LAYER_KEYS, TERMINAL
+from weft.moe.kinds import GATED
 
-Raw = dict[str, Any]
-"""The content of a config.json."""
 Bound = Callable[[str, HybridConfig], Place]
 """A place in the layer of that prefix."""
 Table = Mapping[str, str | Bound]
@@ -25,15 +26,6 @@ Table = Mapping[str, str | Bound]
 
 OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
 REQUIRED = {"attention_dropout": 0.0}
-KEPT = frozenset(
-    (
-        *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
-        *("max_position_embeddings", "model_type", "num_hidden_layers", "output_router_logits"),
-        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "torch_dtype", "transformers_version"),
-        *("use_cache", "pad_token_id"),
-    )
-)
-"""Fields that no result depends on; they come along."""
 TRAINING = frozenset(
     (
         *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
@@ -43,7 +35,7 @@ TRAINING = frozenset(
 """Our fields that no result depends on."""
 OF_SYMBOLS = {
     "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window windowed attention_sinks "
-    "partial_rotary_factor",
+    "partial_rotary_factor unrotated rope_local_theta",
     "*+": "num_attention_heads attention_bias attention_scale rope_theta rope_interleave rope_scaling",
     "+": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
     "M": "mamba_num_heads mamba_head_dim ssm_state_size mamba_n_groups conv_kernel conv_bias mamba_bias "
@@ -66,7 +58,8 @@ class Family:
     on it and there is no other. `kept`: more of their fields that no result depends on. `read` and `write` do what the
     table of fields cannot. `outer`: our modules outside of layers to theirs. `layer`: the prefix of layer {}, which
     holds `symbols_per_layer` symbols. `tensors`: for each symbol, our modules (or parameters) to theirs. `depths`: its
-    prediction depths, None where nobody has published any.
+    prediction depths, None where none are published. `memory`: parts of names on disk, and what transformers calls
+    them in memory, which files of `state_dict()` have.
     """
 
     model_type: str
@@ -81,9 +74,16 @@ class Family:
     required: Mapping[str, Any] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
     depths: Depths | None = None
+    memory: tuple[tuple[str, str], ...] = ()
 
-    def config(self, raw: Raw, files: Container[str] = ()) -> HybridConfig:
-        """Our configuration of a config.json, with the prediction depths whose tensors are in `files`."""
+    def config(self, raw: Raw, files: Container[str] = (), ignored: Collection[str] = ()) -> HybridConfig:
+        """Our configuration of a config.json, with the prediction depths whose tensors are in `files`.
+
+        `ignored`: fields to pass over although they are not known here. Raises `ConversionError` for every other field
+        that is not known, and for a value that no model can have.
+        """
+        raw = {name: value for name, value in raw.items() if name not in ignored}
+        check_values(raw, self.fields)
         if (quantized := raw.get("quantization_config")) is not None:
             method = quantized.get("quant_method", "an unnamed method")
             raise ConversionError(f"quantization_config: the weights are quantized by {method!r}; take others")
@@ -92,11 +92,21 @@ class Family:
             if raw.get(name, value) != value:
                 raise ConversionError(f"{name}={raw[name]!r}: weft's {self.model_type} has {value!r} only")
         ours = {name: raw.get(theirs, default) for theirs, (name, default) in self.fields.items()}
-        ours |= self.read(raw)
-        known = {*self.fields, *required, *self.kept, *KEPT, *self.write(HybridConfig(**ours))}
-        if unknown := raw.keys() - known - {"rope_theta", "rope_scaling"}:
-            raise ConversionError(f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it")
-        cfg = HybridConfig(**ours)
+        try:
+            ours |= self.read(raw)
+            cfg = HybridConfig(**ours)
+            written = self.write(cfg)
+        except ConversionError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ConversionError(f"{self.model_type} describes no model: {reason}") from error
+        known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
+        if unknown := raw.keys() - known:
+            raise ConversionError(
+                f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it; "
+                "--ignore-field NAME passes over a field that does not change it"
+            )
         if self.depths is None:
             return cfg
         symbols = self.depths.symbols(raw)
@@ -112,7 +122,7 @@ class Family:
         theirs |= {**REQUIRED, **self.required, **self.write(cfg)}
         if cfg.parsed.depths and self.depths is not None:
             theirs[self.depths.counted] = cfg.parsed.depths
-        again = self.config(theirs, self._projections(cfg))
+        again = self.config(theirs, self.projections(cfg))
         different = [
             f"{name}={getattr(cfg, name)!r} (it has {getattr(again, name)!r})"
             for name in relevant(cfg)
@@ -122,9 +132,13 @@ class Family:
             raise ConversionError(f"{self.model_type} cannot hold {'; '.join(different)}")
         return theirs
 
-    def places(self, cfg: HybridConfig) -> dict[str, Place]:
-        """Where each tensor of a model of `cfg` stands."""
-        return {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
+    def places(self, cfg: HybridConfig, *, fused: bool = False) -> dict[str, Place]:
+        """Where each tensor of a model of `cfg` stands. `fused`: the matrices of all experts are one tensor."""
+        places = {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
+        if not fused:
+            return places
+        gated = cfg.hidden_act in GATED
+        return {name: place.fused(gated) if isinstance(place, PerExpert) else place for name, place in places.items()}
 
     def _place_of(self, name: str, cfg: HybridConfig) -> Place:
         inside = re.fullmatch(r"(?:decoder|mtp\.layers\.(\d+))\.layers\.(\d+)\.(\w+)\.(.+)", name)
@@ -134,7 +148,12 @@ class Family:
             if (around := re.fullmatch(r"mtp\.layers\.(\d+)\.(\w+)", module)) and self.depths is not None:
                 return Same(f"{self.depths.names(trunk, length, int(around[1]))[around[2]]}.{kind}")
             again = self._copies(module, trunk, length, cfg)
-            return Same(f"{self.outer[module]}.{kind}", tuple(f"{copy}.{kind}" for copy in again))
+            tied = module == "embedding" and cfg.tie_word_embeddings
+            return Same(
+                f"{self.outer[module]}.{kind}",
+                tuple(f"{copy}.{kind}" for copy in again),
+                (f"{self.outer['output_layer']}.{kind}",) if tied else (),
+            )
         depth, index, member, inner = inside.groups()
         layer = (cfg.parsed.layers if depth is None else cfg.parsed.prediction)[int(index)]
         place = next(place for place, symbol in enumerate(layer.symbols) if LAYER_KEYS[symbol] == member)
@@ -145,7 +164,7 @@ class Family:
             prefix = self.depths.prefix(trunk, length, int(depth), number)
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
-    def _projections(self, cfg: HybridConfig) -> set[str]:
+    def projections(self, cfg: HybridConfig) -> set[str]:
         """The tensors by which the depths of a model of `cfg` are counted."""
         if self.depths is None:
             return set()
@@ -190,8 +209,19 @@ class Family:
 
 def tensor_names(cfg: HybridConfig) -> list[str]:
     """The names of our tensors, in an order that does not depend on groups."""
-    with torch.device("meta"):
-        return list(HybridModel(cfg).state_dict())
+    return list(shapes_of(cfg))
+
+
+def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
+    """The shapes of the tensors of a model of `cfg`, which is not built."""
+    try:
+        with torch.device("meta"):
+            return {name: list(tensor.shape) for name, tensor in HybridModel(cfg).state_dict().items()}
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        raise ConversionError(
+            f"hidden_size={cfg.hidden_size}, vocab_size={cfg.vocab_size}: no tensor can be as large "
+            f"({str(error).splitlines()[0][:80]}); correct config.json"
+        ) from error
 
 
 def flat(cfg: HybridConfig) -> str:
@@ -217,6 +247,29 @@ def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str
         raise ConversionError(f"layer_types: {given}, where {family} needs one for each of num_hidden_layers={layers}")
     if strange := {str(kind) for kind in kinds} - set(known):
         raise ConversionError(f"layer_types: weft's {family} has {listed(known)} only, not {listed(strange)}")
+
+
+def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool], window: int | None) -> Raw:
+    """Our fields of `layer_types`, where these tell layers with a window from those without.
+
+    `default`: whether a layer has one where the list is absent.
+    """
+    check_layer_types(raw, layers, (SLIDING, FULL), family)
+    given = raw.get("layer_types")
+    sliding = [default(number) for number in range(layers)] if not given else [each == SLIDING for each in given]
+    numbers = tuple(number for number, slides in enumerate(sliding) if slides)
+    if window is None or not numbers:
+        return {"sliding_window": None, "windowed": None}
+    return {"sliding_window": window, "windowed": None if len(numbers) == layers else numbers}
+
+
+def written_windows(cfg: HybridConfig) -> Raw:
+    """The same, back."""
+    windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
+    return {
+        "sliding_window": cfg.sliding_window,
+        "layer_types": [FULL if each is None else SLIDING for each in windows],
+    }
 
 
 def experts(template: str) -> Bound:

@@ -42,4 +42,5 @@ MIXTRAL = Family(
     read=read,
     write=write,
     required={"router_jitter_noise": 0.0},
+    memory=(("block_sparse_moe.", "mlp."),),
 )

@@ -29,6 +29,12 @@ def read(raw: Raw) -> Raw:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
     if unknown := set(blocks or ()) - set(SYMBOLS):
         raise ConversionError(f"layers_block_type: there is no layer {', '.join(sorted(unknown))} in weft")
+    width = raw.get("head_dim", 128)
+    if raw.get("attention_head_dim") not in (None, width):
+        raise ConversionError(
+            f"attention_head_dim={raw['attention_head_dim']}: transformers reads head_dim={width} in its place; "
+            "give both the same value"
+        )
     return {
         "pattern": "".join(SYMBOLS[name] for name in blocks) if blocks else raw["hybrid_override_pattern"],
         "time_step_limit_min": raw.get("time_step_min", 0.001),  # time_step_limit is in the file, and nobody reads it
@@ -115,7 +121,14 @@ NEMOTRON_H = Family(
     },
     kept=frozenset(
         (
-            *("attention_bias", "expand", "hybrid_override_pattern", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
+            *(
+                "attention_bias",
+                "attention_head_dim",
+                "expand",
+                "hybrid_override_pattern",
+                "mamba_proj_bias",
+                "mamba_ssm_cache_dtype",
+            ),
             *("moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
             *("n_shared_experts", "num_logits_to_keep", "num_nextn_predict_layers", "rescale_prenorm_residual"),
             *("residual_in_fp32", "sliding_window", "use_mamba_kernels", "layer_types", "rms_norm_eps"),
@@ -123,4 +136,5 @@ NEMOTRON_H = Family(
         )
     ),
     depths=depths.layer_by_layer(of_a_depth),
+    memory=(("backbone.", "model."),),
 )

@@ -4,6 +4,7 @@
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
     Rows        rows of several matrices, in another order
     Half        one of two that are one tensor there, one behind the other or by turns
+    Part        some rows of one tensor, whose others are other tensors of ours
     Turned      [experts, in, out] from one tensor [experts, out, in]
 
 All are read by rows, so that a rank reads what it keeps, and nothing is computed: what is written is what was read.
@@ -45,10 +46,12 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, as it is. `copies`: under other names it may be there again, and is written again."""
+    """One tensor, as it is. `copies`: under other names it may be there again, and is written again. `repeats`: the
+    same, and is not written, as the head of a tied model."""
 
     name: str
     copies: tuple[str, ...] = ()
+    repeats: tuple[str, ...] = ()
 
     @property
     def names(self) -> Sequence[str]:
@@ -62,7 +65,7 @@ class Same:
     def rows(self, files: Any, start: int, end: int) -> Tensor:
         """See `Place`."""
         rows = files[self.name][start:end]
-        for copy in self.copies:
+        for copy in (*self.copies, *self.repeats):
             if copy in files and not torch.equal(files[copy][start:end], rows):
                 raise ConversionError(f"{copy} is not equal to {self.name}, of which weft has one only")
         return rows
@@ -88,7 +91,18 @@ class PerExpert:
     def shape(self, files: Any) -> list[int]:
         """See `Place`."""
         outputs, inputs = files[self.names[0]].get_shape()
+        for name in self.names:
+            if (other := files[name].get_shape()) != [outputs, inputs]:
+                raise ConversionError(f"{name} has the shape {other}, {self.names[0]} {[outputs, inputs]}")
         return [self.experts, inputs, outputs]
+
+    def fused(self, gated: bool) -> "Turned | Half":
+        """The same where all experts are one tensor, and gate and up, where there is a gate, one together."""
+        stem, name = self.template.removesuffix(".weight").split("{}.")
+        part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
+        if part is None or not gated:
+            return Turned(stem + {"w2": "down_proj"}.get(name, name))
+        return Half(f"{stem}gate_up_proj", part, dim=1, turned=True)
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
         """See `Place`."""
@@ -209,6 +223,36 @@ class Half:
         return whole.unflatten(self.dim, (-1, 2)).select(self.dim, self.part)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows from `begin`, `size` of them, of one tensor of `total` rows."""
+
+    name: str
+    begin: int
+    size: int
+    total: int
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See `Place`."""
+        return [self.name]
+
+    def shape(self, files: Any) -> list[int]:
+        """See `Place`."""
+        found = list(files[self.name].get_shape())
+        if found[0] != self.total:
+            raise ConversionError(f"{self.name} has the shape {found}, and must have {self.total} rows")
+        return [self.size, *found[1:]]
+
+    def rows(self, files: Any, start: int, end: int) -> Tensor:
+        """See `Place`."""
+        return files[self.name][self.begin + start : self.begin + end]
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The rows of the tensor there; `write` puts all together."""
+        yield self.name, tensor
+
+
 class Rooms(Protocol):
     """Where tensors are written: `weft.models.hf.directory.TensorWriter`."""
 
@@ -219,18 +263,26 @@ class Rooms(Protocol):
 
 def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
     """Copy our tensors to where they stand on disk; those that two of ours share take both as they come."""
-    waiting: dict[str, Tensor] = {}
+    waiting: dict[str, tuple[Tensor, int]] = {}  # with the number of elements that are still to come
     for ours, tensor in tensors:
         place = places[ours]
         for name, part in place.split(tensor):
-            if not isinstance(place, Half):
+            if not isinstance(place, Half | Part):
                 rooms.room(name, part.shape, part.dtype).copy_(part)
                 continue
-            if first := name not in waiting:
+            if name not in waiting:
                 shape = list(part.shape)
-                shape[place.dim] *= 2
-                waiting[name] = rooms.room(name, shape, part.dtype)
-            place.of(waiting[name] if first else waiting.pop(name)).copy_(part)
+                if isinstance(place, Half):
+                    shape[place.dim] *= 2
+                else:
+                    shape[0] = place.total
+                room = rooms.room(name, shape, part.dtype)
+                waiting[name] = room, room.numel()
+            room, left = waiting.pop(name)
+            mine = place.of(room) if isinstance(place, Half) else room[place.begin : place.begin + place.size]
+            mine.copy_(part)
+            if left > part.numel():
+                waiting[name] = room, left - part.numel()
 
 
 def read_into(room: Tensor, place: Place, files: Any) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import depths, llama, qwen3_next, rope
 from weft.models.hf.family import Family, Raw, Table, flat
@@ -23,6 +24,8 @@ def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
 
 def _family(model_type: str, architecture: str, end: str, ending: Table, layers: int, defaults: Raw) -> Family:
     def read(raw: Raw) -> Raw:
+        if raw.get("mlp_only_layers"):
+            raise ConversionError(f"mlp_only_layers={raw['mlp_only_layers']}: all layers of {model_type} end alike")
         ours = qwen3_next.read({"num_hidden_layers": layers, **raw})
         symbols = ours["pattern"].replace("E", end)
         return {**ours, "pattern": symbols, "shared_expert_gate": end == "E", "norm_topk_prob": True}
@@ -39,6 +42,8 @@ def _family(model_type: str, architecture: str, end: str, ending: Table, layers:
         fields={**COMMON, **{name: (FIELDS[name][0], default) for name, default in defaults.items()}},
         read=read,
         write=write,
+        required={"attn_output_gate": True},
+        kept=QWEN3_NEXT.kept | {"mamba_ssm_dtype", "mlp_only_layers", "decoder_sparse_step"},
         depths=depths.single(f"*{end}", "mtp_num_hidden_layers"),
     )
 

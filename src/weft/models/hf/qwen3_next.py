@@ -12,6 +12,8 @@ from weft.models.hf.qwen3 import ends, written_ends
 
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 NAMES = {symbol: name for name, symbol in MIXERS.items()}
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""How rotation deals its pairs to the axes of images; for text all axes are alike."""
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
@@ -57,7 +59,7 @@ def read(raw: Raw) -> Raw:
         "qk_norm": "head",
         "zero_centered_norm": True,
         "shared_expert_gate": True,
-        **rope.read(raw, partial=0.25),
+        **rope.read(raw, partial=0.25, unused=OF_IMAGES),
     }
 
 
@@ -94,7 +96,11 @@ QWEN3_NEXT = Family(
     read=read,
     write=write,
     kept=frozenset(
-        {"full_attention_interval", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+        (
+            *("full_attention_interval", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
+            *("mtp_use_dedicated_embeddings", "sliding_window", "max_window_layers"),
+        )
     ),
+    required={"use_sliding_window": False},
     depths=depths.single("*E"),
 )

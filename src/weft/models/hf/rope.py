@@ -1,24 +1,88 @@
 """Rotation in a config.json: `rope_parameters`, or older `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
 
+from collections.abc import Iterable
+from typing import Any
+
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
-from weft.models.hf.family import Raw
+from weft.models.hf.fields import Raw
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layers by what they see, as `layer_types` and tables of rotation name them."""
+WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
+"""Types that need the length of the first context."""
 
 
-def read(raw: Raw, *, theta: float = 10000.0, partial: float = 1.0) -> Raw:
-    """Our fields; `theta`, `partial`: the family's defaults."""
-    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
+    """Our fields; `theta`, `partial`: the family's defaults, `partial` None where it rotates whole heads only.
+
+    `unused`: names in the table that mean nothing for text.
+    """
+    return of_table(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw, theta, partial, unused)
+
+
+def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
+    """Our fields of one table of rotation in the config.json `raw`."""
+    if not isinstance(table, dict):
+        raise ConversionError(f"rope_parameters={table!r}: must be an object")
+    given = {name: value for name, value in table.items() if value is not None and name not in set(unused)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    kind = "longrope" if kind == "su" else kind  # the name that its first releases had
     given.pop("type", None)
     base = given.pop("rope_theta", None) or raw.get("rope_theta") or theta
-    part = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or partial
-    numbers = {name: value for name, value in given.items() if value is not None}
-    scaling = {"rope_type": kind, **numbers} if kind != "default" else None
-    return {"rope_theta": float(base), "partial_rotary_factor": float(part), "rope_scaling": scaling}
+    part = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or partial or 1.0
+    for name, value in (("rope_theta", base), ("partial_rotary_factor", part)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConversionError(f"{name}={value!r}: must be a number")
+    if partial is None and part != 1:
+        raise ConversionError(f"partial_rotary_factor={part!r}: this family rotates whole heads")
+    ours = {"rope_theta": float(base), "partial_rotary_factor": float(part), "rope_scaling": None}
+    if kind == "default":
+        return ours
+    longest = raw.get("max_position_embeddings")
+    if kind in WITH_FIRST_CONTEXT:
+        outside = raw.get("original_max_position_embeddings")
+        first = outside or given.get("original_max_position_embeddings") or longest
+        if first is not None:
+            given["original_max_position_embeddings"] = first
+        if kind in ("yarn", "longrope") and "factor" not in given and first and longest:
+            given["factor"] = longest / first
+    return {**ours, "rope_scaling": {"rope_type": kind, **given}}
 
 
 def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
     """Theirs. `partial`: whether the family rotates parts of heads."""
     scaling = dict(cfg.rope_scaling or {"rope_type": "default"})
+    outside = {}
+    if scaling["rope_type"] == "dynamic":
+        outside["max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
     if partial:
         scaling["partial_rotary_factor"] = cfg.partial_rotary_factor
-    return {"rope_parameters": {"rope_theta": cfg.rope_theta, **scaling}}
+    return {**outside, "rope_parameters": {"rope_theta": cfg.rope_theta, **scaling}}
+
+
+def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
+    """Our fields where layers with a window turn with another base, and without scaling.
+
+    `theta`, `local`: the bases where config.json has none.
+    """
+    given = raw.get("rope_parameters") or {}
+    if FULL in given or SLIDING in given:
+        ours = of_table(given.get(FULL) or {}, {**raw, "rope_theta": None}, theta)
+        windowed = of_table(given.get(SLIDING) or {}, {**raw, "rope_theta": None}, local)
+        if windowed["rope_scaling"] is not None:
+            raise ConversionError(f"rope_parameters[{SLIDING!r}]={given[SLIDING]}: weft has no scaling there")
+        local = windowed["rope_theta"]
+    else:
+        ours = read(raw, theta=theta)
+    alike = local == ours["rope_theta"] and ours["rope_scaling"] is None
+    return {**ours, "rope_local_theta": None if alike else float(local)}
+
+
+def write_by_layer_type(cfg: HybridConfig) -> Raw:
+    """And back."""
+    everywhere = {"rope_theta": cfg.rope_theta, **(cfg.rope_scaling or {"rope_type": "default"})}
+    windowed = everywhere
+    if cfg.rope_local_theta is not None:
+        windowed = {"rope_theta": cfg.rope_local_theta, "rope_type": "default"}
+    return {"rope_parameters": {FULL: everywhere, SLIDING: windowed}}

@@ -1,6 +1,6 @@
 """Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +12,45 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.groups import first_rank_s
 from weft.errors import ConversionError
-from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
+from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorWriter, make_directory, write_json
 from weft.models.hf.errors import listed
-from weft.models.hf.families import config_of, family_for, places_of
+from weft.models.hf.families import config_of, family_for, opened
 from weft.models.hf.family import differences
+from weft.models.hf.fields import Raw
+from weft.models.hf.origin import BESIDE, origin_of
 from weft.models.hf.places import Place, Same, write
+from weft.models.hf.spelling import Spelling, text_of
 from weft.models.model import HybridModel
 
 
 @torch.no_grad()
-def load(model: HybridModel, directory: str | Path) -> None:
+def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] = ()) -> None:
     """Fill the weights of `model`, sharded or not, from a directory; each rank reads its part.
 
-    Weights keep the dtype that they have in `model`. Raises `ConversionError` if the directory holds a model of another
-    configuration, and if a tensor is missing, unused or of another shape.
+    Weights keep the dtype that they have in `model`. What came with them (config.json, tokenizer, generation files)
+    stays with the model, as `model.origin`. `ignored`: see `config_of`. Raises `ConversionError` if the directory holds
+    a model of another configuration, and if a tensor is missing, unused, of another shape or of a dtype without
+    meaning, before anything is filled.
     """
     directory = Path(directory)
-    cfg = config_of(directory)
+    cfg = config_of(directory, ignored=ignored)
     if different := differences(model.cfg, cfg):
         raise ConversionError(f"{directory} holds another model: {'; '.join(different)}; build it with hf.config_of")
-    files = TensorFiles(directory)
-    places = places_of(directory, model.cfg)
-    check_complete(places, files)
-    for name, tensor in _tensors(model):
-        place = places[name]
-        if (shape := place.shape(files)) != list(tensor.shape):
-            raise ConversionError(f"{listed(place.names, 3)} has the shape {shape}, {name} {list(tensor.shape)}")
+    places, files = opened(directory, model.cfg)
+    tensors = dict(model.state_dict(keep_vars=True))
+    check_fits({name: list(tensor.shape) for name, tensor in tensors.items()}, places, files)
+    for name, tensor in tensors.items():
         for start, mine in _parts(name, tensor):
-            rows = place.rows(files, start[0], start[0] + mine.shape[0])
+            rows = places[name].rows(files, start[0], start[0] + mine.shape[0])
             mine.copy_(rows[tuple(slice(at, at + size) for at, size in zip((0, *start[1:]), mine.shape))])
+    model.origin = origin_of(directory, ignored)
 
 
 @torch.no_grad()
 def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
     """Write `model`, sharded or not, as a Hugging Face directory of the family `model_type`, or of one that fits.
 
+    A loaded model is written as it came: the family, the config.json but for the dtype, tokenizer and generation files.
     All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it,
     and if the directory cannot be made or holds a model already: what one left would be read as the other's.
     """
@@ -55,29 +59,74 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
             f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, and a directory holds "
             "all of it: save a checkpoint, load it with pp=1, and write that"
         )
-    directory = Path(directory)
-    family, raw = family_for(model.cfg, model_type)
-    places = family.places(model.cfg)
+    directory, origin = Path(directory), model.origin
+    family, raw = family_for(model.cfg, model_type or (origin.family if origin else None))
+    spelling = origin.spelling if origin and origin.family == family.model_type else Spelling()
+    places = family.places(model.cfg, fused=spelling.fused)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     _prepare(directory)
     with TensorWriter(directory) if writes else _Nowhere() as writer:
-        write(places, _whole(model), writer)
+        write(places, _whole(model), Renamed(writer, spelling))
+        if origin and writes and origin.family == family.model_type:
+            origin.copy_beside(writer)
     if writes:
-        raw["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-        write_json(directory / THEIRS, raw)
+        if origin:
+            raw = origin.config_json(family, model.cfg, raw)
+            origin.write_files(directory)
+        write_json(directory / THEIRS, with_dtype(raw, next(model.parameters()).dtype))
 
 
-def check_complete(places: Mapping[str, Place], files: TensorFiles) -> None:
+def with_dtype(raw: Raw, dtype: torch.dtype) -> Raw:
+    """A config.json that says in which dtype the weights beside it are."""
+    name = str(dtype).removeprefix("torch.")
+    raw = {**raw, "torch_dtype" if "torch_dtype" in raw else "dtype": name}
+    if text_of(raw) is not raw:
+        raw["text_config"] = with_dtype(raw["text_config"], dtype)
+    return raw
+
+
+def check_complete(places: Mapping[str, Place], files: Any) -> None:
     """Raise `ConversionError` unless `files` has exactly the tensors of `places`."""
     wanted = {name for place in places.values() for name in place.names}
     complaints = []
     if missing := wanted - set(files):
         complaints.append(f"missing: {listed(missing)}")
-    copies = {copy for place in places.values() if isinstance(place, Same) for copy in place.copies}
-    if unused := set(files) - wanted - copies:
+    again = {name for place in places.values() if isinstance(place, Same) for name in (*place.copies, *place.repeats)}
+    if unused := {name for name in set(files) - wanted - again if not name.startswith(BESIDE)}:
         complaints.append(f"unused: {listed(unused)}")
     if complaints:
         raise ConversionError(f"{files.directory} does not fit its configuration: {'; '.join(complaints)}")
+
+
+def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], files: Any) -> None:
+    """Raise `ConversionError` unless `files` has exactly the tensors of `places`, with these shapes, as numbers."""
+    check_complete(places, files)
+    for name, place in places.items():
+        dtypes = {each: files.dtype(each) for each in place.names}
+        if len(set(dtypes.values())) > 1:
+            shown = ", ".join(f"{each}: {dtype}" for each, dtype in list(dtypes.items())[:3])
+            raise ConversionError(f"{files.directory}: the parts of {name} differ in dtype ({shown})")
+        try:
+            shape = place.shape(files)
+        except (ValueError, IndexError) as error:  # another number of dimensions than the place has
+            found = files[place.names[0]].get_shape()
+            reason = str(error) if isinstance(error, ConversionError) else f"{place.names[0]} has the shape {found}"
+            raise ConversionError(f"{files.directory}: {reason}; {name} {shapes[name]}") from error
+        if shape != shapes[name]:
+            raise ConversionError(
+                f"{files.directory}: {listed(place.names, 3)} has the shape {shape}, {name} {shapes[name]}"
+            )
+
+
+class Renamed:
+    """A writer of tensors under the names that a directory spells in its own way."""
+
+    def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
+        self.writer, self.spelling = writer, spelling
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `TensorWriter.room`."""
+        return self.writer.room(self.spelling.theirs(name), shape, dtype)
 
 
 def _prepare(directory: Path) -> None:

@@ -11,7 +11,7 @@ from weft.models.layers.latent_attention import LatentAttention
 from weft.models.layers.mamba2 import Mamba2
 from weft.models.layers.mlp import MLP
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rotary import RotaryEmbedding, rotary_of
+from weft.models.layers.rotary import RotaryEmbedding, rotary_for, rotary_of
 
 __all__ = [
     "Attention",
@@ -27,5 +27,6 @@ __all__ = [
     "RotaryEmbedding",
     "State",
     "dispatcher_of",
+    "rotary_for",
     "rotary_of",
 ]

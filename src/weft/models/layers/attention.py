@@ -21,8 +21,8 @@ from weft.models.layers.rotary import RotaryEmbedding
 from weft.moe.linear import Linear
 from weft.moe.source import INITIAL_STD, WeightSource
 
-Where = tuple[int, Tensor | None]
-"""The first position, and all of them [B, S] where they do not follow one another (see `RotaryEmbedding.forward`)."""
+Where = tuple[int, Borders | None]
+"""Which positions a layer has, as `RotaryEmbedding.forward` takes them."""
 
 
 class Attention(Block):
@@ -109,11 +109,9 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     """The positions of `x_BSD`, of which `start` are remembered before it."""
-    if documents is None:
-        return start, None
     if isinstance(documents, Slices):  # a slice has positions of all of its row
         start = documents.whole.seq - x_BSD.shape[1]
-    return start, documents.position_ids(x_BSD.device)
+    return start, documents
 
 
 def attention_over(slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:

@@ -29,11 +29,14 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """A pre-norm residual layer: `x + mix(norm(x))`. The residual stream passes through `forward` only."""
+    """A residual layer: `x + post_norm(mix(norm(x)))`, with the norms that `norm_order` names.
+
+    The residual stream passes through `forward` only.
+    """
 
     def __init__(self, cfg: HybridConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
@@ -46,7 +49,24 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return added(x_BSD, self.mix(self.norm(x_BSD), state, documents), self.multiplier)
+        part_BSD = self.mix(normed(self.norm, x_BSD), state, documents)
+        return added(x_BSD, normed(self.post_norm, part_BSD), self.multiplier)
+
+
+def norms_of(cfg: HybridConfig) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """The norms of a layer's input and of what it adds to the residual stream, where it has them."""
+
+    def norm(orders: tuple[str, str]) -> RMSNorm | None:
+        if cfg.norm_order not in orders:
+            return None
+        return RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+
+    return norm(("pre", "both")), norm(("post", "both"))
+
+
+def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    """`norm(x)`; without a norm `x` itself."""
+    return x if norm is None else norm(x)
 
 
 def added(residual: Tensor, part: Tensor, multiplier: float) -> Tensor:

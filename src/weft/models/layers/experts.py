@@ -1,11 +1,10 @@
-"""The mixture of experts as a layer: `x + moe(norm(x))`."""
+"""The mixture of experts as a layer: `x + post_norm(moe(norm(x)))`, with the norms that `norm_order` names."""
 
 from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers.block import added
-from weft.models.layers.norm import RMSNorm
+from weft.models.layers.block import added, normed, norms_of
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing
@@ -40,12 +39,12 @@ class Experts(MoE):
             z_loss_coef=cfg.z_loss_coef,
             capacity_factor=cfg.capacity_factor,
         )
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
-        rows, weights, shared, loss, handle = self.send(self.norm(x_BSD))
+        rows, weights, shared, loss, handle = self.send(normed(self.norm, x_BSD))
         kept = {"residual": x_BSD}
         if weights is not None:
             kept["weights"] = weights
@@ -60,7 +59,7 @@ class Experts(MoE):
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""
         output = self.receive(rows, kept.get("weights"), kept.get("shared"), handle)
-        return added(kept["residual"], output, self.multiplier)
+        return added(kept["residual"], normed(self.post_norm, output), self.multiplier)
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:

@@ -5,7 +5,8 @@ c, k_rope = W_kva x               a latent, and one rotated key that all heads s
 k, v      = W_kvb norm(c)         per head: its own part of the key, and the value
 y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
 
-Decoding keeps norm(c) and k_rope only.
+Decoding keeps norm(c) and k_rope only, and expands none of them: W_kvb = [W_k; W_v] for each head, so that
+q (W_k c) = (W_k^T q) c, and the values are W_v (softmax(...) c). A step costs T x rank for each head.
 """
 
 import torch
@@ -63,7 +64,10 @@ class LatentAttention(Block):
             q_BSHC = self._queries(x_BSD, where)
             latent_BSC, k_rope_BS1C = self._latents(x_BSD, where)
             known = remembered(state, latent=latent_BSC, rope=k_rope_BS1C)
-            o_BSHC = attention_within(documents, q_BSHC, *self._keys_and_values(*known), scale=self.scale)
+            if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # not one with an adapter
+                o_BSHC = self._step(q_BSHC, *known)
+            else:
+                o_BSHC = attention_within(documents, q_BSHC, *self._keys_and_values(*known), scale=self.scale)
         return self.o_proj(o_BSHC.flatten(-2))
 
     def _queries(self, x_BSD: Tensor, where: Where) -> Tensor:
@@ -84,3 +88,14 @@ class LatentAttention(Block):
     def _keys_and_values(self, latent_BTC: Tensor, k_rope_BT1C: Tensor) -> tuple[Tensor, Tensor]:
         k_BTHC, v_BTHC = self.kv_b_proj(latent_BTC).unflatten(-1, (self.heads, -1)).split(self.up_widths, dim=-1)
         return torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1), v_BTHC
+
+    def _step(self, q_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
+        """What the last position sees, from the latents as they are; -> [B, 1, H, C of v]."""
+        of_keys_HCR, of_values_HCR = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(self.up_widths, dim=1)
+        q_BHC, q_rope_BHC = q_B1HC[:, 0].split(self.key_widths, dim=-1)
+        q_BHR = torch.einsum("bhc,hcr->bhr", q_BHC, of_keys_HCR)
+        scores_BHT = q_BHR @ latent_BTR.mT + q_rope_BHC @ k_rope_BT1C[:, :, 0].mT
+        scale = sum(self.key_widths) ** -0.5 if self.scale is None else self.scale
+        shares_BHT = (scores_BHT * scale).softmax(-1, dtype=torch.promote_types(scores_BHT.dtype, torch.float32))
+        seen_BHR = shares_BHT.to(latent_BTR.dtype) @ latent_BTR
+        return torch.einsum("bhr,hcr->bhc", seen_BHR, of_values_HCR).unsqueeze(1)

@@ -1,10 +1,9 @@
-"""The dense MLP as a layer: `x + mlp(norm(x))`."""
+"""The dense MLP as a layer: `x + post_norm(mlp(norm(x)))`, with the norms that `norm_order` names."""
 
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
-from weft.models.layers.block import added
-from weft.models.layers.norm import RMSNorm
+from weft.models.layers.block import added, normed, norms_of
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
 from weft.moe.source import WeightSource
@@ -20,12 +19,12 @@ class MLP(FeedForward):
         super().__init__(
             cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, clamp=cfg.clamp, bias=cfg.mlp_bias
         )
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+        self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts, which are the MLP itself."""
-        return Crossing(self.norm(x_BSD), {"residual": x_BSD})
+        return Crossing(normed(self.norm, x_BSD), {"residual": x_BSD})
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -33,8 +32,8 @@ class MLP(FeedForward):
 
     def expert_modules(self) -> list[nn.Module]:
         """What only `run_experts` calls."""
-        return [module for name, module in self.named_children() if name != "norm"]
+        return [module for name, module in self.named_children() if not name.endswith("norm")]
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return added(kept["residual"], rows, self.multiplier)
+        return added(kept["residual"], normed(self.post_norm, rows), self.multiplier)

@@ -7,6 +7,8 @@ pair: i and i + width / 2, or with `interleave` 2i and 2i + 1. Longer contexts t
     linear    f / factor
     llama3    f / factor for long waves, f for short ones, a line in between (Llama 3.1, arXiv:2407.21783)
     yarn      the same by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
+    dynamic   f of a larger theta, which grows with a sequence that is longer than the first context
+    longrope  f / s_i, with other s for sequences longer than the first context; cos and sin grow (arXiv:2402.13753)
 """
 
 import math
@@ -17,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
+from weft.models.context import Borders
 
 FIRST_POSITIONS = 1024
+BY_LENGTH = ("dynamic", "longrope")
+"""What turns otherwise in sequences that are longer than the first context."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -26,7 +31,8 @@ class RotaryEmbedding(nn.Module):
 
     `scaling`: {"rope_type": one of those above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
     One instance serves all layers of a stack. Its tables are buffers [positions, width] that checkpoints leave out;
-    they grow when a longer sequence comes.
+    they grow when a longer sequence comes, and are fp32 at least whatever dtype the module is cast to. `local`: what
+    layers with a window use in its place.
     """
 
     cos: Tensor
@@ -40,6 +46,7 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
         self.scaling = scaling
         self.interleave = interleave
+        self.local: RotaryEmbedding | None = None
         self.register_buffer("cos", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.register_buffer("sin", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.reset_parameters()
@@ -48,29 +55,63 @@ class RotaryEmbedding(nn.Module):
         """Compute the tables anew, on the device and in the dtype that they have."""
         self._fill(self.cos.shape[0])
 
+    def _apply(self, *args: Any, **options: Any) -> "RotaryEmbedding":
+        super()._apply(*args, **options)
+        if torch.finfo(self.cos.dtype).bits < 32:  # a cast back would not give the digits back
+            self.cos, self.sin = self.cos.float(), self.sin.float()
+            self.reset_parameters()
+        return self
+
     @torch.no_grad()
     def _fill(self, positions: int) -> None:
         # A table made in inference mode could not be used by a training step afterwards.
         with torch.inference_mode(False):
-            device, dtype = self.cos.device, self.cos.dtype
-            frequency, factor = frequencies(self.width, self.theta, self.scaling, device)
-            angle = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequency)
-            cos, sin = angle.cos() * factor, angle.sin() * factor
-            join = (lambda a, b: torch.stack((a, b), -1).flatten(-2)) if self.interleave else _beside
-            self.cos = join(cos, cos).to(dtype)
-            self.sin = join(-sin, sin).to(dtype)  # (a, b) turns into (a cos - b sin, b cos + a sin)
+            self.cos, self.sin = self._table(0, positions)
 
-    def forward(self, x_BSHC: Tensor, start: int = 0, position_ids: Tensor | None = None) -> Tensor:
+    def _table(self, start: int, end: int, length: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions from `start` to `end`, [positions, width], in a sequence of `length` (0: short)."""
+        device, dtype = self.cos.device, self.cos.dtype
+        frequency, factor = frequencies(self.width, self.theta, self.scaling, device, length)
+        angle = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), frequency)
+        cos, sin = angle.cos() * factor, angle.sin() * factor
+        join = (lambda a, b: torch.stack((a, b), -1).flatten(-2)) if self.interleave else _beside
+        return join(cos, cos).to(dtype), join(-sin, sin).to(dtype)  # (a, b) turns into (a cos - b sin, b cos + a sin)
+
+    @property
+    def _is_by_length(self) -> bool:
+        return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
+
+    def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions from `start` to `end`, the end of the sequence so far."""
+        if self._is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
+            return self._table(start, end, end)
+        if end > self.cos.shape[0]:
+            self._fill(1 << (end - 1).bit_length())
+        return self.cos[start:end], self.sin[start:end]
+
+    def _rows_of(self, documents: Borders, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of each position, [B, S, width]; each is below `end`, and each document is a sequence."""
+        position_ids = documents.position_ids(self.cos.device)
+        if not self._is_by_length:
+            cos, sin = self._rows(0, end)
+            return cos[position_ids], sin[position_ids]
+        first = self.scaling["original_max_position_embeddings"]  # type: ignore[index]
+        cos, sin = (rows[position_ids.clamp(max=len(rows) - 1)] for rows in self._rows(0, min(first, end)))
+        reaches = documents.reaches(self.cos.device)
+        for length in reaches[reaches > first].unique().tolist():
+            of_it = (reaches == length).unsqueeze(-1)
+            at = position_ids.clamp(max=length - 1)
+            cos, sin = (new[at].where(of_it, old) for new, old in zip(self._table(0, length, length), (cos, sin)))
+        return cos, sin
+
+    def forward(self, x_BSHC: Tensor, start: int = 0, documents: Borders | None = None) -> Tensor:
         """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
 
-        `position_ids` [B, S]: the positions, each below `start` + S, where they do not follow one another.
+        `documents`: positions begin anew in each, and each is below `start` + S.
         """
-        positions = start + x_BSHC.shape[1]
-        if positions > self.cos.shape[0]:
-            self._fill(1 << (positions - 1).bit_length())
-        where: Any = slice(start, positions) if position_ids is None else position_ids
-        cos = self.cos[where].unsqueeze(-2).to(x_BSHC.dtype)
-        sin = self.sin[where].unsqueeze(-2).to(x_BSHC.dtype)
+        end = start + x_BSHC.shape[1]
+        tables = self._rows(start, end) if documents is None else self._rows_of(documents, end)
+        cos, sin = (each.unsqueeze(-2).to(x_BSHC.dtype) for each in tables)
         turning, rest = x_BSHC.split((self.width, x_BSHC.shape[-1] - self.width), dim=-1)
         if self.interleave:
             partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -88,13 +129,26 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
     if not cfg.rope_theta or not set("*+") & set(symbols):
         return None
     width = cfg.rotary_width if "*" in symbols else cfg.qk_rope_head_dim
-    return RotaryEmbedding(width, cfg.rope_theta, scaling=cfg.rope_scaling, interleave=cfg.rope_interleave)
+    rotary = RotaryEmbedding(width, cfg.rope_theta, scaling=cfg.rope_scaling, interleave=cfg.rope_interleave)
+    if cfg.rope_local_theta is not None:
+        rotary.local = RotaryEmbedding(width, cfg.rope_local_theta, interleave=cfg.rope_interleave)
+    return rotary
+
+
+def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int) -> RotaryEmbedding | None:
+    """What the layer `*` of number `attention` in its part turns with, of what its stack has; None: nothing."""
+    if rotary is None or attention in cfg.unrotated:
+        return None
+    return rotary.local if rotary.local is not None and cfg.window_of(attention) is not None else rotary
 
 
 def frequencies(
-    width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None
+    width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None, length: int = 0
 ) -> tuple[Tensor, float]:
-    """Radians per position of each pair, [width / 2] fp32, and what cos and sin are multiplied with."""
+    """Radians per position of each pair, [width / 2] fp32, and what cos and sin are multiplied with.
+
+    `length`: of the sequence, where it is longer than the first context.
+    """
     even = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     plain = 1.0 / theta ** (even / width)
     if scaling is None:
@@ -103,6 +157,14 @@ def frequencies(
     if kind == "linear":
         return plain / factor, 1.0
     first = scaling["original_max_position_embeddings"]
+    if kind == "dynamic":
+        grown = theta * (factor * max(length, first) / first - (factor - 1)) ** (width / (width - 2))
+        return 1.0 / grown ** (even / width), 1.0
+    if kind == "longrope":
+        divisors = torch.tensor(
+            scaling["long_factor" if length > first else "short_factor"], dtype=even.dtype, device=device
+        )
+        return 1.0 / (divisors * theta ** (even / width)), longrope_factor(scaling)
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = first * plain / (2 * math.pi)  # in the first context
@@ -117,6 +179,14 @@ def attention_factor(scaling: Mapping[str, Any]) -> float:
         return given
     factor, one, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
     return yarn_scale(factor, one) / yarn_scale(factor, all_dim) if one and all_dim else yarn_scale(factor)
+
+
+def longrope_factor(scaling: Mapping[str, Any]) -> float:
+    """What longrope multiplies cos and sin with."""
+    if (given := scaling.get("attention_factor")) is not None:
+        return given
+    factor, first = scaling["factor"], scaling["original_max_position_embeddings"]
+    return math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:

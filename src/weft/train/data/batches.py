@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.train.data.cache import Part
 from weft.train.data.order import shuffled
-from weft.train.data.sequences import Batch, Mixture, Packing, WholeDocuments, sequences
+from weft.train.data.sequences import Batch, Mixture, Packing, Windows, sequences
 from weft.train.errors import ConfigError
 from weft.train.sections.rules import microbatches_per_step
 
@@ -190,7 +190,7 @@ class Validation:
     @property
     def has_gaps(self) -> bool:
         """Whether some labels are empty, as where documents are packed whole."""
-        return any(isinstance(text, WholeDocuments) for text in self._mixture.texts)
+        return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and labels of the whole set, of all ranks: what a baseline must be measured on."""

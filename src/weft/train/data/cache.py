@@ -46,6 +46,8 @@ class Part:
     """Where documents begin, int64, ascending."""
     fingerprint: str = ""
     """Of tokens and starts: the same wherever they lie; empty: nobody compares them."""
+    conversations: int | None = None
+    """Of conversations the number of tokens that there are: larger ones have no label (see `answers`)."""
     name: str = "data.paths"
     """The setting that names the text, with its value, for a person."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from weft.errors import TokensDamaged
 from weft.train.data import cache
 from weft.train.data.cache import Part
+from weft.train.data.conversations import ConversationTokenizer
 from weft.train.data.documents import File, documents, find_files
 from weft.train.errors import ConfigError
 from weft.train.sections import DataConfig
@@ -91,13 +92,19 @@ def load_corpus(
     if data.kind == "tokens":
         corpus = _of_token_files(data, text, apart, say)
     else:
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer: Tokenizer = load_tokenizer(data.tokenizer)
+        if data.kind == "messages":
+            tokenizer = ConversationTokenizer(data.tokenizer)
         train, validation, counts = _tokenised(data, text, tokenizer, 0.0 if apart else data.validation_fraction, say)
         if apart:
             _, validation, counts = _tokenised(data, apart, tokenizer, 1.0, say)
-        bytes_per_token = counts["validation_bytes"] / max(1, len(validation.tokens))
+        bytes_per_token: float | None = counts["validation_bytes"] / max(1, len(validation.tokens))
+        if isinstance(tokenizer, ConversationTokenizer):
+            train, validation = (replace(part, conversations=tokenizer.tokens) for part in (train, validation))
+            bytes_per_token = None
         described = _description(text, train, validation)
-        corpus = Corpus(train, validation, tokenizer.vocab_size, bytes_per_token, described)
+        known = train.conversations or tokenizer.vocab_size
+        corpus = Corpus(train, validation, known, bytes_per_token, described)
     held = str(apart) if apart else f"data.validation_fraction = {data.validation_fraction} of {text}"
     corpus = replace(corpus, training=replace(corpus.training, name=str(text)), held=replace(corpus.held, name=held))
     for part, what in ((corpus.training, "training"), (corpus.held, "validation")):
@@ -158,7 +165,7 @@ def _build(
 
 def _key(data: DataConfig, files: list[File], tokenizer: Tokenizer, fraction: float) -> str:
     """Changes whenever the tokens would."""
-    field = "" if data.kind == "text" else data.field
+    field = "" if data.kind == "text" else data.record_field
     known = [cache.FORMAT, data.kind, field, data.separator, files, tokenizer.identity, fraction]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
 

@@ -3,6 +3,7 @@
 kind         files                                      a document
 "text"       any text                                   a file; large ones come in pieces
 "jsonl"      *.jsonl                                    `data.field` of the object on a line
+"messages"   *.jsonl                                    the conversation there, in JSON
 "parquet"    *.parquet                                  `data.field` of a row
 "datasets"   what `save_to_disk` of Hugging Face wrote  the same
 """
@@ -25,7 +26,7 @@ from weft.train.sections import DataConfig
 File = tuple[str, int, int]
 """Path, size, modification time in ns."""
 
-PATTERNS = {"jsonl": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
+PATTERNS = {"jsonl": ("*.jsonl",), "messages": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
 """What is taken from folders, where `data.include` does not say."""
 _LARGEST_PIECE = 16 << 20
 _LONGEST_LINE = 1 << 16
@@ -61,7 +62,7 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
     closed = {os.path.realpath(folder) for folder in written}
     if not paths:
         yield from _walk(sysconfig.get_path("stdlib"), ("*.py",), _NO_SOURCE, set(), binary=False)
-    binary = data.kind not in ("text", "jsonl")
+    binary = data.kind not in ("text", "jsonl", "messages")
     patterns = PATTERNS.get(data.kind, ("*",)) if data.include == ("*",) else data.include
     for path in paths:
         if data.kind == "datasets":
@@ -87,10 +88,10 @@ def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: f
         yield from _texts(files, fraction)
         return
     total = sum(size for _, size, _ in files) or 1
-    read = {"jsonl": _lines, "parquet": _parquet_rows, "datasets": _arrow_rows}[data.kind]
+    read = {"jsonl": _lines, "messages": _conversations, "parquet": _parquet_rows, "datasets": _arrow_rows}[data.kind]
     before = number = 0
     for path, size, _ in files:
-        for text, share in _told(setting, path, read(path, data.field)):
+        for text, share in _told(setting, path, read(path, data.record_field)):
             validates = _hash(number) < fraction
             number += 1
             if text:
@@ -120,6 +121,37 @@ def _hash(number: int) -> float:
 
 
 def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
+    for number, record, share in _records(path):
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            raise ConfigError(
+                f"data.field = {field!r}: {path}, line {number}: must be an object with text there, has "
+                f"{_found(record, field)}"
+            )
+        yield record[field], share
+
+
+def _conversations(path: str, field: str) -> Iterator[tuple[str, float]]:
+    for number, record, share in _records(path):
+        messages = record.get(field) if isinstance(record, dict) else None
+        each_has_a_role = isinstance(messages, list) and all(
+            isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages
+        )
+        if not messages or not each_has_a_role:
+            raise ConfigError(
+                f"data.field = {field!r}: {path}, line {number}: must be an object with a list of messages there, each "
+                f'an object with a "role" and "content", has {_found(record, field)}'
+            )
+        yield json.dumps(messages, ensure_ascii=False), share
+
+
+def _found(record: Any, field: str) -> str:
+    if isinstance(record, dict) and field in record:
+        return f"{json.dumps(record[field])[:40]}"
+    return ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
+
+
+def _records(path: str) -> Iterator[tuple[int, Any, float]]:
+    """Number, object and the part of the file up to its end, of each line."""
     size = os.path.getsize(path)
     read = 0
     with open(path, "rb") as file:
@@ -128,17 +160,9 @@ def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                yield number, json.loads(line), read / size
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number}: is no JSON: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                known = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
-                if isinstance(record, dict) and field in record:
-                    known = f"{json.dumps(record[field])[:40]}"
-                raise ConfigError(
-                    f"data.field = {field!r}: {path}, line {number}: must be an object with text there, has {known}"
-                )
-            yield record[field], read / size
 
 
 def _parquet_rows(path: str, field: str) -> Iterator[tuple[str, float]]:

@@ -31,11 +31,17 @@ class Sequences(Protocol):
     """Sequences by number."""
 
     length: int
+    apart: bool
+    """Whether no document reads another or predicts the first token of the next."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """int64 [len(indices), length + 1]; -100 where nothing is."""
+        ...
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Of each place that `rows` gives the number of its document, -1 where nothing is."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
@@ -45,6 +51,8 @@ class Sequences(Protocol):
 
 class Windows:
     """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
+
+    apart = False
 
     def __init__(self, part: Part, length: int) -> None:
         self.tokens, self.length, self.name = part.tokens, length, part.name
@@ -59,6 +67,10 @@ class Windows:
         if (least := int(found.min(initial=0))) < 0:
             raise ConfigError(f"{self.name}: a token file holds {least}; tokens are not negative, correct it")
         return found
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Each sequence is one, since its documents are not apart."""
+        return np.zeros((len(indices), self.length + 1), dtype=np.int64)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
         return np.full(len(indices), self.length)
@@ -85,7 +97,7 @@ class WholeDocuments:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Of each place that `rows` gives the number of its document, -1 where nothing is."""
+        """As `Sequences.documents`."""
         found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")
@@ -129,7 +141,17 @@ def sequences(
             f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
             f"fewer than one for each of {at_least} ranks; name more text or lower it"
         )
-    return found
+    if part.conversations is None:
+        return found
+    from weft.train.data.answers import Answered  # which is made of sequences
+
+    answered = Answered(found, part.conversations)
+    if len(answered) < at_least:
+        raise ConfigError(
+            f"data.sequence_length = {length}: of {len(found)} sequences {len(answered)} hold something that an "
+            f"assistant writes, fewer than one for each of {at_least} ranks; name more conversations or raise it"
+        )
+    return answered
 
 
 class Mixture:
@@ -178,14 +200,14 @@ class Mixture:
 
     def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:
         """The sequences as tokens and labels, with documents where these are apart."""
-        rows = torch.from_numpy(self.rows(texts, indices))
-        tokens, labels = rows[:, :-1].clamp(min=0), rows[:, 1:].contiguous()
-        apart = [text for text in self.texts if isinstance(text, WholeDocuments) and text.apart]
-        if not apart:
+        from weft.train.data.answers import split
+
+        tokens, labels = map(torch.from_numpy, split(self.rows(texts, indices)))
+        if not any(text.apart for text in self.texts):
             return tokens, labels
         numbers = np.empty((len(indices), self.length + 1), dtype=np.int64)
         for text in np.unique(texts):
-            numbers[texts == text] = apart[text].documents(indices[texts == text])
+            numbers[texts == text] = self.texts[text].documents(indices[texts == text])
         found = torch.from_numpy(numbers)
         labels = labels.where(found[:, 1:] == found[:, :-1], NO_LABEL)
         # A document that the row cuts off has a label for its last position: the token behind the row.

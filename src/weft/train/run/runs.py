@@ -6,6 +6,7 @@ runs/stdlib-2/        the second one
     metrics.jsonl
     checkpoints/
     logs/             output of the ranks that do not write to the terminal
+    origin/           what the model came with: config.json, tokenizer, generation files
 """
 
 import re
@@ -25,6 +26,7 @@ from weft.train.files import parse_toml, read_bounded
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+ORIGIN = "origin"
 _LARGEST = 16 << 20
 """Bytes of a configuration."""
 
@@ -179,7 +181,7 @@ def remove_if_unused(run: Run) -> None:
         return
     left = {path.name for path in run.directory.iterdir()}
     saved = {path.name for path in run.checkpoints.iterdir()} if run.checkpoints.is_dir() else set()
-    if left <= {CONFIG, LOGS, CHECKPOINTS} and saved <= {LOCK, LEASE, IDENTITY}:
+    if left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK, LEASE, IDENTITY}:
         shutil.rmtree(run.directory)
 
 

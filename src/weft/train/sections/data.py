@@ -11,14 +11,14 @@ from weft.train.toml_values import plain, show
 class DataConfig:
     """[data]: the text, how it becomes tokens, and how they are cut."""
 
-    kind: Literal["text", "jsonl", "parquet", "datasets", "tokens"] = "text"
-    """What `paths` are: text, JSON lines, Parquet, directories that Hugging Face `datasets` saved, or token arrays."""
+    kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
+    """What `paths` are: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
     """File name patterns that are taken from folders (files named in `paths` are always taken)."""
     field: str = "text"
-    """Where records (JSON lines, Parquet, datasets) have their text."""
+    """Where records (JSON lines, Parquet, datasets) have their text; of conversations "text" means "messages"."""
     weights: tuple[float, ...] = ()
     """How often sequences of each of `paths` are seen, relative to each other; empty: all paths are one text."""
     separator: str = ""
@@ -63,10 +63,17 @@ class DataConfig:
             value = getattr(self, name)
             without = "has no effect on the default text; name data.paths or leave it out"
             require(f"data.{name}", plain(value), bool(self.paths) or value == getattr(DataConfig, name), without)
-        self._require_kind("field", ("jsonl", "parquet", "datasets"))
+        self._require_kind("field", ("jsonl", "messages", "parquet", "datasets"))
         self._require_kind("token_dtype", ("tokens",))
-        for name in ("tokenizer", "separator", "packing"):
-            self._require_kind(name, ("text", "jsonl", "parquet", "datasets"))
+        self._require_kind("separator", ("text", "jsonl", "parquet", "datasets"))
+        for name in ("tokenizer", "packing"):
+            self._require_kind(name, ("text", "jsonl", "messages", "parquet", "datasets"))
+        require(
+            "data.tokenizer",
+            self.tokenizer,
+            self.kind != "messages" or self.tokenizer != "bytes",
+            'must be the path of a tokenizer.json with a chat template beside it for data.kind = "messages"',
+        )
         require(
             "data.weights",
             list(self.weights),
@@ -90,6 +97,11 @@ class DataConfig:
             bool(self.factory) or not self.validation_factory,
             "has no effect without data.factory; set that, or leave it out",
         )
+
+    @property
+    def record_field(self) -> str:
+        """Where records have what is trained on."""
+        return "messages" if self.kind == "messages" and self.field == DataConfig.field else self.field
 
     def _require_kind(self, name: str, kinds: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -1,0 +1,106 @@
+"""`weft sample` and `weft chat`: text from a model."""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+
+def sample(options: argparse.Namespace) -> int:
+    """Print texts as a trained model continues them, token by token. Raises ValueError for wrong numbers."""
+    choices = _choices(options)
+    for prompt in options.prompt:
+        if not _is_text(prompt):
+            raise ValueError(f"--prompt {prompt!a}: is not UTF-8 text; give such a text")
+    source = _source(options)
+    begun = False
+    try:
+        if len(options.prompt) == 1:
+            for part in source.continued(options.prompt[0], **choices):
+                begun = True
+                print(part, end="", flush=True)
+            return 0
+        texts = list(options.prompt)
+        for row, part in source.added(options.prompt, **choices):
+            texts[row] += part
+        begun = True
+        print(*texts, sep="\n\n", end="")
+    finally:
+        if begun:
+            print()
+    return 0
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Answer the lines of standard input, each as the next message of one conversation, until it ends."""
+    choices = _choices(options)
+    source = _source(options)
+    _ = source.template  # a model without one is refused before anything is asked
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    for line in _lines():
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            for part in source.answered(messages, **choices):
+                answer += part
+                print(part, end="", flush=True)
+        finally:
+            print(flush=True)
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _lines() -> Iterable[str]:
+    """What is typed, without empty lines; with a sign in front of it in a terminal."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _choices(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that say how tokens are chosen, as `Source.added` takes them; those that are given."""
+    best = "must be at least 0, which takes the best token"
+    for name, good, rule in (
+        ("tokens", options.tokens >= 0, "must be at least 0"),
+        ("temperature", options.temperature is None or 0 <= options.temperature < math.inf, best),
+        ("top-k", options.top_k is None or options.top_k >= 0, "must be at least 0, which draws from all tokens"),
+        ("top-p", options.top_p is None or 0 < options.top_p <= 1, "must be more than 0 and at most 1"),
+        ("seed", -(1 << 63) <= options.seed < 1 << 64, "must be at least -2**63 and below 2**64"),
+    ):
+        if not good:
+            raise ValueError(f"--{name} {getattr(options, name.replace('-', '_'))}: {rule}")
+    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    return {"tokens": options.tokens, "seed": options.seed} | {
+        name: value for name, value in given.items() if value is not None
+    }
+
+
+def _source(options: argparse.Namespace) -> Any:
+    from weft.train.source import DEFAULTS, Source
+
+    def warn(line: str) -> None:
+        print(f"weft {options.command}: {line}", file=sys.stderr, flush=True)
+
+    source = Source(options.source, partial(warn), ignored=options.ignored)
+    generation = source.generation
+    temperature = (generation.sampling or DEFAULTS).temperature if options.temperature is None else options.temperature
+    for name in ("top_k", "top_p"):
+        if temperature == 0 and getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: has no effect where the best token is taken; "
+                "give --temperature too"
+            )
+    if generation.not_followed:
+        warn(f"generation_config.json: passes over {', '.join(generation.not_followed)}")
+    return source
+
+
+def _is_text(given: str) -> bool:
+    """Whether the bytes of an argument were UTF-8: others become surrogates, which no text has."""
+    return not any("\ud800" <= character <= "\udfff" for character in given)

@@ -1,0 +1,109 @@
+"""The fields of a config.json: which carry no meaning for the result, and which values each may have."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from weft.errors import ConversionError
+from weft.models.config import HybridConfig
+
+Raw = dict[str, Any]
+"""The content of a config.json."""
+KEPT = frozenset(
+    (
+        *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
+        *("max_position_embeddings", "model_type", "num_hidden_layers", "output_router_logits"),
+        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "torch_dtype", "transformers_version"),
+        *("use_cache", "pad_token_id", "rope_theta", "rope_scaling", "rope_parameters"),
+        "partial_rotary_factor",
+    )
+)
+"""Fields of every family that the result does not depend on, or that every family reads."""
+MEANINGLESS = frozenset(
+    (
+        # Written by every older transformers, about files, tasks and printing.
+        *("_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset"),
+        *("attn_implementation", "_flash_attn_2_enabled", "add_cross_attention", "chunk_size_feed_forward"),
+        *("cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task", "id2label", "label2id"),
+        *("is_decoder", "is_encoder_decoder", "output_attentions", "output_hidden_states", "prefix", "problem_type"),
+        *("pruned_heads", "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss"),
+        *("tie_encoder_decoder", "tokenizer_class", "torchscript", "use_bfloat16", "model_max_length"),
+        *("max_sequence_length", "cache_implementation", "num_logits_to_keep"),
+        # Of generation, which older releases kept here.
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
+        *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
+        *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
+        *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p"),
+        "typical_p",
+        # Of other programs that read or wrote the file; transformers reads none of them.
+        *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    )
+)
+"""Fields without meaning for a model: they pass, and come along."""
+
+MOST_LAYERS = 10_000
+LARGEST = 1 << 31
+"""Of a whole number, which could be a width."""
+LAYERS = frozenset(("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"))
+WHOLE = LAYERS | frozenset(
+    (
+        *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok"),
+        *("first_k_dense_replace", "n_shared_experts", "full_attention_interval", "decoder_sparse_step"),
+        *("mamba_n_heads", "mamba_expand", "shared_intermediate_size", "intermediate_size", "hidden_size"),
+        *("max_window_layers", "rotary_dim", "max_position_embeddings", "original_max_position_embeddings"),
+        *("moe_intermediate_size", "sliding_window", "no_rope_layer_interval", "qk_nope_head_dim"),
+        *("qk_rope_head_dim", "head_dim", "expand", "num_heads", "attn_rotary_emb", "attention_head_dim"),
+    )
+)
+NUMBERS = frozenset(("rope_theta", "partial_rotary_factor", "time_step_min", "rope_local_base_freq"))
+TRUTHS = frozenset(("attention_bias", "use_qk_norm", "use_sliding_window", "tie_word_embeddings", "qkv_bias"))
+LISTS = frozenset(
+    (
+        *("layer_types", "layers_block_type", "mlp_only_layers", "attn_layer_indices", "time_step_limit"),
+        *("no_rope_layers", "mtp_layers_block_type", "attn_type_list", "mlp_layer_types"),
+    )
+)
+TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
+TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
+"""What may stand under names that families read apart from their tables; null is allowed everywhere there."""
+
+
+def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise `ConversionError` for a value of another kind than its field has. `fields`: those of a family."""
+    for name, value in raw.items():
+        if name in fields:
+            kinds = _kinds_of(fields[name][0])
+        else:
+            named = ((WHOLE, int), (NUMBERS, float), (TRUTHS, bool), (LISTS, list), (TABLES, dict), (TEXTS, str))
+            kinds = {kind for names, kind in named if name in names}
+            kinds |= {type(None)} if kinds else set()
+        if kinds and not any(_is(value, kind) for kind in kinds):
+            raise ConversionError(f"{name}={_shown(value)}: must be {' or '.join(sorted(map(_named, kinds)))}")
+        if int in kinds and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+            raise ConversionError(f"{name}={_shown(value)}: must be at most {LARGEST}")
+        if name in LAYERS and value is not None and not 0 <= value <= MOST_LAYERS:
+            raise ConversionError(f"{name}={value}: must be from 0 to {MOST_LAYERS}")
+
+
+def _kinds_of(ours: str) -> set[Any]:
+    hint = get_type_hints(HybridConfig)[ours]
+    return set(get_args(hint)) or {hint}
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _named(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+    return {**names, dict: "an object", type(None): "null"}.get(kind, str(kind))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,85 @@
+"""OLMo 2 (arXiv:2501.00656) and 3, and OLMoE (arXiv:2409.02060): norms over all queries and over all keys.
+
+OLMo 2 and 3 normalise what a layer adds to the residual stream, not its input.
+"""
+
+from weft.models.config import HybridConfig
+from weft.models.hf import llama, qwen3, rope
+from weft.models.hf.family import Family, Raw, windows_of, written_windows
+from weft.models.hf.llama import ATTENTION, COMMON, MLP
+
+BEHIND_ATTENTION = {**{ours: theirs for ours, theirs in ATTENTION.items() if ours != "norm"}}
+BEHIND_ATTENTION["post_norm"] = "post_attention_layernorm"
+BEHIND_MLP = {**{ours: theirs for ours, theirs in MLP.items() if ours != "norm"}}
+BEHIND_MLP["post_norm"] = "post_feedforward_layernorm"
+
+
+def read(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    return {**llama.read(raw), "qk_norm": "full", "norm_order": "post"}
+
+
+def read_3(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    layers = raw.get("num_hidden_layers", 32)
+    windows = windows_of(raw, layers, "olmo3", lambda number: (number + 1) % 4 != 0, raw.get("sliding_window", 4096))
+    turned = rope.by_layer_type(raw, 500000.0, 500000.0)
+    plain = {**raw, "rope_parameters": None, "rope_scaling": None}
+    return {**read(plain), **turned, **windows}
+
+
+def write(cfg: HybridConfig) -> Raw:
+    """And back."""
+    return {**llama.write(cfg), "head_dim": cfg.attention_head_dim}
+
+
+def write_3(cfg: HybridConfig) -> Raw:
+    """And back."""
+    return {**write(cfg), **written_windows(cfg), **rope.write_by_layer_type(cfg)}
+
+
+def read_moe(raw: Raw) -> Raw:
+    """What the table of fields cannot."""
+    return {**llama.read(raw), "pattern": "[*E]" * raw.get("num_hidden_layers", 16), "qk_norm": "full"}
+
+
+FIELDS = {
+    **COMMON,
+    "vocab_size": ("vocab_size", 50304),
+    "head_dim": ("head_dim", None),
+    "rms_norm_eps": ("rms_norm_eps", 1e-5),
+    "pad_token_id": ("pad_token_id", 1),
+}
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    tensors={"*": BEHIND_ATTENTION, "-": BEHIND_MLP},
+    fields={**FIELDS, "intermediate_size": ("intermediate_size", 11008)},
+    read=read,
+    write=write,
+)
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    tensors={"*": BEHIND_ATTENTION, "-": BEHIND_MLP},
+    fields={**FIELDS, "intermediate_size": ("intermediate_size", 11008)},
+    read=read_3,
+    write=write_3,
+)
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    tensors={"*": ATTENTION, "E": qwen3.EXPERTS},
+    fields={
+        **FIELDS,
+        "hidden_size": ("hidden_size", 2048),
+        "num_attention_heads": ("num_attention_heads", 16),
+        "intermediate_size": ("moe_intermediate_size", 2048),
+        "num_experts": ("num_experts", 64),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "norm_topk_prob": ("norm_topk_prob", False),
+    },
+    read=read_moe,
+    write=write,
+    required={"clip_qkv": None},
+)

@@ -1,0 +1,118 @@
+"""What a model came with, beside its weights: it stays with the model until it is written again.
+
+config.json as it was, tokenizer, chat template, generation files, and the weights of other parts of a larger model.
+A run keeps them in its folder `origin`, in the form of a converted directory without weights.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.errors import ConversionError
+from weft.models.config import HybridConfig
+from weft.models.hf.directory import OURS, TensorFiles, TensorWriter, make_directory, names_in, write_json
+from weft.models.hf.families import described, raw_of, read_ours
+from weft.models.hf.family import Family, differences
+from weft.models.hf.fields import KEPT, Raw
+from weft.models.hf.spelling import Spelled, Spelling, full_text_of, text_of
+
+COMING_ALONG = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
+    *("chat_template*", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("LICENSE*", "README*"),
+)
+OF_ANY = KEPT - {
+    *("architectures", "auto_map", "model_type", "num_hidden_layers", "partial_rotary_factor", "rope_parameters"),
+    *("rope_scaling", "rope_theta", "transformers_version"),
+}
+"""What another family's config.json has too, with the same meaning."""
+BESIDE = "beside/"
+"""In a converted directory the prefix of weights that are not of the text model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """`raw`: the config.json; `files`: contents of the other files; `beside`: the tensors that are not of the text
+    model, which stay in `directory` until they are copied; `ignored`: fields of config.json that were passed over."""
+
+    family: str
+    raw: Raw
+    spelling: Spelling
+    directory: Path
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def config_json(self, family: Family, cfg: HybridConfig, described_here: Raw) -> Raw:
+        """The config.json of a model of `cfg` in that family: this one as it was, where it describes the model."""
+        if family.model_type == self.family:
+            again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
+            if not differences(cfg, again):
+                return deepcopy(self.raw)
+        kept = {name: value for name, value in text_of(self.raw).items() if name in OF_ANY}
+        return {**kept, **described_here}
+
+    def write_files(self, target: Path) -> None:
+        """Into a directory; what is there already stays."""
+        for name, content in self.files.items():
+            if not (path := target / name).exists():
+                path.write_bytes(content)
+
+    def copy_beside(self, writer: TensorWriter, *, ours: bool = False) -> None:
+        """The weights that are not of the text model, under the names that they have."""
+        if not self.beside:
+            return
+        files = TensorFiles(self.directory)
+        for name in self.beside:
+            there = name if name in files else BESIDE + name
+            writer.put(BESIDE + name if ours else name, files[there][...])
+
+    def described(self) -> Raw:
+        """What weft-model.json holds of it."""
+        spelling = dataclasses.asdict(self.spelling)
+        return {"family": self.family, "config": self.raw, "spelling": spelling, "ignored": list(self.ignored)}
+
+    def keep(self, folder: Path, cfg: HybridConfig) -> None:
+        """Write everything into a new folder, from which `origin_of` reads it."""
+        if (folder / OURS).exists():
+            return
+        make_directory(folder)
+        if self.beside:
+            with TensorWriter(folder) as writer:
+                self.copy_beside(writer, ours=True)
+        self.write_files(folder)
+        write_json(folder / OURS, {"model": dataclasses.asdict(cfg), **self.described()})
+
+
+def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
+    """What the model in a directory came with; None for one that has never had a config.json."""
+    files = _files_of(directory)
+    if (directory / OURS).exists():
+        saved = read_ours(directory)
+        if not isinstance(saved.get("config"), dict):
+            return None
+        try:
+            given = dict(saved["spelling"])
+            memory = tuple((str(disk), str(name)) for disk, name in given.pop("memory"))
+            spelling = Spelling(**given, memory=memory)
+            model_type = str(saved["family"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConversionError(f"{directory / OURS} is damaged ({error!r}): take an undamaged copy") from error
+        names = names_in(directory)
+        beside = tuple(name.removeprefix(BESIDE) for name in names if name.startswith(BESIDE))
+        return Origin(model_type, saved["config"], spelling, directory, files, beside, tuple(saved.get("ignored", ())))
+    raw, names = raw_of(directory), names_in(directory)
+    family, _, spelling = described(directory, raw, names, ignored)
+    beside = tuple(Spelled(TensorFiles(directory), spelling).beside) if names else ()
+    return Origin(family.model_type, raw, spelling, directory, files, beside, tuple(ignored))
+
+
+def _files_of(directory: Path) -> dict[str, bytes]:
+    found = {}
+    for pattern in COMING_ALONG:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file():
+                found[path.name] = path.read_bytes()
+    return found

@@ -1,0 +1,111 @@
+"""How a directory spells what a family's tables name in one way.
+
+What               canonical                           as it may stand there
+-----------------  ----------------------------------  ---------------------------------------------------------------
+text in a larger   model.layers.0...                   model.language_model.layers.0..., config.json has text_config
+model
+in memory          block_sparse_moe., backbone.        mlp., model.: files of transformers' state_dict()
+experts            experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj: one tensor of all
+other weights      none                                those of the images or sounds of a larger model: `beside`
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import ConversionError
+from weft.models.hf.family import Family
+from weft.models.hf.fields import Raw
+
+NESTED = "model.language_model."
+OF_TEXT = (NESTED, "lm_head.", "mtp.")
+UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors of older releases that are computed today."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """`nested`: whether names begin with `model.language_model.`; `memory`: the parts of names that differ from those
+    on disk; `fused`: whether all experts are one tensor."""
+
+    nested: bool = False
+    fused: bool = False
+    memory: tuple[tuple[str, str], ...] = ()
+
+    def theirs(self, name: str) -> str:
+        """A canonical name as it stands there."""
+        for disk, memory in self.memory:
+            name = name.replace(disk, memory)
+        if self.nested and name.startswith("model."):
+            return NESTED + name.removeprefix("model.")
+        return name
+
+    def canonical(self, name: str) -> str | None:
+        """A name there as tables have it; None: the tensor is not of the text model, or nothing needs it."""
+        if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
+            return None
+        if self.nested and name.startswith(NESTED):
+            name = "model." + name.removeprefix(NESTED)
+        for disk, memory in self.memory:
+            name = name.replace(memory, disk)
+        return name
+
+
+def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
+    """How a directory with these tensors spells the tables of `family`."""
+    names = list(names)
+    nested = any(name.startswith(NESTED) for name in names)
+    fused = any(re.search(r"\.experts\.(gate_up|up|down)_proj$", name) for name in names)
+    in_memory = family.memory if family.memory and _are_in_memory(family, names) else ()
+    return Spelling(nested, fused, in_memory)
+
+
+class Spelled:
+    """The tensors of a directory under their canonical names; those that are not of the text model are left out."""
+
+    def __init__(self, files: Any, spelling: Spelling) -> None:
+        self.files, self.spelling = files, spelling
+        self.directory = files.directory
+        self._names = {canonical: name for name in files if (canonical := spelling.canonical(name)) is not None}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.files[self._names.get(name, name)]
+
+    def dtype(self, name: str) -> Any:
+        """See `weft.models.hf.directory.TensorFiles`."""
+        return self.files.dtype(self._names.get(name, name))
+
+    @property
+    def beside(self) -> list[str]:
+        """The names of weights that belong to other parts of a larger model."""
+        return [each for each in self.files if self.spelling.canonical(each) is None and not UNUSED.search(each)]
+
+
+def text_of(raw: Raw) -> Raw:
+    """The part of a config.json that describes the text model."""
+    text = raw.get("text_config")
+    return text if isinstance(text, dict) and "model_type" in text else raw
+
+
+def full_text_of(raw: Raw) -> Raw:
+    """The same, with what the larger model says for all of its parts. Raises `ConversionError` where both differ."""
+    text = text_of(raw)
+    if text is raw:
+        return raw
+    text = dict(text)
+    for name in ("quantization_config", "tie_word_embeddings"):
+        if name in raw and text.setdefault(name, raw[name]) != raw[name]:
+            raise ConversionError(f"{name}={raw[name]!r}, and {text[name]!r} in text_config: correct one")
+    return text
+
+
+def _are_in_memory(family: Family, names: list[str]) -> bool:
+    disk, memory = family.memory[0]
+    return not any(disk in name for name in names) and any(memory in name for name in names)

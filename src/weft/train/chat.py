@@ -1,0 +1,135 @@
+"""Conversations as text: the chat template of a published tokenizer, and which of its tokens an assistant writes.
+
+A template is Jinja: `chat_template.jinja`, or `chat_template` in tokenizer_config.json. What an assistant writes is
+what stands between {% generation %} and {% endgeneration %}. In a template without these, it is what each of its
+messages adds behind the prompt for it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from weft.train.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+BEGIN, END = "\ue000", "\ue001"
+"""Characters of the private use area, which stand around what an assistant writes until they are taken out."""
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %}."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+class ChatTemplate:
+    """A template with the special tokens of its tokenizer. Raises ConfigError for what is no template."""
+
+    def __init__(self, text: str, special: Mapping[str, str], name: str = "chat template") -> None:
+        self.name, self.special = name, dict(special)
+        self.marks = "endgeneration" in text
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(text)
+        except TemplateError as error:
+            raise ConfigError(f"{name}: is no chat template ({error}); take an undamaged copy") from error
+
+    def render(self, messages: Messages, *, prompt: bool = False) -> str:
+        """A conversation as text; `prompt`: and what begins the assistant's next message."""
+        return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
+
+    def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as text, and from which to which character an assistant writes.
+
+        Raises ConfigError for a template that does not say it: one without {% generation %} that writes earlier
+        messages in another way once later ones follow.
+        """
+        if self.marks:
+            return _unmarked(self._marked(messages, False))
+        text, found = self.render(messages), []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self.render(messages[:number], prompt=True)
+            until = self.render(messages[: number + 1])
+            if not (until.startswith(before) and text.startswith(until)):
+                raise ConfigError(
+                    f"{self.name}: has no {{% generation %}} around what an assistant writes, and writes message "
+                    f"{number + 1} otherwise when others follow; put {{% generation %}} into the template"
+                )
+            found.append((len(before), len(until)))
+        return text, found
+
+    def _marked(self, messages: Messages, prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.special
+            )
+        except (TemplateError, SecurityError, TypeError, ValueError, LookupError) as error:
+            raise ConfigError(f"{self.name}: refuses these messages ({error}); correct them") from error
+
+
+def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
+    """The template among the files of a tokenizer; None where there is none."""
+    try:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{name}: tokenizer_config.json is damaged ({error}); take an undamaged copy") from error
+    if isinstance(text, list):  # several with names, of which one is for plain conversations
+        text = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}.get("default")
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: chat_template is {type(text).__name__}; must be text")
+    special = {}
+    for token in SPECIAL:
+        value = config.get(token)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            special[token] = value
+    return ChatTemplate(text, special, name)
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    spans: list[tuple[int, int]] = []
+    parts: list[str] = []
+    length, begin = 0, 0
+    for part in text.split(BEGIN):
+        inside, mark, behind = part.partition(END)
+        parts += [inside, behind]
+        if mark:
+            begin = length
+            spans.append((begin, begin + len(inside)))
+        length += len(inside) + len(behind)
+    return "".join(parts), spans
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,54 @@
+"""Sequences of conversations: labels are what an assistant writes, and nothing else.
+
+A token that has no label is kept as itself plus the number of tokens that there are; in rows it is -101 - token.
+"""
+
+import numpy as np
+
+from weft.train.data.sequences import Sequences
+
+WITHOUT = -101
+_AT_ONCE = 4096
+
+
+def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Tokens as files keep them, of which only those that are `labelled` are learnt."""
+    return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
+
+
+class Answered:
+    """Those of `sequences` that have a label, of tokens that are marked as `marked` does."""
+
+    def __init__(self, sequences: Sequences, vocab_size: int) -> None:
+        self.sequences, self.vocab_size = sequences, vocab_size
+        self.length, self.apart = sequences.length, sequences.apart
+        self.numbers = np.arange(len(sequences))
+        counts = [self.labels(self.numbers[at : at + _AT_ONCE]) for at in range(0, len(sequences), _AT_ONCE)]
+        self.counts = np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+        self.numbers, self.counts = self.numbers[self.counts > 0], self.counts[self.counts > 0]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.rows`; below -100 where a token has no label."""
+        found = self.sequences.rows(self.numbers[indices])
+        return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.documents`."""
+        return self.sequences.documents(self.numbers[indices])
+
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        """As `Sequences.labels`."""
+        learnt = self.rows(indices)[:, 1:] >= 0
+        if self.apart:
+            numbers = self.documents(indices)
+            learnt &= numbers[:, 1:] == numbers[:, :-1]
+        return learnt.sum(1)
+
+
+def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels, -100 where there is none, of rows."""
+    tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
+    return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

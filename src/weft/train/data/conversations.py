@@ -1,0 +1,59 @@
+"""Conversations to tokens, by the chat template that a tokenizer came with."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from weft.train.chat import Messages, template_of
+from weft.train.data.answers import marked
+from weft.train.errors import ConfigError
+from weft.train.tokenizer import HuggingFaceTokenizer
+
+FILES = ("chat_template.jinja", "tokenizer_config.json")
+
+
+class ConversationTokenizer:
+    """A tokenizer.json with the chat template beside it. Raises ConfigError where there is none.
+
+    A token that no assistant writes is marked (see `weft.train.data.answers`), so that it is never learnt.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder = Path(path).parent
+        files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+        template = template_of(files, str(folder))
+        if template is None:
+            raise ConfigError(
+                f"data.tokenizer = {path!r}: has no chat template beside it, in {' or '.join(FILES)}, which "
+                'data.kind = "messages" needs'
+            )
+        self.template, self.tokenizer = template, HuggingFaceTokenizer(path)
+        self.tokens = self.tokenizer.vocab_size
+        self.vocab_size = 2 * self.tokens
+        self.ids = self.tokenizer.ids
+        digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
+        self.identity = f"conversations {digest} {self.tokenizer.identity}"
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The tokens of a conversation in JSON."""
+        tokens, labelled = self.labelled(json.loads(text))
+        return marked(tokens, labelled, self.tokens)
+
+    def prompt(self, text: str) -> np.ndarray:
+        """See `weft.train.tokenizer.Tokenizer`."""
+        return self.tokenizer.prompt(text)
+
+    def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a conversation, and which of them an assistant writes."""
+        text, spans = self.template.spans(messages)
+        tokens, begins, ends = self.tokenizer.placed(text)
+        written = np.zeros(len(tokens), dtype=bool)
+        for begin, end in spans:
+            written |= (begins < end) & (ends > begin)
+        return tokens, written
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """See `weft.train.tokenizer.Tokenizer`."""
+        return self.tokenizer.decode(np.asarray(tokens) % self.tokens)

@@ -1,0 +1,258 @@
+"""Directories as they are found: other weights beside, other spellings, other dtypes, and what a model came with."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models.hf.families import KINDS
+from tests.models.hf.released import make, tensors
+from weft.errors import ConversionError
+from weft.models import HybridConfig, HybridModel, hf
+from weft.models.hf.directory import TensorWriter
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+TOKENS = torch.arange(20)[None]
+
+
+def replace_tensors(directory, files):
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    with TensorWriter(directory) as writer:
+        for name, tensor in files.items():
+            writer.put(name, tensor)
+
+
+def rewrite(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """A directory with a tied Llama."""
+    KINDS["llama"].make("tied").save_pretrained(tmp_path / "tied")
+    return tmp_path / "tied"
+
+
+def test_a_tied_model_may_have_its_head_again_where_it_is_equal(tied):
+    files = tensors(tied)
+    embedding = files["model.embed_tokens.weight"]
+    replace_tensors(tied, {**files, "lm_head.weight": embedding.clone()})
+    model = hf.from_pretrained(tied)
+    assert torch.equal(model.embedding.weight, embedding)
+    hf.save(model, tied.parent / "again")
+    assert tensors(tied.parent / "again").keys() == files.keys()
+    replace_tensors(tied, {**files, "lm_head.weight": embedding + 1})
+    with pytest.raises(ConversionError, match=r"lm_head\.weight is not equal to model\.embed_tokens\.weight"):
+        hf.from_pretrained(tied)
+
+
+def test_frequencies_of_older_releases_are_passed_over(tied):
+    expected = hf.from_pretrained(tied)(TOKENS)
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(2)}
+    replace_tensors(tied, {**tensors(tied), **frequencies})
+    assert torch.equal(hf.from_pretrained(tied)(TOKENS), expected)
+    hf.convert(tied, tied.parent / "ours")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "nemotron_h", "deepseek_v3"])
+def test_experts_in_one_tensor_are_read_and_written_as_they_came(tmp_path, kind):
+    theirs = KINDS[kind].make()
+    theirs.save_pretrained(tmp_path / "apart")
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    (memory / "config.json").write_text((tmp_path / "apart" / "config.json").read_text())
+    save_file({name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}, memory / "model.safetensors")
+    assert any(name.endswith("experts.down_proj") for name in tensors(memory))
+    model = hf.from_pretrained(memory)
+    assert torch.equal(model(TOKENS), hf.from_pretrained(tmp_path / "apart")(TOKENS))
+    hf.save(model, tmp_path / "again")
+    hf.convert(memory, tmp_path / "ours")
+    hf.convert(tmp_path / "ours", tmp_path / "back")
+    for written in (tensors(tmp_path / "again"), tensors(tmp_path / "back")):
+        assert written.keys() == tensors(memory).keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in tensors(memory).items())
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "qwen3.5-35b-a3b"])
+def test_text_in_a_larger_model_is_read_and_everything_is_written_as_it_came(tmp_path, name):
+    theirs = make(name, tmp_path / "text")
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    (nested / "config.json").write_text((tmp_path / "text" / "config.json").read_text())
+    found = {
+        each if each.startswith("lm_head") else each.replace("model.", "model.language_model.", 1): tensor
+        for each, tensor in hf_names(tensors(tmp_path / "text")).items()
+    }
+    found["model.visual.patch_embed.proj.weight"] = torch.randn(4, 3)
+    replace_tensors(nested, found)
+    model = hf.from_pretrained(nested)
+    assert_close(model(TOKENS), theirs(input_ids=TOKENS).logits, **CLOSE)
+    hf.save(model, tmp_path / "again")
+    hf.convert(nested, tmp_path / "ours")
+    hf.convert(tmp_path / "ours", tmp_path / "back")
+    for directory in (tmp_path / "again", tmp_path / "back"):
+        written = tensors(directory)
+        assert written.keys() == found.keys()
+        assert all(torch.equal(written[each], tensor) for each, tensor in found.items())
+        raw = json.loads((directory / "config.json").read_text())
+        assert raw["model_type"] == theirs.config.model_type.removesuffix("_text") and "vision_config" in raw
+
+
+def hf_names(files):
+    """As a text model alone has them."""
+    return {name.replace("model.language_model.", "model."): tensor for name, tensor in files.items()}
+
+
+def test_converting_into_weft_s_own_form_checks_shapes_before_it_writes(tied):
+    files = tensors(tied)
+    name = "model.layers.0.mlp.up_proj.weight"
+    replace_tensors(tied, {**files, name: files[name][:5]})
+    with pytest.raises(ConversionError, match=r"model\.layers\.0\.mlp\.up_proj\.weight has the shape \[5, 32\]"):
+        hf.convert(tied, tied.parent / "ours")
+    assert not (tied.parent / "ours").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int8, torch.bool])
+def test_weights_that_are_no_plain_numbers_are_refused_by_tensor_and_dtype(tied, dtype):
+    files = tensors(tied)
+    replace_tensors(tied, {**files, "model.norm.weight": files["model.norm.weight"].to(dtype)})
+    for action in (lambda: hf.from_pretrained(tied), lambda: hf.convert(tied, tied.parent / "ours")):
+        with pytest.raises(ConversionError, match=r"model\.safetensors: model\.norm\.weight has the dtype [FIB]"):
+            action()
+
+
+def test_experts_of_different_dtypes_are_refused_and_of_doubles_are_read(tmp_path):
+    theirs = KINDS["qwen3_moe"].make().double()
+    theirs.save_pretrained(tmp_path / "doubles")
+    theirs.set_experts_implementation("eager")  # its grouped products have no doubles either
+    model = hf.from_pretrained(tmp_path / "doubles", dtype=torch.float64)
+    assert_close(model(TOKENS), theirs(input_ids=TOKENS).logits, **CLOSE)
+    hf.convert(tmp_path / "doubles", tmp_path / "ours")
+    files = tensors(tmp_path / "doubles")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    replace_tensors(tmp_path / "doubles", {**files, name: files[name].float()})
+    with pytest.raises(ConversionError, match=r"the parts of .*up_proj.* differ in dtype"):
+        hf.from_pretrained(tmp_path / "doubles")
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan"), "8", None, True])
+def test_a_factor_of_rotation_is_a_positive_number(tied, factor):
+    rewrite(tied, rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": factor})
+    with pytest.raises(ConversionError, match=r"config\.json: .*factor"):
+        hf.config_of(tied)
+
+
+def test_tables_of_rotation_do_not_stay_rounded():
+    torch.manual_seed(0)
+    model = HybridModel(HybridConfig(pattern="[*-]", hidden_size=32))
+    cos = model.decoder.layers[0].self_attention.rotary.cos.clone()
+    assert torch.equal(model.bfloat16().float().decoder.layers[0].self_attention.rotary.cos, cos)
+    assert model.double().decoder.layers[0].self_attention.rotary.cos.dtype == torch.float64
+
+
+def test_deepseek_with_another_width_than_that_which_is_rotated_is_refused(tmp_path):
+    KINDS["deepseek_v3"].make().save_pretrained(tmp_path)
+    rewrite(tmp_path, head_dim=16)
+    with pytest.raises(ConversionError, match="head_dim=16: must be qk_rope_head_dim=8"):
+        hf.config_of(tmp_path)
+
+
+def test_yarn_without_a_first_context_takes_that_of_the_model(tmp_path):
+    KINDS["llama"].make("yarn").save_pretrained(tmp_path)
+    rewrite(
+        tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}, max_position_embeddings=16
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(hf.from_pretrained(tmp_path)(TOKENS), theirs(input_ids=TOKENS).logits, **CLOSE)
+
+
+LONG = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
+ROTATIONS = {
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "longrope": {"rope_type": "longrope", **LONG},
+    "longrope with a factor": {"rope_type": "longrope", **LONG, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("length", [12, 16, 17, 40])
+def test_rotations_that_depend_on_the_length_are_those_of_transformers(tmp_path, rotation, length):
+    KINDS["llama"].make().save_pretrained(tmp_path)
+    longest = 16 if rotation == "dynamic" else 64
+    rewrite(tmp_path, rope_parameters={"rope_theta": 100.0, **ROTATIONS[rotation]}, max_position_embeddings=longest)
+    tokens = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(1))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = hf.from_pretrained(tmp_path)
+    assert_close(model(tokens), theirs(input_ids=tokens).logits, **CLOSE)
+    hf.save(model, tmp_path / "again")
+    assert hf.config_of(tmp_path / "again") == model.cfg
+    family, raw = hf.family_for(model.cfg, "llama")
+    assert family.config(raw) == model.cfg
+
+
+def test_a_field_that_is_not_known_is_passed_over_where_it_is_named(tied, capsys):
+    from weft.cli import main
+
+    rewrite(tied, mystery=3)
+    with pytest.raises(ConversionError, match=r"llama has no mystery in weft: .*--ignore-field"):
+        hf.config_of(tied)
+    model = hf.from_pretrained(tied, ignored=["mystery"])
+    hf.save(model, tied.parent / "again")
+    assert json.loads((tied.parent / "again" / "config.json").read_text())["mystery"] == 3
+    assert main(["convert", str(tied), str(tied.parent / "ours"), "--ignore-field", "mystery"]) == 0
+    assert main(["convert", str(tied.parent / "ours"), str(tied.parent / "back")]) == 0
+    assert json.loads((tied.parent / "back" / "config.json").read_text())["mystery"] == 3
+    assert capsys.readouterr().out.count(str(tied.parent)) == 2
+
+
+def with_company(directory):
+    """A tokenizer, a chat template and a generation configuration, as releases have them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(61)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w7", unk_token="w0")
+    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    fast.save_pretrained(directory)
+    fields = {"eos_token_id": [7, 11], "bos_token_id": 1, "do_sample": False, "max_new_tokens": 40}
+    (directory / "generation_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "nemotron_h", "gpt_oss"])
+def test_a_model_that_is_trained_and_saved_keeps_its_ends_its_context_and_its_tokenizer(tmp_path, kind):
+    KINDS[kind].make().save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", max_position_embeddings=4321, eos_token_id=7)
+    with_company(tmp_path / "theirs")
+    model = hf.from_pretrained(tmp_path / "theirs").train()
+    model(TOKENS, labels=TOKENS).backward()
+    torch.optim.SGD(model.parameters(), lr=1e-6).step()
+    hf.save_pretrained(model, tmp_path / "again")
+    both = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("theirs", "again")]
+    assert [each.config.max_position_embeddings for each in both] == [4321, 4321]
+    assert [each.generation_config.eos_token_id for each in both] == [[7, 11], [7, 11]]
+    words = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert words("w3 w4")["input_ids"] == [3, 4] and words.chat_template.startswith("{% for message")
+    texts = [each.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), pad_token_id=0).tolist() for each in both]
+    assert texts[0] == texts[1]
+
+
+def test_what_a_model_came_with_goes_into_another_family_as_far_as_it_has_meaning_there(tmp_path):
+    KINDS["llama"].make().save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", max_position_embeddings=4321, eos_token_id=7, pretraining_tp=1)
+    hf.save(hf.from_pretrained(tmp_path / "theirs"), tmp_path / "mistral", "mistral")
+    raw = json.loads((tmp_path / "mistral" / "config.json").read_text())
+    assert (raw["model_type"], raw["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    assert (raw["max_position_embeddings"], raw["eos_token_id"]) == (4321, 7) and "pretraining_tp" not in raw
+    changed = dataclasses.replace(hf.config_of(tmp_path / "mistral"), sliding_window=None)
+    assert changed == hf.config_of(tmp_path / "theirs")
