@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "positions go on over a border",
         "models/layers/attention.py",
-        "return start, documents.position_ids(x_BSD.device)",
-        "return start, None",
+        "    return start, documents\n",
+        "    return start, None\n",
         ALONE + "[+]",
     ),
     Mutation(

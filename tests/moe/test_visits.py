@@ -71,6 +71,8 @@ def test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts(
     output.sum().backward()
     reference.sum().backward()
     assert_close(hidden.grad, exact.grad.to(dtype), **near)
+    if near and tokens:  # three terms, each up to the number of experts times the largest element, may cancel
+        near["atol"] = float(2**-7 * 3 * ranks * local * hidden.detach().abs().max())
     assert_close(routing.weights.grad, factors.grad.to(routing.weights.dtype), **near)
 
 
