@@ -47,7 +47,7 @@ WRONG = [  # options, what the message shows
     ({"windowed": [1], "sliding_window": 4}, ["windowed=[1]", "from 0 to 0"]),
     ({"windowed": [0, 0], "sliding_window": 4}, ["windowed=[0, 0]", "different"]),
     ({"residual_multiplier": 0}, ["residual_multiplier=0", "positive number"]),
-    ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' or 'clamped_swiglu' or 'relu2'"]),
+    ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' or 'clamped_swiglu' or 'gelu_tanh' or 'relu2'"]),
     ({"pad_token_id": 256}, ["pad_token_id=256", "below vocab_size=256"]),
     ({"pattern": "M", "mamba_n_groups": 3}, ["mamba_n_groups=3", "divisor of mamba_num_heads=8"]),
     (
