@@ -106,6 +106,8 @@ def _like_a_part(
 
 
 def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """`DTensor.from_local` that also takes the placements of uneven parts."""
+
     @functools.wraps(from_local)
     def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         if placements is None or not any(isinstance(each, _Uneven) for each in placements):
@@ -118,6 +120,8 @@ def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
 
 def taking_even(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """`DTensor.redistribute` that takes the placements of uneven parts for torch's own."""
+
     @functools.wraps(redistribute)
     def wrapped(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         return redistribute(self, device_mesh, placements and plain(placements), **options)

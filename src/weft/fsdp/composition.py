@@ -42,6 +42,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
 
 
 def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
+    """Raise for a sharded module that torch's data-parallel wrappers would reduce a second time."""
     if child is None or not isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return
     # What torch's `DistributedDataParallel` was told to leave alone.

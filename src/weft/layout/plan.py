@@ -28,9 +28,8 @@ class Plan:
     """One step of a model on one rank.
 
     `steps`: its events. `collectives`: in their order. `peak_bytes`: by role, the most that is alive at once.
-    `addresses`: byte offsets of the units' weights in the slab, by name. `alive`: the sets of units whose weights
-    are here at once. `off_plan`: how many passes were not as their
-    record said and were served on demand, by reason.
+    `addresses`: byte offsets of the units' weights in the slab, by name. `alive`: the sets of units whose weights are
+    here at once. `off_plan`: how many passes differed from their record and were served on demand, by reason.
     """
 
     steps: tuple[Step, ...]

@@ -459,6 +459,7 @@ def _memory_in_use(device: torch.device) -> float:
 
 
 def end_with(line: str) -> None:
+    """Print `line` and end this process, from any thread."""
     print(f"weft train: {line}", file=sys.stderr, flush=True)
     os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
 
