@@ -99,9 +99,13 @@ def check_complete(places: Mapping[str, Place], files: Any) -> None:
 
 
 def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], files: Any) -> None:
-    """Raise `ConversionError` unless `files` has exactly the tensors of `places`, with these shapes, as numbers."""
+    """Raise `ConversionError` unless `files` has exactly the tensors of `places`, with these shapes, as numbers.
+
+    `shapes`: of what this rank has, which with pipeline stages is a part of `places`.
+    """
     check_complete(places, files)
-    for name, place in places.items():
+    for name, wanted in shapes.items():
+        place = places[name]
         dtypes = {each: files.dtype(each) for each in place.names}
         if len(set(dtypes.values())) > 1:
             shown = ", ".join(f"{each}: {dtype}" for each, dtype in list(dtypes.items())[:3])
@@ -111,11 +115,9 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
         except (ValueError, IndexError) as error:  # another number of dimensions than the place has
             found = files[place.names[0]].get_shape()
             reason = str(error) if isinstance(error, ConversionError) else f"{place.names[0]} has the shape {found}"
-            raise ConversionError(f"{files.directory}: {reason}; {name} {shapes[name]}") from error
-        if shape != shapes[name]:
-            raise ConversionError(
-                f"{files.directory}: {listed(place.names, 3)} has the shape {shape}, {name} {shapes[name]}"
-            )
+            raise ConversionError(f"{files.directory}: {reason}; {name} {wanted}") from error
+        if shape != wanted:
+            raise ConversionError(f"{files.directory}: {listed(place.names, 3)} has the shape {shape}, {name} {wanted}")
 
 
 class Renamed:
