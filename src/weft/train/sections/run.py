@@ -20,9 +20,12 @@ class CheckpointConfig:
     """Save where a validation is better than all before, and keep the best one beside the newest."""
     asynchronous: bool = True
     """Write while training goes on."""
+    memory_every: int = 0
+    """Steps between two copies in the host's memory, from which `weft train --restarts` resumes; 0: none."""
 
     def __post_init__(self) -> None:
         require("checkpoint.every", self.every, self.every >= 0, "must not be negative")
+        require("checkpoint.memory_every", self.memory_every, self.memory_every >= 0, "must not be negative")
         require("checkpoint.keep", self.keep, self.keep >= 1, "must be at least 1")
 
 
