@@ -149,11 +149,13 @@ def test_copies_without_restarts_are_refused_before_there_is_a_run(tmp_path):
 def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(tmp_path):
     """Kills a random rank KILLS times: while ranks start, while they train, and while a copy is written."""
     changes = {"train__steps": 16 * KILLS + 60, "train__validate_every": 7, "run__loggers": []}
-    changes |= {"checkpoint__every": 40, "checkpoint__memory_every": 2, "checkpoint__keep": 1}
+    changes |= {"checkpoint__every": 40, "checkpoint__memory_every": 2, "checkpoint__keep": 1, "train__watchdog": 60.0}
     config = write_config(tmp_path, **changes)
     chance, moments = random.Random(KILLS), ("training", "starting", "copying")
     run, whole = (tmp_path / "runs" / name for name in ("tiny", "whole"))
-    with started("train", config, "--ranks", 2, "--restarts", KILLS) as process:
+    said = tmp_path / "said"
+    arguments = ("train", config, "--ranks", 2, "--restarts", KILLS)
+    with said.open("w") as stream, started(*arguments, stdout=stream, stderr=stream) as process:
 
         def folder():
             return next(memory.HOST_MEMORY.glob(f"weft-{process.pid}-*"))
@@ -168,7 +170,7 @@ def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(tmp
             if moment == "starting":
                 time.sleep(chance.uniform(0, 4))
             else:
-                wait_until(lambda b=before: max(committed_steps(folder()), default=0) > b or process.poll(), 120)
+                wait_until(lambda b=before: max(committed_steps(folder()), default=0) > b, 240, said)
                 wait_until(lambda m=moment: m == "training" or is_copying(), 60)
             assert process.poll() is None, "it ended before the last kill"
             ranks = ranks_of(process.pid)
@@ -176,9 +178,9 @@ def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(tmp
             wait_until(
                 lambda old=ranks: (new := ranks_of(process.pid)) and not set(new.values()) & set(old.values()), 120
             )
-        _, errors = process.communicate(timeout=300)
-        print(errors)
-        assert process.returncode == 0
+        process.wait(timeout=300)
+        errors = said.read_text()
+        assert process.returncode == 0, errors
         assert not list(memory.HOST_MEMORY.glob(f"weft-{process.pid}-*"))
     assert errors.count("was killed by SIGKILL") == KILLS
     from_memory = re.findall(r"restart \d+ of \d+, from step \d+ in memory", errors)

@@ -42,7 +42,9 @@ from weft.train.record.metrics import Metrics
 from weft.train.record.names import is_own
 from weft.train.record.profile import ProfilerWindow
 from weft.train.record.progress import Progress
+from weft.train.record.samples import Samples, in_one_line
 from weft.train.report.account import Account
+from weft.train.report.live import LiveReport
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line
 from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
@@ -99,6 +101,8 @@ class Trainer:
         )
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
+        self.samples = Samples(config, self.model, self.device) if config.train.sample else None
+        self.live = LiveReport(run.directory, config.run.report_every, self._note, enabled=self.rank == 0)
         self.buffers = buffers_of(self.model, config.train.buffers)
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
@@ -249,6 +253,7 @@ class Trainer:
                     metrics.log_experts(position.step, loads, self.experts.exchanged)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
+                self.live.after_step()
                 last = position.step == config.train.steps
                 best = (last or _due(config.train.validate_every, position.step)) and self._validate(metrics)
                 last |= self._is_settled()
@@ -260,6 +265,7 @@ class Trainer:
                     self.saves.copy(position.step)
             self.watchdog.at("the end of the run", loosely=True)
             self.window.close(self.progress.note)
+            self.live.close()
             self.saves.checkpoints.wait()
         complete = position.step == config.train.steps or self._is_settled()
         if self._is_settled():
@@ -384,6 +390,10 @@ class Trainer:
         values[self.task.unit] = position.tokens
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
+        if self.samples is not None:
+            text = self.samples.write()
+            metrics.log_sample(position.step, text)
+            self.progress.note(in_one_line(position.step, text))
         own = {f"validation_{name}": value for name, value in values.items() if is_own(name)}
         self.progress.update(position.step, **own, validation_loss=loss)
         return best

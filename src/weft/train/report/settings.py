@@ -48,3 +48,12 @@ def in_use(text: str) -> str:
         if kept := {name: value for name, value in values.items() if is_used(section, name, value)}:
             parts.append("\n".join([f"[{section}]", *(f"{name} = {show(value)}" for name, value in kept.items())]))
     return "\n\n".join(parts) + "\n"
+
+
+def steps_of(text: str) -> int:
+    """`train.steps` of a whole configuration as TOML; 0 where it is none."""
+    try:
+        steps = parse_toml(text)["train"]["steps"]
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return steps if isinstance(steps, int) else 0
