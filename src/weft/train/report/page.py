@@ -191,7 +191,7 @@ dt { color: var(--quiet); }
 dd { margin: 0; overflow-wrap: anywhere; }
 h2 { margin: 40px 0 12px; font-size: 17px; }
 .tiles, .figures { display: grid; gap: 16px; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-bottom: 16px; }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin-bottom: 16px; }
 .figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
 .tile, figure, table, pre { background: var(--paper); border: 1px solid var(--line); border-radius: 12px; }
 .tile { padding: 14px 18px; }
