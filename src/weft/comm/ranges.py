@@ -9,6 +9,7 @@ nobody                                    nothing, at no cost
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -30,9 +31,12 @@ def profiled(unit: str, what: str) -> AbstractContextManager:
     return _range(unit, what) or (_NOTHING if timeline is None else labelled(f"{unit}/{what}"))
 
 
-def observed() -> bool:
-    """Whether something looks at ranges now, or may later: a profiler of this process, or a tool of NVIDIA's."""
-    return torch.autograd._profiler_enabled() or (_HAS_CUDA and torch.cuda.is_initialized())
+def _observed() -> bool:
+    return torch.autograd._profiler_enabled() or torch.cuda.is_initialized()
+
+
+observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profiler_enabled
+"""Whether something looks at ranges now, or may later: a profiler of this process, or a tool of NVIDIA's."""
 
 
 class Stretch:

@@ -129,7 +129,8 @@ class Pool:
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
-        self._settle(transient)
+        if self._home is _UNKNOWN:
+            self._settle(transient)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)
@@ -179,9 +180,8 @@ class Pool:
         transient.own.untyped_storage().resize_(0)
 
     def _settle(self, transient: Transient) -> None:
-        """Make the current stream the home of the slab, if it has none yet."""
-        if self._home is _UNKNOWN:
-            self._home = streams.current(transient.own.device)
+        """Make the current stream the home of the slab."""
+        self._home = streams.current(transient.own.device)
 
     def _own_memory(self, transient: Transient) -> torch.Tensor:
         transient.own.untyped_storage().resize_(transient.nbytes)
@@ -231,7 +231,8 @@ class Pool:
         for alive in together:
             self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
             for one in alive:
-                self._settle(one)
+                if self._home is _UNKNOWN:
+                    self._settle(one)
                 self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
                 if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
                     self.outdated = True
