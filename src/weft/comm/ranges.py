@@ -16,7 +16,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from weft.comm.timeline import labelled, recording
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.hang_detector import hang_detector
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _NOTHING: AbstractContextManager = nullcontext()
@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager = nullcontext()
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
-    if (watch := lookout()) is not None:
+    if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if (timeline := recording()) is None and not observed():
         return _NOTHING
