@@ -38,6 +38,7 @@ GRANITES = (BAMBA, GRANITE_HYBRID, GRANITE, GRANITE_MOE)
 OTHERS = (NEMOTRON_H, MAMBA2, GPT_OSS, MINIMAX_M2, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, GEMMA3)
 ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
+"""The families by the `model_type` of their config.json. An entry that a program adds is a family as any other."""
 
 
 def raw_of(directory: Path) -> Raw:
