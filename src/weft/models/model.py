@@ -1,8 +1,10 @@
 """The hybrid language model."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -87,6 +89,8 @@ class HybridModel(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
+        if self.cfg.embedding_multiplier_rounded:
+            multiplier = _rounded(multiplier, x_BSD.dtype)
         return x_BSD if multiplier == 1 else x_BSD * multiplier
 
     def logits(self, x_BSD: Tensor) -> Tensor:
@@ -182,6 +186,11 @@ class HybridModel(nn.Module):
                 raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
         x_BSD, losses = self.decoder(self.embed(tokens), cache, documents)
         return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses, documents)
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:

@@ -20,23 +20,10 @@ depth. A physical layer is a symbol, counted from 1; a logical layer is a group 
 from dataclasses import dataclass
 
 from weft.errors import PatternError
+from weft.models.kinds import KINDS
 
-LAYER_NAMES = {
-    "M": "Mamba-2",
-    "G": "gated delta net",
-    "*": "self-attention",
-    "+": "multi-head latent attention",
-    "-": "dense MLP",
-    "E": "mixture of experts",
-}
-LAYER_KEYS = {
-    "M": "mixer",
-    "G": "mixer",
-    "*": "self_attention",
-    "+": "self_attention",
-    "-": "mlp",
-    "E": "mlp",
-}
+LAYER_NAMES = {symbol: kind.title for symbol, kind in KINDS.items()}
+LAYER_KEYS = {symbol: kind.key for symbol, kind in KINDS.items()}
 TERMINAL = "-E"
 
 

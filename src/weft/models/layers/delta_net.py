@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_rule
@@ -42,7 +42,7 @@ class GatedDeltaNet(Block):
     the convolution's.
     """
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         keys, self.value_heads = cfg.linear_num_key_heads, cfg.linear_num_value_heads
         of_keys, of_values = keys * cfg.linear_key_head_dim, self.value_heads * cfg.linear_value_head_dim

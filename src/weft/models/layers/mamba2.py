@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_scan
@@ -34,7 +34,7 @@ class Mamba2(Block):
     Its state is h [B, H, P, N] and the convolution's. dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`.
     """
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         heads, width = cfg.mamba_num_heads, cfg.mamba_head_dim
         inner, shared = heads * width, cfg.mamba_n_groups * cfg.ssm_state_size

@@ -1,0 +1,38 @@
+"""The dense MLP `-`, and what it has in common with experts."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.fields import choice, positive, size, switch
+from weft.models.kinds.trunk import Kind, Trunk
+from weft.moe.kinds import ACTS, Clamp
+
+
+@dataclass(frozen=True)
+class AnyMLP(Trunk):
+    """Fields of all MLPs."""
+
+    hidden_act: str = choice("silu", ACTS)
+    """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, "gelu_tanh", with a
+    gate (GEGLU, GELU by its tanh formula), or "relu2", squared ReLU without one."""
+    swiglu_limit: float = positive(7.0)
+    """What gate and up of "clamped_swiglu" stay within."""
+    swiglu_alpha: float = positive(1.702)
+    """The factor inside the sigmoid of "clamped_swiglu"."""
+    mlp_bias: bool = switch(False)
+    """Whether projections of `-`, of the shared expert and of the latent of `E` have a bias."""
+
+    @property
+    def clamp(self) -> Clamp:
+        """The numbers of a clamped SwiGLU."""
+        return Clamp(self.swiglu_limit, self.swiglu_alpha)
+
+
+KIND = Kind("-", "dense MLP", "mlp", "mlp:MLP")
+
+
+@dataclass(frozen=True)
+class MLP(AnyMLP, kind=KIND):
+    """Fields of `-`."""
+
+    intermediate_size: int = size(256)
+    """Inner width of `-`."""
