@@ -17,6 +17,7 @@ from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
+from weft.moe.mlp import scaled
 from weft.moe.source import WeightSource
 from weft.overlap import StagedLayer
 from weft.pipeline.actions import LOOP
@@ -91,7 +92,7 @@ class HybridModel(nn.Module):
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
         if self.cfg.embedding_multiplier_rounded:
             multiplier = _rounded(multiplier, x_BSD.dtype)
-        return x_BSD if multiplier == 1 else x_BSD * multiplier
+        return scaled(x_BSD, multiplier)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""

@@ -5,6 +5,8 @@
     G        gated delta net              mixer
     *        self-attention (GQA, RoPE)   self_attention
     +        multi-head latent attention  self_attention
+    P        attention beside Mamba-2     mixer
+    K        Kimi delta attention         mixer
     -        dense MLP                    mlp
     E        mixture of experts           mlp
 
@@ -121,10 +123,11 @@ def parse(text: str) -> Pattern:
             known = " ".join(LAYER_KEYS)
             raise error(f"unknown symbol; layers are {known}, and the signs are [ ] | /")
         else:
-            if sign in "*+":
-                if attention not in (None, sign):
-                    raise error("one part uses either '*' or '+', not both")
-                attention = sign
+            if sign in "*+P":
+                heads = "+" if sign == "+" else "*"
+                if attention not in (None, heads):
+                    raise error("one part uses either '*' (or 'P') or '+', not both")
+                attention = heads
             if opened is None:
                 add(sign)
                 continue

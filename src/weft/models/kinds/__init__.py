@@ -9,14 +9,16 @@ import inspect
 from weft.models.kinds.attention import Attention
 from weft.models.kinds.delta_net import DeltaNet
 from weft.models.kinds.experts import Experts
+from weft.models.kinds.kimi_delta import KimiDelta
 from weft.models.kinds.latent_attention import LatentAttention
 from weft.models.kinds.mamba2 import Mamba2
 from weft.models.kinds.mlp import MLP
+from weft.models.kinds.parallel import Parallel
 from weft.models.kinds.trunk import KINDS_OF, Trunk
 
 
 @dataclasses.dataclass(frozen=True)
-class Kinds(Experts, MLP, DeltaNet, Mamba2, LatentAttention, Attention):
+class Kinds(Experts, MLP, KimiDelta, DeltaNet, Parallel, Mamba2, LatentAttention, Attention):
     """The fields of all kinds, those of the last base first."""
 
 

@@ -67,6 +67,11 @@ def optional_positive(default: float | None = None) -> Any:
     return declared(default, fits, "a positive number or None")
 
 
+def number(default: float) -> Any:
+    """A finite number."""
+    return declared(default, is_number, "a number")
+
+
 def amount(default: float, *, result: bool = True) -> Any:
     """A number, 0 for none."""
     return declared(default, lambda value: is_number(value) and value >= 0, "a number, 0 for none", result)

@@ -26,6 +26,9 @@ class Mamba2(Trunk, kind=KIND):
     """Whether that convolution has a bias."""
     mamba_bias: bool = switch(False)
     """Whether the projections of `M` have a bias."""
+    mamba_norm: str = choice("gate_first", ("gate_first", "norm_first", "none"))
+    """What `M` does with its result and its gate: gates, then normalises ("gate_first"), the other way round
+    ("norm_first"), or only gates ("none")."""
     time_step_min: float = positive(0.001, result=False)
     """Smallest step that heads of `M` start with."""
     time_step_max: float = positive(0.1, result=False)

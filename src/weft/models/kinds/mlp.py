@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from weft.models.kinds.fields import choice, positive, size, switch
+from weft.models.kinds.fields import choice, numbers, positive, require, size, switch
 from weft.models.kinds.trunk import Kind, Trunk
-from weft.moe.kinds import ACTS, Clamp
+from weft.moe.kinds import ACTS, GATED, Clamp
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,10 @@ class MLP(AnyMLP, kind=KIND):
 
     intermediate_size: int = size(256)
     """Inner width of `-`."""
+    mlp_multipliers: tuple[float, ...] = numbers(2)
+    """What the gate of `-` and its result are multiplied with."""
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        gated = self.hidden_act in GATED or self.mlp_multipliers[0] == 1
+        require(self, "mlp_multipliers", gated, f"1 for the gate where hidden_act={self.hidden_act!r} has none")

@@ -9,6 +9,7 @@ from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
 from weft.moe import Dispatcher
+from weft.moe.mlp import scaled
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
@@ -86,4 +87,4 @@ def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
 
 def added(residual: Tensor, part: Tensor, multiplier: float) -> Tensor:
     """The residual stream and what a layer adds to it, `multiplier` times."""
-    return residual + (part if multiplier == 1 else part * multiplier)
+    return residual + scaled(part, multiplier)

@@ -19,6 +19,7 @@ class MLP(FeedForward):
         super().__init__(
             cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, clamp=cfg.clamp, bias=cfg.mlp_bias
         )
+        self.gate_multiplier, self.out_multiplier = cfg.mlp_multipliers
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
