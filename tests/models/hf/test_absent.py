@@ -46,6 +46,10 @@ def test_the_base_and_the_part_of_a_rotation_may_stand_in_the_older_place(kind):
     more = {"rope_theta": THETA}
     if family.config(plain, ignored=IGNORED.get(name, ())).partial_rotary_factor != 1:
         more["partial_rotary_factor"] = 0.75
+    if kind == "bamba":
+        with pytest.raises(ConversionError, match=r"partial_rotary_factor=0\.75: transformers reads 0\.5"):
+            family.config({**plain, **more})
+        del more["partial_rotary_factor"]
     by_type = kind in ("gemma3_text", "olmo3")
     table = {"rope_type": "default", **more}
     newer = {"rope_parameters": {"full_attention": table, "sliding_attention": table} if by_type else table}
