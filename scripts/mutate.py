@@ -1306,7 +1306,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every attention layer has the window",
-        "models/config.py",
+        "models/kinds/attention.py",
         "or number in self.windowed else None",
         "or True else None",
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
