@@ -1597,6 +1597,20 @@ MUTATIONS = [
     ),
     # --- the trainer -------------------------------------------------------------------------------------------------
     Mutation(
+        "a restart does not look at the copies in memory",
+        "train/saves.py",
+        "copied > newest",
+        "copied < newest",
+        "train/test_memory_copies.py::test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged[intact]",
+    ),
+    Mutation(
+        "the room for copies in memory is not checked",
+        "train/saves.py",
+        "if 2 * needed > free:",
+        "if False:",
+        "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
+    ),
+    Mutation(
         "a resumed run reads its text from the beginning",
         "train/data/batches.py",
         'self.position = int(state["position"])',

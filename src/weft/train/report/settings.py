@@ -46,3 +46,12 @@ def _sizes(pattern: str) -> set[str]:
     """The sizes of the layers of a pattern: the whole numbers that only some kinds have."""
     of_all = {field.name for field in fields_of("")}
     return {field.name for field in fields_of(pattern) if type(field.default) is int and field.name not in of_all}
+
+
+def steps_of(text: str) -> int:
+    """`train.steps` of a whole configuration as TOML; 0 where it is none."""
+    try:
+        steps = parse_toml(text)["train"]["steps"]
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return steps if isinstance(steps, int) else 0
