@@ -47,6 +47,12 @@ def all_gather_bundle(
     return transport_of(group, device).all_gather_bundle(fulls, sources, group, tag, dtype=dtype, device=device)
 
 
+def alone(work: Callable[[], Any], tag: int) -> Pending:
+    """`work()`, which sends nothing, in the place of a collective: on its lane, in its turn."""
+    work()
+    return Pending()
+
+
 def move(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, tag: int = 0) -> Pending:
     """Copy `source` to `target`, of which one may be in (pinned) CPU memory: the host does not wait. Nothing is sent.
 

@@ -13,7 +13,6 @@ Whether what was gathered is still right, the version counter of the main weight
 parameter moves. The full parameters have that version too while their memory is here, see `weft.fsdp.autograd`.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -36,6 +35,7 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
+from weft.fsdp.payload import Payload, Plain
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.slots import Slot, register
@@ -74,11 +74,11 @@ class ParameterGroup:
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
-        self._staging = self._make_staging()
+        self.payload: Payload = Plain(plan, self._ours("uploaded weights"))
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self.full, self.transient = self._make_full()
-        self.transients = [each for each in (self.transient, self._staging) if each is not None]
+        self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
         """The memory that comes and goes with the gathered weights."""
         self.full_parameters, self.sharded_parameters = self._make_parameters(parameters)
         apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
@@ -116,13 +116,6 @@ class ParameterGroup:
         if aliased or (where.parameter == where.optimizer and self.layout.shards > 1):
             return main, main  # gathers cast and upload on their way
         return main, plan.buffer(where.parameter, recipe.compute)
-
-    def _make_staging(self) -> Transient | None:
-        """Where offloaded weights land before they are cast."""
-        if self.offload is None or self.recipe.main == self.recipe.compute:
-            return None
-        numel, describe = self.main_weight.local.numel(), self._ours("uploaded weights")
-        return Transient(numel, self.recipe.main, self.device, describe=describe)
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
         """The full weights, and their memory if it comes and goes."""
@@ -217,21 +210,26 @@ class ParameterGroup:
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
             return refreshing
-        options: dict[str, Any] = {"channel": self.channel, "after": refreshing}
         group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
             full = channels.weights.take(self.transient)
             if self.piece is not None and self.piece.held:
                 return self.piece.gather_into(full, channels.gather, self.channel)
             source = self.model_weight.local
+            own = full.view(group.size(), -1)[group.rank()]
+            write = self.payload.write(own, source, channels.weights)
+            ticket = channels.gather.run(
+                collectives.all_gather,
+                full,
+                source if write is None else own,
+                group,
+                channel=self.channel,
+                after=refreshing,
+                prepare=write,
+            )
             if not self.refreshes:
                 self._gathered_from = self.version
-            uploads = self.offload is not None and not self.refreshes
-            if uploads or source.dtype != full.dtype:  # on its way
-                main, source = source, full.view(group.size(), -1)[group.rank()]
-                options["prepare"] = functools.partial(collectives.move, source, main, self._take_staging(channels))
-            ticket = channels.gather.run(collectives.all_gather, full, source, group, **options)
-            self._upload = ticket if uploads else self._upload
+                self._upload = ticket if self.offload is not None else None
             return ticket
 
     @property
@@ -273,19 +271,18 @@ class ParameterGroup:
             return
         self.await_refresh()
         lane = channels.outer if self.model_weight.axes else channels.gather
-        uploaded, copy = None, None
+        uploaded = None
         with torch.no_grad():
             own = self.model_weight.part(self.placements.optimizer).local
+            write = self.payload.write(own, self.main_weight.local, channels.weights)
             if self.offload is not None:  # on the lane of the gather, which so comes behind it
-                staging = self._take_staging(channels)
-                self._upload = uploaded = lane.run(collectives.move, own, self.main_weight.local, staging)
-            elif own.data_ptr() != self.main_weight.local.data_ptr():
-                copy = functools.partial(own.copy_, self.main_weight.local)
+                self._upload = uploaded = lane.run(collectives.alone, write)
+                write = None
             gathered = self.model_weight.gather_in_place(
-                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel, prepare=copy
+                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel, prepare=write
             )
-            if gathered is None and copy is not None:
-                copy()
+            if gathered is None and write is not None:
+                write()
             self._refreshing = gathered or uploaded
         self._gathered_from = self.version
 
@@ -295,7 +292,7 @@ class ParameterGroup:
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
-            self._give_staging()
+            self.payload.open()
 
     @property
     def refreshed_bytes(self) -> int:
@@ -306,7 +303,8 @@ class ParameterGroup:
     @property
     def staging_bytes(self) -> int:
         """What is taken beside the gathered weights while they are uploaded and cast on their way."""
-        return self._staging.nbytes if self._staging is not None and not self.refreshes else 0
+        staging = self.payload.staging
+        return staging.nbytes if staging is not None and not self.refreshes else 0
 
     def finish_upload(self) -> None:
         """Make the host wait until nobody reads main weights in CPU memory any more."""
@@ -336,8 +334,7 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         if self.piece is not None:
             self.piece.drop()
-        if self._staging is not None:
-            self._give_staging()
+        self.payload.open()
         self.fulls.come(self.main_weight.local._version)
 
     def free(self) -> None:
@@ -345,13 +342,6 @@ class ParameterGroup:
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
-
-    def _take_staging(self, channels: Channels) -> torch.Tensor | None:
-        return None if self._staging is None else channels.weights.take(self._staging)
-
-    def _give_staging(self) -> None:
-        if self._staging is not None:
-            self._staging.give()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters. Raises RuntimeError if another one was in the place of some."""
