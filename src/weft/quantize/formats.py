@@ -48,8 +48,7 @@ def quantize(
         payload = _e4m3(tiles.mul_(_over_tiles(inverse)))
     elif recipe.kind == "nvfp4":
         biggest = magnitudes.amax((-3, -1))
-        whole = F.pad(biggest.flatten(-2), (0, 1)).amax(-1) if largest is None else largest
-        unit = whole.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX)
+        unit = wide_scales(F.pad(biggest.flatten(-2), (0, 1)).amax(-1) if largest is None else largest, recipe)
         steps = (biggest / E2M1_MAX / unit[..., None, None]).clamp(_E4M3_LEAST, E4M3_MAX).to(torch.float8_e4m3fn)
         scale = steps.float() * unit[..., None, None]
         steps = torch.where(tiles.isnan().any(-1).any(-2), torch.nan, steps.float()).to(torch.float8_e4m3fn)
@@ -57,8 +56,7 @@ def quantize(
         return codes[..., 0::2] | codes[..., 1::2] << 4, (steps.view(torch.uint8), unit)
     else:
         found = magnitudes.amax((-3, -1)) if largest is None else largest[..., None, None]
-        scale = found.clamp(min=SMALLEST) / E4M3_MAX
-        scale = _rounded_up(scale) if recipe.pow2 else scale
+        scale = wide_scales(found, recipe)
         payload = _e4m3(tiles.div_(_over_tiles(scale)))
         scales = scale.reshape(recipe.scale_shape(tensor.shape))
     return _untiled(payload, tensor.shape), scales
@@ -85,6 +83,12 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
     """The largest finite magnitude of all of `tensor`, as `quantize` sees it: fp32 `[]`; 0 for an empty one."""
     values = _read(tensor, recipe)
     return _finite_magnitudes(values).amax() if values.numel() else values.new_zeros(())
+
+
+def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
+    """The fp32 scales, of blocks or for nvfp4 of matrices, with these largest magnitudes."""
+    scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
+    return _rounded_up(scales) if recipe.pow2 else scales
 
 
 def _read(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:

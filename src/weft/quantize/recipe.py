@@ -84,17 +84,25 @@ class Quantization:
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the scales of blocks of a tensor of this shape."""
         rows, columns = self.block
-        *stack, height, width = shape if len(shape) > 1 else (1, *shape) if shape else (1, 1)
+        *stack, height, width = shape if len(shape) > 1 else (1, *shape)
         if self.kind == "tensorwise":
             return tuple(stack)
         if self.kind == "rowwise":
             return (*stack, height)
         return (*stack, math.ceil(height / rows), math.ceil(width / columns))
 
+    def cut_between(self, shape: Sequence[int]) -> int:
+        """Between how many elements of a tensor of this shape no cut divides a block."""
+        if self.kind == "tensorwise" or not all(shape):
+            return 1
+        rows = self.block[0]
+        whole = len(shape) == 3 and shape[1] % rows != 0  # tiles begin anew with each matrix
+        return shape[1] * shape[2] if whole else rows * shape[-1]
+
     def check(self, shape: Sequence[int], what: str = "a tensor") -> None:
         """Raise ValueError if a tensor of this shape, which errors call `what`, has no such blocks."""
         named = f"{self} for {what} of shape {tuple(shape)}"
-        if len(shape) > 3 or (len(shape) < 2 and self.kind != "tensorwise"):
+        if len(shape) > 3 or len(shape) < (1 if self.kind == "tensorwise" else 2):
             raise ValueError(
                 f"{named}: a quantized weight has two dimensions, or three for a stack of matrices; leave this one out"
             )
