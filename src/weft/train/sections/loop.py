@@ -46,7 +46,7 @@ class LoopConfig:
     """What one device can do, in 10^12 operations per second: the part of it that is used is logged as mfu; 0: not."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
-    schedule: str = ""
+    pipeline_schedule: str = ""
     """With `sharding.pp`: a name, or a file; empty: "combined" with `overlap`, else "interleaved" or "1f1b"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: of so many layers, one."""
