@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import weft
+import weft.overlap
 from tests.fsdp.nets import full
 from tests.pool import distributed
 from weft.mesh import init_meshes
@@ -61,28 +62,55 @@ def test_ends_that_are_the_whole_model_are_refused():
         except_ends(-1)
 
 
+def build(pattern: str, recipe, **sizes: int) -> tuple[HybridModel, HybridModel]:
+    """One process that computes with what the quantized weights hold, and the sharded model."""
+    meshes, models = init_meshes("cpu", **sizes), []
+    for given in (None, meshes):
+        torch.manual_seed(7)
+        models.append(HybridModel(dataclasses.replace(CFG, pattern=pattern), meshes=given))
+    whole, parts = models
+    with torch.no_grad():
+        for name in chosen(whole):
+            weight = whole.get_parameter(name)
+            weight.copy_(dequantize(*quantize(weight, recipe), recipe))
+    shard(parts, meshes, mp_policy=weft.MixedPrecisionPolicy(param_quantization=recipe))
+    return whole, parts
+
+
+def assert_gradients(parts: HybridModel, whole: HybridModel) -> None:
+    for name, one in parts.named_parameters():
+        assert_close(full(one.grad), whole.get_parameter(name).grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_stages_and_schedules_with_delayed_weight_gradients_equal_one_process():
+    rows = torch.randint(CFG.vocab_size, (2, 4, 8), generator=torch.Generator().manual_seed(1))
+    for recipe in (tensorwise(), mx(32)):
+        whole, parts = build("[*-]|[*-]", recipe, pp=2)
+        microbatches = list(zip(*(each.chunk(2) for each in rows)))
+        expected = [whole(tokens, labels=labels) for tokens, labels in microbatches]
+        torch.stack(expected).sum().backward()
+        losses = weft.overlap.forward_backward(parts, microbatches)
+        assert_close(torch.stack([*losses]), torch.stack(expected).detach())
+        assert_gradients(parts, whole)
+    whole, parts = build("[*E][*-]", nvfp4(), ep=2)
+    tokens, labels = rows
+    (2 * whole(tokens, labels=labels)).backward()  # of two microbatches the losses are added
+    mine = [part[2 * dist.get_rank() :][:2].chunk(2) for part in rows]
+    weft.overlap.forward_backward(parts, list(zip(*mine)), delay_wgrad=True)
+    assert_gradients(parts, whole)
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_experts_of_other_ranks_equal_one_process():
-    cfg = dataclasses.replace(CFG, pattern="[*E][*-]")
-    tokens, labels = torch.randint(cfg.vocab_size, (2, 4, 8), generator=torch.Generator().manual_seed(1))
+    tokens, labels = torch.randint(CFG.vocab_size, (2, 4, 8), generator=torch.Generator().manual_seed(1))
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     for recipe in (tensorwise(), rowwise(), blockwise(16, 32), mx(32), nvfp4()):
-        meshes = init_meshes("cpu", ep=2)
-        models = []
-        for given in (None, meshes):
-            torch.manual_seed(7)
-            models.append(HybridModel(cfg, meshes=given))
-        whole, parts = models
-        names = chosen(whole)
-        with torch.no_grad():
-            for name in names:
-                weight = whole.get_parameter(name)
-                weight.copy_(dequantize(*quantize(weight, recipe), recipe))
-        shard(parts, meshes, mp_policy=weft.MixedPrecisionPolicy(param_quantization=recipe))
+        whole, parts = build("[*E][*-]", recipe, ep=2)
         expected, loss = whole(tokens, labels=labels), parts(tokens[mine], labels=labels[mine])
         expected.backward(), loss.backward()
         dist.all_reduce(mean := loss.detach().clone())
         assert_close(mean / 2, expected.detach())
-        for (name, one), (_, other) in zip(parts.named_parameters(), whole.named_parameters(), strict=True):
-            assert_close(full(one.grad), other.grad, msg=lambda text, name=name: f"{name}: {text}")
+        assert_gradients(parts, whole)

@@ -47,5 +47,5 @@ def test_a_quantized_run_goes_on_bit_for_bit_and_under_another_recipe(pool, tmp_
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     changed = pool.run(2, train_on, path, tmp_path / "parts", ["train.precision=fp8"], stop_at=8, resume_from=6)[0]
-    assert len(changed[0]) == 2
-    assert changed[0][-1]["loss"] < 1.05 * whole[0][0]["loss"]
+    assert [each["step"] for each in changed[0]] == list(range(1, 9))
+    assert changed[0][-1]["loss"] < whole[0][0]["loss"]
