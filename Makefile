@@ -63,6 +63,7 @@ $(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt
 
 kills: install
 	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often
+	WEFT_RESTARTS=40 $(BIN)/python -m pytest -s tests/train/test_memory_copies.py -k however_many
 
 faults: install
 	WEFT_FAULTS=1 $(BIN)/python -m pytest -s tests/train/test_faults.py

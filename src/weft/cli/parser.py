@@ -246,6 +246,9 @@ def _evaluate(known: Any) -> None:
 def _report(known: Any) -> None:
     report = known.add_parser("report", help="write the report of a run again", epilog=EXIT_CODES)
     report.add_argument("path", metavar="RUN_DIRECTORY")
+    report.add_argument(
+        "--live", type=float, default=0, metavar="S", help="of a run that trains: the page loads itself again every S s"
+    )
     report.set_defaults(run=commands.report)
 
 

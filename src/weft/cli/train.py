@@ -81,6 +81,12 @@ def start(options: argparse.Namespace) -> int:
     ranks = options.ranks or _local_devices() or 1
     config = load_config(config_path, options.overrides)
     config.validate(ranks)
+    every = config.checkpoint.memory_every
+    if every and not options.restarts:
+        raise ConfigError(
+            f"checkpoint.memory_every = {every}: has no effect without restarts; add --restarts 5, or set "
+            "checkpoint.memory_every = 0"
+        )
     run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
     if options.restart_ranks is not None:
         config.validate(options.restart_ranks)
@@ -91,6 +97,7 @@ def start(options: argparse.Namespace) -> int:
         resuming(command, run.directory),
         restarts=options.restarts,
         restart_ranks=options.restart_ranks or ranks,
+        keeps_copies=every > 0,
     )
 
 
@@ -109,6 +116,10 @@ def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
             words += ["--set", override]
     if with_ranks and options.ranks:
         words += ["--ranks", str(options.ranks)]
+    if options.restarts:
+        words += ["--restarts", str(options.restarts)]
+    if options.restart_ranks is not None:
+        words += ["--restart-ranks", str(options.restart_ranks)]
     return shlex.join(words)
 
 

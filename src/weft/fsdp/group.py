@@ -88,7 +88,7 @@ class ParameterGroup:
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
         if self.transient is not None:
-            self.transient.settle()
+            self.transient.empty()
             self.fulls.leave()
         self.gradients = GroupGradients(
             plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
@@ -151,7 +151,7 @@ class ParameterGroup:
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
-            self.transient.make_way = lambda: (unit := ref()) is None or unit.makes_way()
+            self.transient.is_evictable = lambda: (unit := ref()) is None or unit.is_evictable()
 
     def _ours(self, what: str) -> Callable[[], str]:
         """What errors call `what` of the unit; known to its buffers only weakly too."""
@@ -250,7 +250,7 @@ class ParameterGroup:
         self._gathered_from = self.version
         return channels.weights.take(self.transient)
 
-    def take_part(self, channels: Channels) -> Ticket:
+    def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():
             unused = FlatBuffer(self.layout, self.mesh, self.plan.whole, torch.empty_like(self.full.local))
@@ -351,7 +351,7 @@ class ParameterGroup:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
         register([(slot, None) for slot in self.slots])
 
-    def follow_user(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
         that would not run."""
         trains = [*map(_trains, self.sharded_parameters)]

@@ -5,7 +5,7 @@
     `Plain`    one of the compute dtype        this rank's part in the main dtype, where it is uploaded and then cast
 
 Everything else moves bytes. A group gathers for a use (`ParameterGroup.gather`), makes model weights anew after a step
-(`refresh`), sends its part of a gather that it does not need (`take_part`) and travels with neighbours (`Bucket`); all
+(`refresh`), sends its part of a gather that it does not need (`serve`) and travels with neighbours (`Bucket`); all
 four ask the group's payload to `write` what leaves this rank, and to `open` what has come.
 """
 

@@ -24,7 +24,7 @@ from weft.fsdp.construction.first_values import bring_buffers, materialize
 from weft.fsdp.construction.originals import retire
 from weft.fsdp.construction.parameters import checked_parameter
 from weft.fsdp.construction.start import equalize
-from weft.fsdp.gradients.direct import home_of, settle
+from weft.fsdp.gradients.direct import home_of, register_owner
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
 from weft.fsdp.plan import GroupPlan
@@ -123,7 +123,7 @@ class Members:
     def register(self, unit: Unit) -> None:
         """Put the sharded parameters of `unit`, which has the groups, in the place of the original ones."""
         for group, members in zip(unit.groups, self._members):
-            settle(unit, group, [members])
+            register_owner(unit, group, [members])
             for original in members:
                 retire(original)
             equalize(group)
