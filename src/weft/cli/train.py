@@ -5,6 +5,8 @@ import os
 import shlex
 from pathlib import Path
 
+EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
+
 
 def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
@@ -14,6 +16,10 @@ def start(options: argparse.Namespace) -> int:
     from weft.train.run.trust import require_trust
     from weft.train.run.world import place_from
 
+    if options.example:
+        if options.config is not None:
+            raise ConfigError(f"--example {options.config}: both name a configuration; leave one of them out")
+        options.config = str(EXAMPLE)
     config_path = options.config
     if config_path is None and isinstance(options.resume, str):
         directory = run_directory(options.resume)
@@ -27,7 +33,10 @@ def start(options: argparse.Namespace) -> int:
             config_path = options.config = options.resume
             options.resume = True
     if config_path is None:
-        raise ConfigError("no configuration is named: weft train CONFIG.toml, or weft train --resume RUN_DIRECTORY")
+        raise ConfigError(
+            "no configuration is named: weft train CONFIG.toml, weft train --example, or weft train --resume "
+            "RUN_DIRECTORY"
+        )
     if options.resume_or_start:
         if options.resume:
             raise ConfigError("--resume-or-start looks for the run itself: leave --resume out")
@@ -100,7 +109,8 @@ def _local_devices() -> int:
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
     """What a person types to go on with the same, without --resume; the weights are for new runs."""
-    words = ["weft", "train", *([options.config] if options.config else [])]
+    named = ["--example"] if options.example else [options.config] if options.config else []
+    words = ["weft", "train", *named]
     for override in options.overrides:
         if not _is_weights(override):
             words += ["--set", override]
