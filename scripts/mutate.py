@@ -170,14 +170,14 @@ MUTATIONS = [
     Mutation(
         "a chunk hands on what every document in it wrote",
         "models/layers/delta_net.py",
-        "to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)",
+        "to_end_BHRKDL = to_end_BHRKDL.where(numbers_B11K1L == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
     Mutation(
         "the memory before a chunk outlives a border in it",
         "models/layers/delta_net.py",
-        "across_BHRK1 = across_BHRK1.where(before == after, -math.inf)",
+        "across_BHRKD1 = across_BHRKD1.where(before == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
@@ -881,8 +881,8 @@ MUTATIONS = [
     Mutation(
         "nobody waits for weights that are brought up to date",
         "fsdp/group.py",
-        "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open()",
-        "            self.payload.open()",
+        "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open(",
+        "            self.payload.open(",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
@@ -1266,9 +1266,9 @@ MUTATIONS = [
     # --- models ------------------------------------------------------------------------------------------------------
     Mutation(
         "decays are rounded like other weights",
-        "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter))\n            key",
-        "keep=False)\n            key",
+        "fsdp/construction/quantized.py",
+        "keep, recipe = keeps_dtype(parameter), policy",
+        "keep, recipe = False, policy",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -1351,7 +1351,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every attention layer has the window",
-        "models/config.py",
+        "models/kinds/attention.py",
         "or number in self.windowed else None",
         "or True else None",
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
@@ -1642,6 +1642,20 @@ MUTATIONS = [
     ),
     # --- the trainer -------------------------------------------------------------------------------------------------
     Mutation(
+        "a restart does not look at the copies in memory",
+        "train/saves.py",
+        "copied > newest",
+        "copied < newest",
+        "train/test_memory_copies.py::test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged[intact]",
+    ),
+    Mutation(
+        "the room for copies in memory is not checked",
+        "train/saves.py",
+        "if 2 * needed > free:",
+        "if False:",
+        "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
+    ),
+    Mutation(
         "a resumed run reads its text from the beginning",
         "train/data/batches.py",
         'self.position = int(state["position"])',
@@ -1734,8 +1748,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the best checkpoint goes with its turn",
-        "train/loop.py",
-        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "train/saves.py",
+        "complete\n            self.checkpoints.protected = {best_step}",
         "complete",
         BEST,
     ),

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from weft.lazy import exports
 
+__version__ = "0.2.0"
+
 if TYPE_CHECKING:
     from weft import debug, models, optim, overlap, pipeline, quantize
     from weft.fsdp import (

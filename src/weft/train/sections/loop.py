@@ -26,6 +26,10 @@ class LoopConfig:
     """Steps between two validations; 0: only at the end."""
     validation_batches: int = 4
     """Size of the fixed validation set, in global batches."""
+    sample: str = ""
+    """Text that the model continues after each validation, for the terminal and the report; empty: none."""
+    sample_tokens: int = 64
+    """With `sample`: how many tokens it adds, each the most likely one."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
     stop_after: int = 0
@@ -77,6 +81,10 @@ class LoopConfig:
             without = "has no effect without train.activation_checkpointing = true; set that, or leave it out"
             require(f"train.{name}", value, self.activation_checkpointing or value == off, without)
         require("train.recompute_every", self.recompute_every, self.recompute_every >= 1, "must be at least 1")
+        rule = "must be at least 1"
+        require("train.sample_tokens", self.sample_tokens, self.sample_tokens >= 1, rule)
+        rule = "has no effect without train.sample; set that, or leave it out"
+        require("train.sample_tokens", self.sample_tokens, self.sample != "" or self.sample_tokens == 64, rule)
         require(
             "train.compile",
             self.compile,
