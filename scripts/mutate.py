@@ -1321,6 +1321,27 @@ MUTATIONS = [
         "models/hf/test_found.py::test_a_field_that_is_not_known_is_passed_over_where_it_is_named",
     ),
     Mutation(
+        "Gemma's factor of embeddings is not rounded",
+        "models/model.py",
+        "if self.cfg.embedding_multiplier_rounded:",
+        "if False:",
+        "models/hf/test_rounding.py::test_embeddings_in_bf16_are_those_of_transformers_bit_for_bit[gemma-3-1b-it]",
+    ),
+    Mutation(
+        "the Mamba-2 part of Falcon-H1 is not multiplied",
+        "models/layers/parallel.py",
+        "scaled(scanned, of_mamba)",
+        "scanned",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[falcon_h1 multipliers]",
+    ),
+    Mutation(
+        "a family has another default than transformers",
+        "models/hf/olmo.py",
+        '{"num_attention_heads": 16, **raw}',
+        "raw",
+        "models/hf/test_absent.py::test_a_model_type_alone_is_the_model_of_all_defaults[olmoe]",
+    ),
+    Mutation(
         "a step of latent attention expands all latents",
         "models/layers/latent_attention.py",
         "x_BSD.shape[1] == 1",
