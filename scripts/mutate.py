@@ -168,14 +168,14 @@ MUTATIONS = [
     Mutation(
         "a chunk hands on what every document in it wrote",
         "models/layers/delta_net.py",
-        "to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)",
+        "to_end_BHRKDL = to_end_BHRKDL.where(numbers_B11K1L == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
     Mutation(
         "the memory before a chunk outlives a border in it",
         "models/layers/delta_net.py",
-        "across_BHRK1 = across_BHRK1.where(before == after, -math.inf)",
+        "across_BHRKD1 = across_BHRKD1.where(before == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
@@ -879,8 +879,8 @@ MUTATIONS = [
     Mutation(
         "nobody waits for weights that are brought up to date",
         "fsdp/group.py",
-        "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open()",
-        "            self.payload.open()",
+        "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open(",
+        "            self.payload.open(",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
@@ -1221,9 +1221,9 @@ MUTATIONS = [
     # --- models ------------------------------------------------------------------------------------------------------
     Mutation(
         "decays are rounded like other weights",
-        "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter))\n            key",
-        "keep=False)\n            key",
+        "fsdp/construction/quantized.py",
+        "keep, recipe = keeps_dtype(parameter), policy",
+        "keep, recipe = False, policy",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -1703,8 +1703,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the best checkpoint goes with its turn",
-        "train/loop.py",
-        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "train/saves.py",
+        "complete\n            self.checkpoints.protected = {best_step}",
         "complete",
         BEST,
     ),

@@ -79,9 +79,7 @@ def test_a_rank_that_stops_a_step_earlier_is_named_with_the_place_where_it_waits
         net = shard(strategy=strategy)
         step(net)
         if dist.get_rank() == 0:
-            with pytest.raises(
-                CollectiveMismatch, match=r"rank 1 never began; rank 1: barrier at .*hang_detector\.py"
-            ):
+            with pytest.raises(CollectiveMismatch, match=r"rank 1 never began; rank 1: barrier at .*hang_detector\.py"):
                 step(net)
         dist.barrier()
 

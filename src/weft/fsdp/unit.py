@@ -372,7 +372,7 @@ class Unit:
     @cached_property
     def is_addressed(self) -> bool:
         """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
-        gathered = (group for group in self.groups if group.transient is not None)
+        gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
     @property

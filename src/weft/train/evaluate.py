@@ -33,6 +33,7 @@ _WITH_EFFECT = (
     "train.global_batch_size",
     "train.microbatch_size",
     "train.precision",
+    "train.unquantized_ends",
     "train.validation_batches",
 )
 """Beside [model] and [data], the settings on which the loss of a validation set depends."""

@@ -49,7 +49,7 @@ class GatherHelper:
                 if not transport_of(group.groups[-1], group.device).capabilities.helpers:
                     continue
                 join = functools.partial(weakly(self._join), weakref.ref(unit))
-                if group.transient is not None:
+                if group.plan.moves:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
                     watch.can_join(self, key, functools.partial(join, number))
                 if group.refreshes and group.model_weight.axes:

@@ -605,7 +605,7 @@ class Runtime:
             self._freshness.reach(unit)
         if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
             for group in unit.groups:
-                if group.transient is not None:
+                if group.plan.moves:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
 

@@ -16,8 +16,10 @@ class LoopConfig:
     """Sequences per optimizer step, over all ranks and microbatches."""
     microbatch_size: int = 8
     """Sequences that one rank takes through the model at once."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute and communication dtype; the weights that the optimizer updates are fp32 in both cases."""
+    precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
+    """Compute and communication dtype, or bf16 with quantized weights; those that the optimizer updates are fp32."""
+    unquantized_ends: int = 0
+    """With a quantized `precision`: at either end of the model, weights of so many layers travel in bf16."""
     seed: int = 0
     """Seed of the initial weights and of every other random choice but the data order."""
     validate_every: int = 100
@@ -122,6 +124,12 @@ class LoopConfig:
         require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
         require("train.ema_decay", self.ema_decay, 0 <= self.ema_decay < 1, "must be at least 0 and less than 1")
         require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
+        require(
+            "train.unquantized_ends",
+            self.unquantized_ends,
+            self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
+            'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
+        )
         for name in ("delay_wgrad", "early_release"):
             value = getattr(self, name)
             require(f"train.{name}", value, self.overlap or not value, "has no effect without train.overlap = true")
