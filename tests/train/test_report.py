@@ -347,7 +347,7 @@ def test_the_pattern_is_a_box_for_each_symbol_a_frame_for_each_group_and_a_line_
     depths = [["depth 1", "*", "E", "0"], ["depth 2", "*", "E", "0"]]
     assert labels == ["layers", "M", "0", "*", "-", "1", "*", "E", "2", *depths[0], *depths[1]]
     assert (boxes, borders) == (9 + 4, 1)
-    assert legend == ["M  Mamba-2", "*  self-attention", "-  dense MLP", "E  mixture of experts"]
+    assert legend == ["*  self-attention", "M  Mamba-2", "-  dense MLP", "E  mixture of experts"]
 
 
 def test_a_long_pattern_takes_several_lines_and_loses_no_layer():
