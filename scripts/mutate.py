@@ -61,6 +61,8 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+NARROW = "fsdp/test_narrow.py::"
+NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
@@ -1127,6 +1129,49 @@ MUTATIONS = [
         "self._freshness.reach(unit)",
         "pass",
         "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
+    ),
+    # --- narrow weights -----------------------------------------------------------------------------------------------
+    Mutation(
+        "infinities spoil the scale of their block",
+        "quantize/formats.py",
+        ".nan_to_num_(nan=0.0, posinf=0.0)",
+        "",
+        "quantize/test_formats.py::test_infinities_saturate_and_spoil_nothing_else",
+    ),
+    Mutation(
+        "a rank quantizes with the maxima of its own shard",
+        "fsdp/runtime/maxima.py",
+        "part.copy_(whole)",
+        "part, whole",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "main weights are quantized as they are",
+        "fsdp/narrow.py",
+        "return recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)",
+        "return recipe",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "cuts go through blocks",
+        "fsdp/construction/quantized.py",
+        "return math.lcm(step, recipe.cut_between(shape)), dim",
+        "return step, dim",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "the memory of what came quantized is kept",
+        "fsdp/narrow.py",
+        "self.staging.give()",
+        "pass",
+        NARROW_BYTES,
+    ),
+    Mutation(
+        "a plan takes gathers of quantized weights for wide ones",
+        "fsdp/runtime/facts.py",
+        "sent=sum(group.payload.sent for group in unit.groups),",
+        "",
+        NARROW_BYTES,
     ),
     # --- gradients ---------------------------------------------------------------------------------------------------
     Mutation(
