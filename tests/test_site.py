@@ -14,7 +14,7 @@ PAGES = sorted(
     [*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 )
 PUBLIC = ["weft", *(f"weft.{name}" for name in ("checkpoint", "debug", "errors", "fsdp", "models", "models.hf", "moe"))]
-PUBLIC += [f"weft.{name}" for name in ("optim", "overlap", "pipeline", "train")]
+PUBLIC += [f"weft.{name}" for name in ("optim", "overlap", "pipeline", "quantize", "train")]
 ENTRY = re.compile(r"^::: (\S+)$|^### `(weft\.\S+)`$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)

@@ -166,7 +166,7 @@ def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_i
 
 def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate_continuous(pytestconfig, tmp_path):
     root = pytestconfig.rootpath
-    block = (root / "README.md").read_text().partition("## Train, stop, go on")[2].split("```")[1]
+    block = (root / "README.md").read_text().partition("## Train, stop, resume")[2].split("```")[1]
     commands = [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("weft train")]
     assert len(commands) >= 2
     before = None
