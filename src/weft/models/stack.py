@@ -24,6 +24,7 @@ from weft.models.layers import (
     rotary_of,
 )
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
+from weft.models.tensor_parallel import TensorRanks, cuts_of, ends_of, share, tensor_ranks
 from weft.moe import Dispatcher
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing, run_stages
@@ -45,6 +46,7 @@ class Layer(nn.Module):
         rotary: RotaryEmbedding | None,
         dispatcher: Dispatcher | None,
         attention: int = 0,
+        ranks: TensorRanks | None = None,
     ) -> None:
         super().__init__()
         self.symbols = layer.symbols
@@ -52,6 +54,9 @@ class Layer(nn.Module):
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
             block = _block(symbol, cfg, source / str(number), rotary, dispatcher, attention)
+            if ranks is not None:
+                share(block, cuts_of(symbol, cfg), ranks)
+                block.share(ranks)
             self.add_module(LAYER_KEYS[symbol], block)
 
     def forward(
@@ -155,16 +160,20 @@ class Stack(nn.Module):
         ends: bool = True,
     ) -> None:
         super().__init__()
+        self.ranks = tensor_ranks(meshes)
         symbols = "".join(layer.symbols for layer in layers)
         rotary = rotary_of(cfg, symbols)
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
         self.layers: Any = Layers()
         for number in range(len(layers)) if here is None else here:
             attentions = symbols[: layers[number].physical - 1].count("*")
-            self.layers.add_module(str(number), Layer(cfg, layers[number], source, rotary, dispatcher, attentions))
+            made = Layer(cfg, layers[number], source, rotary, dispatcher, attentions, self.ranks)
+            self.layers.add_module(str(number), made)
         self.final_layernorm: Any = None
         if ends:
             self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+            if self.ranks is not None:
+                share(self.final_layernorm, ends_of(cfg), self.ranks, "final_layernorm")
 
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
@@ -189,7 +198,7 @@ def _block(
     rotary: RotaryEmbedding | None,
     dispatcher: Dispatcher | None,
     attention: int,
-) -> nn.Module:
+) -> Any:
     if symbol == "E":
         return Experts(cfg, source, dispatcher)
     if symbol == "*":

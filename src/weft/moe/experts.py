@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.fsdp.gradients.direct import local_part
 from weft.moe.kinds import ACTS, CLAMP, GATED, Clamp
 from weft.moe.mlp import activated
+from weft.moe.parts import part
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -96,7 +97,7 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
-        weights = {name: local_part(weight) for name, weight in self.named_parameters()}
+        weights = {name: local_part(part(self, name)) for name in self._parameters}
         if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
