@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.models.test_context import ROWS, batch, build, same, trained
+from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, same, trained, whole
 from tests.models.test_documents import config
 from tests.pool import distributed
+from weft.overlap import evaluate, forward_backward
 
 KINDS = {
     "*": {"qk_norm": "full", "attention_bias": "all", "attention_sinks": True, "sliding_window": 5},
@@ -73,3 +74,32 @@ def test_every_kind_of_layer_equals_one_process():
                 same(trained(model, given), trained(build(cfg), given))
             else:
                 same(trained(perturb(model), given), trained(perturb(build(cfg)), given))
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_with_sharding_replicas_context_ranks_and_stages():
+    """Two tensor-parallel ranks beside two data-parallel ranks, context ranks or stages."""
+    rows = ROWS["a document over three slices"]
+    batches = [batch(rows, number=number) for number in range(4)]
+    cfg = config("[*E][M-]G/[+-]", tie_word_embeddings=True, aux_loss_coef=0.0)
+    expected = averaged(cfg, batches)
+    for sizes, options in (
+        ({}, {}),
+        ({}, {"strategy": "optim"}),
+        ({}, {"strategy": "optim_grads", "mp_policy": weft.MixedPrecisionPolicy(reduce_dtype=torch.float32)}),
+        ({"dp_replicate": 2}, {}),
+        ({"cp": 2}, {}),
+    ):
+        meshes = weft.init_meshes("cpu", tp=2, **sizes)
+        model = build(cfg, meshes, options, torch.float32)
+        mine = batches[meshes.dp_rank :: meshes.dp_size]
+        mine = cut(mine, meshes) if "cp" in sizes else mine
+        losses = forward_backward(model, mine, overlap=False, loss_scale=meshes.dp_size / 4)
+        same(losses, expected[0][meshes.dp_rank :: meshes.dp_size], **CLOSE)
+        same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
+    meshes = weft.init_meshes("cpu", tp=2, pp=2)
+    model = build(cfg, meshes, {"strategy": "optim"}, torch.float32)
+    same(forward_backward(model, batches, schedule="1f1b", overlap=False, loss_scale=0.25), expected[0], **CLOSE)
+    same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
+    same(evaluate(model, batches), expected[0], **CLOSE)
