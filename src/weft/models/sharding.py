@@ -41,7 +41,7 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
     if layer.dispatcher is not None:
         for experts in layer.expert_modules():
-            experts.spread(meshes.ep)
+            experts.spread(meshes.ep if meshes.expert_parts is None else meshes.expert_parts)
             fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
 
 

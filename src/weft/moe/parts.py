@@ -41,8 +41,8 @@ class Cut:
 class Part:
     """What a rank computes with of one parameter.
 
-    `spans`: (start, length) along `dim` of a parameter that is read in parts. `share`: each rank adds an equal share of
-    it to a sum over the ranks, as of the bias of a projection whose input is cut.
+    `spans`: (start, length) along `dim` of a parameter that is cut, or read in parts. `share`: each rank adds an equal
+    share of it to a sum over the ranks, as of the bias of a projection whose input is cut.
     """
 
     mesh: DeviceMesh
@@ -55,7 +55,7 @@ class Part:
         """The part, differentiable."""
         if self.is_cut:
             return local_part(parameter)
-        whole = _Whole.apply(parameter) if isinstance(parameter, DTensor) else parameter
+        whole = _Whole.apply(parameter, self.mesh) if isinstance(parameter, DTensor) else parameter
         if self.spans is not None:
             found = [whole.narrow(self.dim, start, length) for start, length in self.spans]
             return found[0] if len(found) == 1 else torch.cat(found, dim=self.dim)
@@ -81,7 +81,7 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, sh
         assert sum(units * width for units, width in cut.sections) == parameter.shape[dim], (name, cut)
         spans = spans_of(cut.sections, size, rank)
         if len(spans) == 1 and cut.sections[0][0] % size == 0:
-            how = Part(mesh, is_cut=True, dim=dim)
+            how = Part(mesh, is_cut=True, dim=dim, spans=tuple(spans))
             local = local.narrow(dim, *spans[0]).clone(memory_format=torch.contiguous_format)
         else:
             how = Part(mesh, dim=dim, spans=tuple(spans))
@@ -115,14 +115,15 @@ class _Whole(torch.autograd.Function):
     """What all ranks have alike and each computes a part of the gradient of."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Any) -> Tensor:
-        ctx.mesh = parameter.device_mesh
-        return parameter.to_local().view_as(parameter)
+    def forward(ctx: Any, parameter: Any, mesh: DeviceMesh) -> Tensor:
+        ctx.group, ctx.lies = group_of(mesh, 0), (parameter.device_mesh, parameter.placements)
+        local = parameter.to_local()
+        return local.view_as(local)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         wide = wide.contiguous()
-        reduce_now(wide, dist.ReduceOp.SUM, group_of(ctx.mesh, 0), "a gradient of tensor-parallel ranks")
-        return DTensor.from_local(wide.to(gradient.dtype), ctx.mesh, [Replicate()], run_check=False)
+        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")
+        return DTensor.from_local(wide.to(gradient.dtype), *ctx.lies, run_check=False), None
