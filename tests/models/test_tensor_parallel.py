@@ -1,5 +1,6 @@
 """Tensor parallelism: ranks that share every layer compute what one process computes."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import weft
 from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, same, trained, whole
 from tests.models.test_documents import config
 from tests.pool import distributed
-from weft.models import HybridConfig, HybridModel, hf
+from weft.models import HybridConfig, HybridModel, hf, shard
 from weft.models.tensor_parallel import cuts_of
 from weft.overlap import evaluate, forward_backward
 
@@ -36,6 +37,7 @@ KINDS = {
 """With fewer key and value heads, groups and experts than ranks."""
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_attention_and_mlps_equal_one_process_over_five_clipped_steps():
     meshes = weft.init_meshes("cpu", tp=2)
@@ -85,21 +87,24 @@ def test_with_sharding_replicas_context_ranks_and_stages():
     rows = ROWS["a document over three slices"]
     batches = [batch(rows, number=number) for number in range(4)]
     cfg = config("[*E][M-]G/[+-]", tie_word_embeddings=True, experts_bias=True)
+    recomputed = dataclasses.replace(cfg, recompute=("attend", "experts"))
     expected = averaged(cfg, batches)
     for sizes, options in (
         ({}, {}),
         ({}, {"strategy": "optim"}),
         ({}, {"strategy": "optim_grads", "mp_policy": weft.MixedPrecisionPolicy(reduce_dtype=torch.float32)}),
         ({"dp_replicate": 2}, {}),
+        ({"recompute": 2}, {}),
         ({"cp": 2}, {}),
         ({"ep": 2}, {}),
         ({"ep": 2}, {"strategy": "optim"}),
     ):
-        meshes = weft.init_meshes("cpu", tp=2, **sizes)
-        model = build(cfg, meshes, options, torch.float32)
+        meshes = weft.init_meshes("cpu", tp=2, **{name: size for name, size in sizes.items() if name != "recompute"})
+        model = build(recomputed if "recompute" in sizes else cfg, meshes, options, torch.float32)
         mine = batches[meshes.dp_rank :: meshes.dp_size]
         mine = cut(mine, meshes) if "cp" in sizes else mine
-        losses = forward_backward(model, mine, overlap="ep" in sizes, loss_scale=meshes.dp_size / 4)
+        how = {"overlap": True, "delay_wgrad": "strategy" in options} if "ep" in sizes else {"overlap": False}
+        losses = forward_backward(model, mine, **how, loss_scale=meshes.dp_size / 4)
         same(losses, expected[0][meshes.dp_rank :: meshes.dp_size], **CLOSE)
         same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
     meshes = weft.init_meshes("cpu", tp=2, pp=2)
@@ -146,6 +151,19 @@ def test_published_weights_come_in_and_go_out(tmp_path):
     dist.barrier()
     again = hf.from_pretrained(tmp_path / "written").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+@distributed(2)
+def test_what_keeps_its_dtype_keeps_it_after_a_move_to_another():
+    meshes = weft.init_meshes("cpu", tp=2)
+    model = build(config("M"), meshes)
+    shard(model, meshes, mp_policy=weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen = []
+    model.decoder.layers[0].register_forward_hook(
+        lambda layer, *_: seen.append({name.rpartition(".")[2]: each.dtype for name, each in layer.named_parameters()})
+    )
+    model(**batch(None)).backward()
+    assert seen[0]["A_log"] is torch.float64 and seen[0]["weight"] is torch.bfloat16
 
 
 @distributed(2)

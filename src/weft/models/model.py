@@ -1,6 +1,6 @@
 """The hybrid language model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -35,6 +35,9 @@ class HybridModel(nn.Module):
     With a pipeline (`meshes.pp`) this rank has some stages only: `chunks` of them, cut at the `|` of the pattern, else
     into segments of equal cost, and dealt as `placement` says ("loop" or "v", see `weft.pipeline.placement`). Names and
     initial weights are those of the whole model. `weft.overlap.forward_backward` runs it.
+
+    With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`): each calls the model
+    with the same tokens and gets the same loss. Parameters are DTensors.
 
     Raises `ValueError` for meshes with an axis that this model cannot use.
     """
@@ -72,6 +75,20 @@ class HybridModel(nn.Module):
         if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
             for _ in range(cfg.parsed.depths):  # every rank of the world makes them, whoever has the depths
                 dispatcher_of(cfg, meshes)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
+        """Moves to another dtype or device leave parameters their attributes, which torch exchanges with a DTensor."""
+        before = [
+            (module, name, vars(p))
+            for module in self.modules()
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+        super()._apply(fn, recurse)
+        for module, name, attributes in before:
+            parameter = module._parameters[name]
+            vars(parameter).update(attributes)
+        return self
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
