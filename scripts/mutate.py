@@ -220,14 +220,14 @@ MUTATIONS = [
     Mutation(
         "a chunk hands on what every document in it wrote",
         "models/layers/delta_net.py",
-        "to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)",
+        "to_end_BHRKDL = to_end_BHRKDL.where(numbers_B11K1L == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
     Mutation(
         "the memory before a chunk outlives a border in it",
         "models/layers/delta_net.py",
-        "across_BHRK1 = across_BHRK1.where(before == after, -math.inf)",
+        "across_BHRKD1 = across_BHRKD1.where(before == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
@@ -497,8 +497,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
-        "fsdp/runtime/joins.py",
-        "watch.can_join(self, key, functools.partial(weakly(self.take_part_in_bucket), number))",
+        "fsdp/runtime/helper.py",
+        "watch.can_join(self, key, functools.partial(weakly(self.serve_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
@@ -598,8 +598,8 @@ MUTATIONS = [
     Mutation(
         "an outer gather is waited for before the inner one",
         "fsdp/group.py",
-        'options: dict[str, Any] = {"channel": self.channel, "after": refreshing}',
-        'options: dict[str, Any] = {"channel": self.channel, "after": refreshing and refreshing.wait()}',
+        "after=refreshing,",
+        "after=refreshing and refreshing.wait(),",
         ORDER + "test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them[4]",
     ),
     Mutation(
@@ -851,10 +851,9 @@ MUTATIONS = [
     ),
     Mutation(
         "staging is not given back",
-        "fsdp/group.py",
-        "    def _give_staging(self) -> None:\n"
-        "        if self._staging is not None:\n            self._staging.give()\n",
-        "    def _give_staging(self) -> None:\n        pass\n",
+        "fsdp/payload.py",
+        "            self.staging.give()",
+        "            pass",
         SEAMS + "test_transients.py::"
         "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
     ),
@@ -932,8 +931,8 @@ MUTATIONS = [
     Mutation(
         "nobody waits for weights that are brought up to date",
         "fsdp/group.py",
-        "            with torch.no_grad():\n                ticket.wait()\n            self._give_staging()",
-        "            self._give_staging()",
+        "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open(",
+        "            self.payload.open(",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
@@ -974,8 +973,8 @@ MUTATIONS = [
     Mutation(
         "the host goes on while a backward's uploads read frozen weights",
         "fsdp/runtime/runtime.py",
-        "        self._joins.collect()\n        self._finish_uploads()",
-        "        self._joins.collect()",
+        "        self._helper.collect()\n        self._finish_uploads()",
+        "        self._helper.collect()",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
@@ -1060,7 +1059,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is known of a model's gathers stays when the model goes",
-        "comm/watch/lookout.py",
+        "comm/watch/hang_detector.py",
         "MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()",
         "MutableMapping[Any, dict[str, Callable[[], bool]]] = {}",
         "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
@@ -1176,7 +1175,7 @@ MUTATIONS = [
     ),
     Mutation(
         "who takes part in a gather sends stale weights",
-        "fsdp/runtime/joins.py",
+        "fsdp/runtime/helper.py",
         "self._freshness.reach(unit)",
         "pass",
         "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
@@ -1274,9 +1273,9 @@ MUTATIONS = [
     # --- models ------------------------------------------------------------------------------------------------------
     Mutation(
         "decays are rounded like other weights",
-        "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter))\n            key",
-        "keep=False)\n            key",
+        "fsdp/construction/quantized.py",
+        "keep, recipe = keeps_dtype(parameter), policy",
+        "keep, recipe = False, policy",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -1359,7 +1358,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every attention layer has the window",
-        "models/config.py",
+        "models/kinds/attention.py",
         "or number in self.windowed else None",
         "or True else None",
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
@@ -1650,6 +1649,20 @@ MUTATIONS = [
     ),
     # --- the trainer -------------------------------------------------------------------------------------------------
     Mutation(
+        "a restart does not look at the copies in memory",
+        "train/saves.py",
+        "copied > newest",
+        "copied < newest",
+        "train/test_memory_copies.py::test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged[intact]",
+    ),
+    Mutation(
+        "the room for copies in memory is not checked",
+        "train/saves.py",
+        "if 2 * needed > free:",
+        "if False:",
+        "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
+    ),
+    Mutation(
         "a resumed run reads its text from the beginning",
         "train/data/batches.py",
         'self.position = int(state["position"])',
@@ -1742,8 +1755,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the best checkpoint goes with its turn",
-        "train/loop.py",
-        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "train/saves.py",
+        "complete\n            self.checkpoints.protected = {best_step}",
         "complete",
         BEST,
     ),

@@ -178,6 +178,8 @@ def test_what_cannot_be_is_refused():
             HybridModel(config(symbol, **sizes), meshes)
     with pytest.raises(ValueError, match="mamba_n_groups=3 on tp=2 ranks"):
         HybridModel(config("M", mamba_num_heads=6, mamba_n_groups=3), meshes)
+    with pytest.raises(ValueError, match="layers K cannot be shared; use tp=1"):
+        HybridModel(config("K"), meshes)
     model = build(config("*"), meshes)
     with pytest.raises(ValueError, match="27 positions on tp=2 ranks"):
         model(**batch(None, 27))

@@ -24,7 +24,7 @@ MODEL = {
 @pytest.mark.parametrize(
     "ranks, changes",
     [
-        (2, ["train.schedule=dualpipev", "model.tie_word_embeddings=true"]),
+        (2, ["train.pipeline_schedule=dualpipev", "model.tie_word_embeddings=true"]),
         (2, ["sharding.chunks=1", "model.tie_word_embeddings=true"]),
         (4, ["train.overlap=true", "sharding.ep=2", "train.microbatch_size=1"]),
     ],
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_other_stages(pool, tmp_path):
     pool.run(2, train_on, path, tmp_path / "whole", stop_at=6)
     pool.run(2, train_on, path, tmp_path / "parts", ["sharding.pp=2"], stop_at=2)
     pool.run(2, train_on, path, tmp_path / "parts", [], stop_at=4, resume_from=2)
-    v = ["sharding.pp=2", "train.schedule=zbv"]
+    v = ["sharding.pp=2", "train.pipeline_schedule=zbv"]
     pool.run(2, train_on, path, tmp_path / "parts", v, stop_at=6, resume_from=4)
     for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
@@ -84,7 +84,7 @@ def test_stages_without_a_matrix_of_its_own_go_on_with_muon_in_one_piece(pool, t
 def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
     """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
-    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    changes = ["sharding.pp=2", "train.pipeline_schedule=dualpipev", "sharding.strategy=optim_grads"]
     pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=2, pictures=True)
     stages = read_stages(tmp_path / "run")
     assert stages.table.name == "dualpipev" and stages.table.microbatches == 4
@@ -114,7 +114,7 @@ def train_with_a_measurement_that_fails(path, directory, changes):
 
 def test_a_step_that_cannot_be_measured_or_kept_ends_no_run_and_a_line_says_why(pool, tmp_path):
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
-    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    changes = ["sharding.pp=2", "train.pipeline_schedule=dualpipev", "sharding.strategy=optim_grads"]
     (tmp_path / "kept" / "timeline.json").mkdir(parents=True)
     kept = pool.run(2, train_on, path, tmp_path / "kept", changes, stop_at=2)[0][-1]
     measured = pool.run(2, train_with_a_measurement_that_fails, path, tmp_path / "measured", changes)[0]

@@ -17,7 +17,7 @@ from weft.comm.backends import backend_of, transport_of, world
 from weft.comm.groups import tag_of
 from weft.comm.pending import Pending
 from weft.comm.sums import add_scaled
-from weft.comm.watch.lookout import watching
+from weft.comm.watch.hang_detector import watching
 
 UNEVEN_TAGS = 700
 """The first of those of uneven parts, one for each size."""
@@ -45,6 +45,12 @@ def all_gather_bundle(
     None: that one is sent, and not kept. Sources are cast to `dtype`.
     """
     return transport_of(group, device).all_gather_bundle(fulls, sources, group, tag, dtype=dtype, device=device)
+
+
+def alone(work: Callable[[], Any], tag: int) -> Pending:
+    """`work()`, which sends nothing, in the place of a collective: on its lane, in its turn."""
+    work()
+    return Pending()
 
 
 def move(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, tag: int = 0) -> Pending:

@@ -2,18 +2,18 @@
 
 buffer        lives       placement    dtype        holds
 main_weight   always      optimizer    main         what the optimizer updates; registered at rest
-model_weight  always*     parameter    compute      what gathers start from
+model_weight  always*     parameter    compute***   what gathers start from
 full          gathered**  Replicate    compute      what forward and backward read; registered while they do
 gradients                                           see `weft.fsdp.gradients.group`
 
 *   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
 **  always, as model_weight, where the parameter placement is Replicate on every axis
+*** bytes of a quantized payload, if the recipe has one; then `full` always comes and goes
 
 Whether what was gathered is still right, the version counter of the main weights tells, which every write to a sharded
 parameter moves. The full parameters have that version too while their memory is here, see `weft.fsdp.autograd`.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -36,12 +36,15 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
+from weft.fsdp.narrow import Narrow
+from weft.fsdp.payload import Payload, Plain
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.slots import Slot, register
 from weft.fsdp.weak import weakly
-from weft.memory.buffer import FlatBuffer
+from weft.memory.buffer import FlatBuffer, sharded_axes
 from weft.memory.pool import Transient
+from weft.mesh import ranks_over
 
 _trains = attrgetter("requires_grad")
 
@@ -70,15 +73,16 @@ class ParameterGroup:
         """Whether all ranks reduce its gradients, since some rank may have some."""
         self.tensor_parallel = list(tensor_parallel)
         slices = [local_of(each) for each in parameters]
+        narrow, describe = plan.recipe.quantization is not None, self._ours("uploaded weights")
+        self.payload: Payload = Narrow(plan, self._ours("quantized weights")) if narrow else Plain(plan, describe)
         self.main_weight, self.model_weight = self._weights(slices)
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
-        self._staging = self._make_staging()
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self.full, self.transient = self._make_full()
-        self.transients = [each for each in (self.transient, self._staging) if each is not None]
+        self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
         """The memory that comes and goes with the gathered weights."""
         self.full_parameters, self.sharded_parameters = self._make_parameters(parameters)
         apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
@@ -88,7 +92,7 @@ class ParameterGroup:
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
         if self.transient is not None:
-            self.transient.settle()
+            self.transient.empty()
             self.fulls.leave()
         self.gradients = GroupGradients(
             plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
@@ -106,6 +110,12 @@ class ParameterGroup:
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
         plan, recipe, where = self.plan, self.recipe, self.placements
+        if self.payload.refreshes:
+            main, sent = plan.home_buffer(recipe.main), self.payload.layout
+            main.fill(tensors)
+            numel = sent.numel // ranks_over(self.mesh, sharded_axes(where.parameter))
+            memory = torch.zeros(numel, dtype=self.payload.dtype, device=self.device)
+            return main, FlatBuffer(sent, self.mesh, where.parameter, memory)
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
@@ -117,16 +127,9 @@ class ParameterGroup:
             return main, main  # gathers cast and upload on their way
         return main, plan.buffer(where.parameter, recipe.compute)
 
-    def _make_staging(self) -> Transient | None:
-        """Where offloaded weights land before they are cast."""
-        if self.offload is None or self.recipe.main == self.recipe.compute:
-            return None
-        numel, describe = self.main_weight.local.numel(), self._ours("uploaded weights")
-        return Transient(numel, self.recipe.main, self.device, describe=describe)
-
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
         """The full weights, and their memory if it comes and goes."""
-        if not self.model_weight.axes or self.layout.shards == 1:
+        if not self.plan.moves and not self.payload.refreshes:
             return self.model_weight, None
         describe = self._ours("the gathered weights")
         transient = Transient(self.layout.numel, self.recipe.compute, self.device, describe=describe, filled=True)
@@ -158,7 +161,7 @@ class ParameterGroup:
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
-            self.transient.make_way = lambda: (unit := ref()) is None or unit.makes_way()
+            self.transient.is_evictable = lambda: (unit := ref()) is None or unit.is_evictable()
 
     def _ours(self, what: str) -> Callable[[], str]:
         """What errors call `what` of the unit; known to its buffers only weakly too."""
@@ -217,21 +220,29 @@ class ParameterGroup:
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
             return refreshing
-        options: dict[str, Any] = {"channel": self.channel, "after": refreshing}
         group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
             full = channels.weights.take(self.transient)
             if self.piece is not None and self.piece.held:
                 return self.piece.gather_into(full, channels.gather, self.channel)
             source = self.model_weight.local
+            landing = self.payload.land(full, source, channels.weights)
+            if landing is source:
+                return refreshing
+            own = landing.view(group.size(), -1)[group.rank()]
+            write = self.payload.write(own, source, channels.weights)
+            ticket = channels.gather.run(
+                collectives.all_gather,
+                landing,
+                source if write is None else own,
+                group,
+                channel=self.channel,
+                after=refreshing,
+                prepare=write,
+            )
             if not self.refreshes:
                 self._gathered_from = self.version
-            uploads = self.offload is not None and not self.refreshes
-            if uploads or source.dtype != full.dtype:  # on its way
-                main, source = source, full.view(group.size(), -1)[group.rank()]
-                options["prepare"] = functools.partial(collectives.move, source, main, self._take_staging(channels))
-            ticket = channels.gather.run(collectives.all_gather, full, source, group, **options)
-            self._upload = ticket if uploads else self._upload
+                self._upload = ticket if self.offload is not None else None
             return ticket
 
     @property
@@ -252,10 +263,12 @@ class ParameterGroup:
         self._gathered_from = self.version
         return channels.weights.take(self.transient)
 
-    def take_part(self, channels: Channels) -> Ticket:
+    def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():
-            unused = FlatBuffer(self.layout, self.mesh, self.plan.whole, torch.empty_like(self.full.local))
+            sent = self.payload.layout
+            memory = torch.empty(sent.numel, dtype=self.payload.dtype, device=self.device)
+            unused = FlatBuffer(sent, self.mesh, self.plan.whole, memory)
             own = unused.part(self.model_weight.placements).local
             return channels.gather.run(
                 collectives.all_gather,
@@ -273,19 +286,18 @@ class ParameterGroup:
             return
         self.await_refresh()
         lane = channels.outer if self.model_weight.axes else channels.gather
-        uploaded, copy = None, None
+        uploaded = None
         with torch.no_grad():
             own = self.model_weight.part(self.placements.optimizer).local
+            write = self.payload.write(own, self.main_weight.local, channels.weights)
             if self.offload is not None:  # on the lane of the gather, which so comes behind it
-                staging = self._take_staging(channels)
-                self._upload = uploaded = lane.run(collectives.move, own, self.main_weight.local, staging)
-            elif own.data_ptr() != self.main_weight.local.data_ptr():
-                copy = functools.partial(own.copy_, self.main_weight.local)
+                self._upload = uploaded = lane.run(collectives.alone, write)
+                write = None
             gathered = self.model_weight.gather_in_place(
-                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel, prepare=copy
+                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel, prepare=write
             )
-            if gathered is None and copy is not None:
-                copy()
+            if gathered is None and write is not None:
+                write()
             self._refreshing = gathered or uploaded
         self._gathered_from = self.version
 
@@ -295,7 +307,7 @@ class ParameterGroup:
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
-            self._give_staging()
+            self.payload.open(self.full.local)
 
     @property
     def refreshed_bytes(self) -> int:
@@ -306,7 +318,8 @@ class ParameterGroup:
     @property
     def staging_bytes(self) -> int:
         """What is taken beside the gathered weights while they are uploaded and cast on their way."""
-        return self._staging.nbytes if self._staging is not None and not self.refreshes else 0
+        staging = self.payload.staging
+        return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
     def finish_upload(self) -> None:
         """Make the host wait until nobody reads main weights in CPU memory any more."""
@@ -336,8 +349,7 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         if self.piece is not None:
             self.piece.drop()
-        if self._staging is not None:
-            self._give_staging()
+        self.payload.open(self.full.local)
         self.fulls.come(self.main_weight.local._version)
 
     def free(self) -> None:
@@ -345,13 +357,6 @@ class ParameterGroup:
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
-
-    def _take_staging(self, channels: Channels) -> torch.Tensor | None:
-        return None if self._staging is None else channels.weights.take(self._staging)
-
-    def _give_staging(self) -> None:
-        if self._staging is not None:
-            self._staging.give()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters. Raises RuntimeError if another one was in the place of some."""
@@ -361,7 +366,7 @@ class ParameterGroup:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
         register([(slot, None) for slot in self.slots])
 
-    def follow_user(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
         that would not run."""
         trains = [*map(_trains, self.sharded_parameters)]

@@ -76,6 +76,11 @@ class GroupPlan:
         return FlatBuffer(self.layout, self.mesh, placements, local)
 
     @property
+    def moves(self) -> bool:
+        """Whether full weights are gathered from other ranks for use."""
+        return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
+
+    @property
     def home_numel(self) -> int:
         """How many elements of the main weights, and of the main gradients, lie on each rank."""
         return self.numel(self.placements.optimizer)

@@ -113,7 +113,7 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 def cuts_of(symbol: str, cfg: HybridConfig) -> dict[str, Lies]:
     """How the parameters of a block lie, by their names or by those of their modules."""
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
-    return norms | {"*": _attention, "+": _latent, "M": _mamba, "G": _delta, "-": _mlp, "E": _experts}[symbol](cfg)
+    return norms | _KINDS[symbol](cfg)
 
 
 def _attention(cfg: HybridConfig) -> dict[str, Lies]:
@@ -197,6 +197,7 @@ def _feed_forward(path: str, inner: int) -> dict[str, Lies]:
 
 
 _UP = ("gate_proj", "up_proj")
+_KINDS = {"*": _attention, "+": _latent, "M": _mamba, "G": _delta, "-": _mlp, "E": _experts}
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
@@ -228,7 +229,12 @@ def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path:
 
 def check_shared(cfg: HybridConfig, size: int) -> None:
     """Raise `ValueError` for a model whose layers `size` ranks cannot share."""
-    symbols = set(cfg.pattern)
+    symbols = set("".join(layer.symbols for layer in (*cfg.parsed.layers, *cfg.parsed.prediction)))
+    if unknown := sorted(symbols - set(_KINDS)):
+        raise ValueError(
+            f"pattern {cfg.pattern!r} on tp={size} ranks: layers {', '.join(unknown)} cannot be shared; use tp=1, or "
+            f"layers of {', '.join(_KINDS)}"
+        )
     divided = {
         "*+": ("num_attention_heads",),
         "M": ("mamba_num_heads",),

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
 
 
-def settle(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+def register_owner(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     """Say whose the parameters of `group` are; `parameters`: in each of their forms, in one order."""
     for form in parameters:
         for number, parameter in enumerate(form):

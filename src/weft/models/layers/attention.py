@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.documents import Documents
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rotary import RotaryEmbedding
+from weft.models.layers.rotary import rotary_for
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
 from weft.moe.parts import part
@@ -31,15 +31,13 @@ Where = tuple[int, Borders | None]
 class Attention(Block):
     """Grouped-query attention. Its state are the keys and values so far, [B, T, heads, C]."""
 
-    def __init__(
-        self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None, window: int | None
-    ) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         width, bias = cfg.attention_head_dim, cfg.attention_bias
         self.heads = cfg.num_attention_heads
         self.key_value_heads = cfg.num_key_value_heads
         self.scale = cfg.attention_scale
-        self.window = window
+        self.window = cfg.window_of(beside.attentions)
         self.gated = cfg.attention_output_gate
         queries, keys = self.heads * width, self.key_value_heads * width
         of_queries = queries * (2 if self.gated else 1)
@@ -49,7 +47,7 @@ class Attention(Block):
         self.o_proj = Linear(queries, cfg.hidden_size, source / "o_proj", bias=bias == "all")
         self.norm_of = cfg.qk_norm
         self.q_norm, self.k_norm = (self._norm(cfg, size) for size in (queries, keys))
-        self.rotary = rotary
+        self.rotary = rotary_for(cfg, beside.rotary, beside.attentions)
         self.source = source
         self.sinks = nn.Parameter(torch.empty(self.heads)) if cfg.attention_sinks else None
         self.reset_parameters()

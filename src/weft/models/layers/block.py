@@ -1,12 +1,17 @@
 """What all layers share: the residual stream, and what they keep of the positions before."""
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
+from weft.models.layers.rotary import RotaryEmbedding
 from weft.models.tensor_parallel import TensorRanks
+from weft.moe import Dispatcher
+from weft.moe.mlp import scaled
 from weft.moe.parts import part, units_of
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -14,6 +19,17 @@ State = dict[str, Tensor]
 """What one block keeps of the positions before, by name, to go on after them; empty before the first."""
 Cache = dict[nn.Module, State]
 """The state of each block of a model."""
+
+
+class Beside(NamedTuple):
+    """What a layer has from its stack."""
+
+    rotary: RotaryEmbedding | None
+    """The rotation that the stack's attention shares."""
+    dispatcher: Dispatcher | None
+    """What moves tokens to experts on other ranks."""
+    attentions: int
+    """How many layers `*` stand before it."""
 
 
 class Embedding(nn.Embedding):
@@ -49,8 +65,8 @@ class Embedding(nn.Embedding):
 class Block(nn.Module):
     """A residual layer: `x + post_norm(mix(norm(x)))`, with the norms that `norm_order` names.
 
-    The residual stream passes through `forward` only. With `ranks`, a rank has a part of its positions, and `mix` gets
-    all of them and gives a part of the sum over the ranks.
+    The residual stream passes through `forward` only. Each kind of layer is made as `kind(cfg, source, beside)`. With
+    `ranks`, a rank has a part of its positions, and `mix` gets all of them and gives a part of the sum over the ranks.
     """
 
     ranks: TensorRanks | None = None
@@ -106,4 +122,4 @@ def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
 
 def added(residual: Tensor, part: Tensor, multiplier: float) -> Tensor:
     """The residual stream and what a layer adds to it, `multiplier` times."""
-    return residual + (part if multiplier == 1 else part * multiplier)
+    return residual + scaled(part, multiplier)

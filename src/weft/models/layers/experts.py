@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers.block import added, gathered, normed, norms_of, scattered
+from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.source import WeightSource
@@ -16,13 +16,13 @@ class Experts(MoE):
 
     ranks: TensorRanks | None = None
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource, dispatcher: Dispatcher | None) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
             cfg.hidden_size,
             cfg.moe_intermediate_size,
             cfg.num_experts,
             cfg.num_experts_per_tok,
-            dispatcher=dispatcher,
+            dispatcher=beside.dispatcher,
             act=cfg.hidden_act,
             clamp=cfg.clamp,
             bias=cfg.mlp_bias,

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
-from weft.models.layers.block import added, gathered, normed, norms_of, scattered
+from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
@@ -17,10 +17,11 @@ class MLP(FeedForward):
     dispatcher: Dispatcher | None = None
     ranks: TensorRanks | None = None
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
             cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, clamp=cfg.clamp, bias=cfg.mlp_bias
         )
+        self.gate_multiplier, self.out_multiplier = cfg.mlp_multipliers
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 

@@ -1,0 +1,82 @@
+"""How weights travel: the one place that turns main weights into what ranks send, and what has come into full weights.
+
+    payload    each rank sends, per element    beside the full weights meanwhile
+    -------    -----------------------------   ------------------------------------------------------------------
+    `Plain`    one of the compute dtype        this rank's part in the main dtype, where it is uploaded and then cast
+    `Narrow`   a byte, or half of one          the bytes of all ranks (see `weft.fsdp.narrow`)
+
+Everything else moves bytes. A group gathers for a use (`ParameterGroup.gather`), makes model weights anew after a step
+(`refresh`), sends its part of a gather that it does not need (`serve`) and travels with neighbours (`Bucket`); all
+four ask the group's payload to `write` what leaves this rank, and to `open` what has come.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from weft.comm import collectives
+from weft.fsdp.plan import GroupPlan
+from weft.layout.layout import Layout
+from weft.memory.pool import Pool, Transient
+
+
+class Payload(Protocol):
+    """What a format of travelling weights implements."""
+
+    refreshes: bool
+    """Whether what travels is made once in a step, and lies beside the main weights meanwhile."""
+    layout: Layout
+    """Of what travels."""
+    dtype: torch.dtype
+    """Of what travels."""
+    staging: Transient | None
+    """Memory that is taken by `write` or `land`, and given back by `open`."""
+    sent: int
+    """Bytes of a gather."""
+
+    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
+        """What makes `own`, the part that this rank sends, from `source`, on the lane; None: `source` can be sent."""
+        ...
+
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+        """Where a gather of all ranks' `source` arrives whose result are the full weights `full`; `source` itself
+        where each rank has all."""
+        ...
+
+    def open(self, full: torch.Tensor) -> None:
+        """What was sent has come: `full` becomes the full weights that the computation reads, if a gather has brought
+        them."""
+        ...
+
+
+class Plain:
+    """Weights travel in the compute dtype, in which they are used."""
+
+    refreshes = False
+
+    def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
+        """`describe`: what errors call its staging memory."""
+        self._uploads = plan.offload is not None
+        self.layout, self.dtype = plan.layout, plan.recipe.compute
+        self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0
+        self.staging: Transient | None = None
+        if self._uploads and plan.recipe.main != plan.recipe.compute:
+            self.staging = Transient(plan.home_numel, plan.recipe.main, plan.device, describe=describe)
+
+    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
+        """See `Payload.write`."""
+        if source.data_ptr() == own.data_ptr() or (source.dtype == own.dtype and not self._uploads):
+            return None
+        staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
+        return functools.partial(collectives.move, own, source, staging)
+
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+        """See `Payload.land`."""
+        return full
+
+    def open(self, full: torch.Tensor) -> None:
+        """See `Payload.open`."""
+        if self.staging is not None:
+            self.staging.give()
