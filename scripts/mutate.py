@@ -61,6 +61,8 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+NARROW = "fsdp/test_narrow.py::"
+NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
@@ -1180,6 +1182,49 @@ MUTATIONS = [
         "pass",
         "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
     ),
+    # --- narrow weights -----------------------------------------------------------------------------------------------
+    Mutation(
+        "infinities spoil the scale of their block",
+        "quantize/formats.py",
+        ".nan_to_num_(nan=0.0, posinf=0.0)",
+        "",
+        "quantize/test_formats.py::test_infinities_saturate_and_spoil_nothing_else",
+    ),
+    Mutation(
+        "a rank quantizes with the maxima of its own shard",
+        "fsdp/runtime/maxima.py",
+        "part.copy_(whole)",
+        "part, whole",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "main weights are quantized as they are",
+        "fsdp/narrow.py",
+        "return recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)",
+        "return recipe",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "cuts go through blocks",
+        "fsdp/construction/quantized.py",
+        "return math.lcm(step, recipe.cut_between(shape)), dim",
+        "return step, dim",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "the memory of what came quantized is kept",
+        "fsdp/narrow.py",
+        "self.staging.give()",
+        "pass",
+        NARROW_BYTES,
+    ),
+    Mutation(
+        "a plan takes gathers of quantized weights for wide ones",
+        "fsdp/runtime/facts.py",
+        "sent=sum(group.payload.sent for group in unit.groups),",
+        "",
+        NARROW_BYTES,
+    ),
     # --- gradients ---------------------------------------------------------------------------------------------------
     Mutation(
         "gradients are summed and not averaged",
@@ -1326,6 +1371,27 @@ MUTATIONS = [
         "            raw = origin.config_json(family, model.cfg, raw)\n",
         "",
         "models/hf/test_found.py::test_a_field_that_is_not_known_is_passed_over_where_it_is_named",
+    ),
+    Mutation(
+        "Gemma's factor of embeddings is not rounded",
+        "models/model.py",
+        "if self.cfg.embedding_multiplier_rounded:",
+        "if False:",
+        "models/hf/test_rounding.py::test_embeddings_in_bf16_are_those_of_transformers_bit_for_bit[gemma-3-1b-it]",
+    ),
+    Mutation(
+        "the Mamba-2 part of Falcon-H1 is not multiplied",
+        "models/layers/parallel.py",
+        "scaled(scanned, of_mamba)",
+        "scanned",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[falcon_h1 multipliers]",
+    ),
+    Mutation(
+        "a family has another default than transformers",
+        "models/hf/olmo.py",
+        '{"num_attention_heads": 16, **raw}',
+        "raw",
+        "models/hf/test_absent.py::test_a_model_type_alone_is_the_model_of_all_defaults[olmoe]",
     ),
     Mutation(
         "a step of latent attention expands all latents",

@@ -17,6 +17,8 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 COUNT = 40
 """Conversations for each template: 200 of five."""
 

@@ -288,6 +288,26 @@ def test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_i
         assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}
 
 
+@distributed(2)
+def test_bytes_at_rest_and_the_peaks_of_a_plan_are_those_of_the_report():
+    elements = 3 * 256 * 256
+    for strategy, at_rest in (("optim_grads", 1.04), ("optim_grads_params", 1.04 / 2)):
+        net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+        for each in net:
+            weft.fully_shard(each, mp_policy=policy(mx(32)), strategy=strategy)
+        weft.fully_shard(net, mp_policy=policy(mx(32)), strategy=strategy)
+        for _ in range(3):
+            net(torch.ones(2, 256)).sum().backward()
+        report = weft.memory_report(net)
+        main = 4 * elements / 2
+        assert main + 1.03 / 1.04 * at_rest * elements < report["persistent"]["weights"] <= main + at_rest * elements
+        transient, plan = report["transient"], weft.fsdp.plan_of(net)
+        assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}
+        gathers = [each.nbytes for each in plan.collectives if each.operation == "all-gather"]
+        assert len(gathers) == (3 if strategy == "optim_grads" else 5)  # the last stays for its backward
+        assert max(gathers) <= 1.04 * 256 * 256
+
+
 # --- what a user may do -----------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import assert_gradients
 from tests.pool import distributed
-from weft.quantize import dequantize, mx, quantize, rowwise, tensorwise
+from weft.quantize import blockwise, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
 
 
 def restored(weight: torch.Tensor, recipe) -> torch.Tensor:
@@ -103,3 +105,39 @@ def test_weights_that_begin_on_the_meta_device_are_quantized_once_they_have_valu
     for each, weight in zip(net, weights):
         plain = nn.functional.linear(plain, restored(weight, tensorwise()), nets.full(each.bias))
     torch.testing.assert_close(net(x), plain)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@distributed(2)
+def test_slices_of_tensor_parallelism_hold_whole_blocks_and_share_maxima():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def parallel(recipe) -> Pair:
+        pair = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return weft.fully_shard(pair, mesh=mesh["dp"], mp_policy=weft.MixedPrecisionPolicy(param_quantization=recipe))
+
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    for recipe in (tensorwise(), nvfp4(), mx(32), blockwise(32, 32)):
+        plain, pair = Pair(), parallel(recipe)
+        with torch.no_grad():
+            for weight in plain.parameters():
+                weight.copy_(restored(weight, recipe))
+        torch.testing.assert_close(pair(x), plain(x))
+        pair(x).square().sum().backward(), plain(x).square().sum().backward()
+        for one, other in zip(pair.parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    for recipe, says in (
+        (rowwise(), r"rowwise.*'down.weight'.*each of 2 ranks 32 along dimension 1.*whole on each rank"),
+        (blockwise(64, 16), r"blockwise\(64, 16\).*'up.weight'.*32 along dimension 0.*multiple of 128"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            parallel(recipe)

@@ -59,6 +59,21 @@ def test_training_in_stages_is_training_in_one_process(pool, tmp_path, ranks, ch
     assert f"{sum(value.numel() for value in weights.values()) / 1e6:.2f} M parameters" in " ".join(answers[0][-1])
 
 
+def test_losses_of_routers_are_logged_apart_where_stages_have_them(pool, tmp_path):
+    """Each stage knows the losses of its own routers, and the last one alone the cross-entropy."""
+    path = write_config(
+        tmp_path, **MODEL, model__aux_loss_coef=0.05, train__validate_every=0, checkpoint__every=0, train__steps=3
+    )
+    records, _, _ = reference(path, 3)
+    lines = pool.run(2, train_on, path, tmp_path / "run", ["sharding.pp=2"], stop_at=3)[0][0]
+    plain = pool.run(1, train_on, path, tmp_path / "plain", stop_at=3)[0][0]
+    for line, alone, expected in zip(lines, plain, records):
+        assert line["router_loss"] > 0.01
+        torch.testing.assert_close(line["loss"] + line["router_loss"], expected["loss"], rtol=1e-5, atol=1e-6)
+        for name in ("loss", "router_loss"):
+            torch.testing.assert_close(line[name], alone[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_a_run_goes_on_with_other_stages(pool, tmp_path):
     path = write_config(tmp_path, **MODEL, train__validate_every=0, checkpoint__every=2)
     pool.run(2, train_on, path, tmp_path / "whole", stop_at=6)

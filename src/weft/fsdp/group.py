@@ -36,15 +36,13 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
-from weft.fsdp.narrow import Narrow
-from weft.fsdp.payload import Payload, Plain
+from weft.fsdp.payload import payload_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.slots import Slot, register
 from weft.fsdp.weak import weakly
-from weft.memory.buffer import FlatBuffer, sharded_axes
+from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
-from weft.mesh import ranks_over
 
 _trains = attrgetter("requires_grad")
 
@@ -73,8 +71,7 @@ class ParameterGroup:
         """Whether all ranks reduce its gradients, since some rank may have some."""
         self.tensor_parallel = list(tensor_parallel)
         slices = [local_of(each) for each in parameters]
-        narrow, describe = plan.recipe.quantization is not None, self._ours("uploaded weights")
-        self.payload: Payload = Narrow(plan, self._ours("quantized weights")) if narrow else Plain(plan, describe)
+        self.payload = payload_of(plan, self._ours("weights on their way"))
         self.main_weight, self.model_weight = self._weights(slices)
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
@@ -111,11 +108,9 @@ class ParameterGroup:
         """The main weights, filled, and the model weights, which share their memory where they can."""
         plan, recipe, where = self.plan, self.recipe, self.placements
         if self.payload.refreshes:
-            main, sent = plan.home_buffer(recipe.main), self.payload.layout
+            main = plan.home_buffer(recipe.main)
             main.fill(tensors)
-            numel = sent.numel // ranks_over(self.mesh, sharded_axes(where.parameter))
-            memory = torch.zeros(numel, dtype=self.payload.dtype, device=self.device)
-            return main, FlatBuffer(sent, self.mesh, where.parameter, memory)
+            return main, plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
@@ -266,9 +261,7 @@ class ParameterGroup:
     def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():
-            sent = self.payload.layout
-            memory = torch.empty(sent.numel, dtype=self.payload.dtype, device=self.device)
-            unused = FlatBuffer(sent, self.mesh, self.plan.whole, memory)
+            unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own = unused.part(self.model_weight.placements).local
             return channels.gather.run(
                 collectives.all_gather,

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm import collectives
+from weft.fsdp.narrow import Narrow
 from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
 from weft.memory.pool import Pool, Transient
@@ -49,6 +50,11 @@ class Payload(Protocol):
         """What was sent has come: `full` becomes the full weights that the computation reads, if a gather has brought
         them."""
         ...
+
+
+def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Payload:
+    """How the weights of a group travel. `describe`: what errors call the memory of what is on its way."""
+    return Plain(plan, describe) if plan.recipe.quantization is None else Narrow(plan, describe)
 
 
 class Plain:

@@ -41,6 +41,8 @@ OTHERS = (NEMOTRON_H, MAMBA2, FALCON_H1, KIMI_LINEAR, GPT_OSS, MINIMAX_M2, OLMO2
 ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
 """The families by the `model_type` of their config.json. An entry that a program adds is a family as any other."""
+_NEAREST = 3
+"""Families whose reasons are printed where none can hold a model."""
 
 
 def raw_of(directory: Path) -> Raw:
@@ -123,4 +125,13 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
             return FAMILIES[name], FAMILIES[name].raw(cfg)
         except (ValueError, KeyError) as error:
             reasons.append(str(error))
-    raise ConversionError(f"no family can hold this model: {'. '.join(reasons)}")
+    nearest = sorted(reasons, key=_distance)[:_NEAREST]
+    among = f"; the nearest of {len(reasons)}" if len(reasons) > _NEAREST else ""
+    raise ConversionError(f"no family can hold this model{among}: {'. '.join(nearest)}")
+
+
+def _distance(reason: str) -> tuple[int, int]:
+    """How much of a model keeps a family from holding it: fields, then the order of layers, then their kinds."""
+    kinds = ("cannot hold", "", "has no layer")
+    far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
+    return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

@@ -180,6 +180,9 @@ def causal_attention(
     each head that takes part in the softmax and has no value. -> [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
+    if queries == 1 < seen and sinks is None:
+        begin = 0 if window is None else max(0, seen - window)
+        return _step(q_BSHC, k_BTHC[:, begin:], v_BTHC[:, begin:], scale)
     windowed = window is not None and window < seen
     plain = queries == seen and not windowed and sinks is None
     mask = None
@@ -201,6 +204,13 @@ def causal_attention(
         enable_gqa=q_BSHC.shape[2] != k_BTHC.shape[2],
     )
     return o_BHSC.transpose(1, 2)
+
+
+def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -> Tensor:
+    """One position that sees all of `k`: the queries that share a key are rows of one product, without a mask."""
+    shared = q_B1HC[:, 0].unflatten(1, (k_BTHC.shape[2], -1))
+    o_BGRC = F.scaled_dot_product_attention(shared, k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), scale=scale)
+    return o_BGRC.flatten(1, 2).unsqueeze(1)
 
 
 def _with_sinks(sinks: Tensor, mask: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
