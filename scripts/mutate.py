@@ -70,9 +70,61 @@ PACKED = "train/test_documents.py::"
 CONTEXT = "models/test_context.py::"
 OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process[2]"
 VISITS = "moe/test_visits.py::"
+TENSOR = "models/test_tensor_parallel.py::"
+OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 
 MUTATIONS = [
+    # --- tensor parallelism -------------------------------------------------------------------------------------------
+    Mutation(
+        "nobody sums the gradient of what is whole",
+        "moe/parts.py",
+        '        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")\n',
+        "",
+        TENSOR + "test_attention_and_mlps_equal_one_process_over_five_clipped_steps[2]",
+    ),
+    Mutation(
+        "each rank adds the whole bias of a last projection",
+        "moe/parts.py",
+        "return whole / self.mesh.size() if self.share else whole",
+        "return whole",
+        OF_KINDS,
+    ),
+    Mutation(
+        "a router's loss is counted by every rank",
+        "models/tensor_parallel.py",
+        "return gradient / ctx.size, None",
+        "return gradient, None",
+        OF_KINDS,
+    ),
+    Mutation(
+        "a norm over all heads is one over this rank's",
+        "models/layers/attention.py",
+        "norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)",
+        "pass",
+        OF_KINDS,
+    ),
+    Mutation(
+        "a group of Mamba that ranks share is normed by each for itself",
+        "models/layers/mamba2.py",
+        "        if groups < size:  # ranks share a group\n",
+        "        if False:\n",
+        OF_KINDS,
+    ),
+    Mutation(
+        "the loss leaves out the tokens of other ranks",
+        "models/vocabulary.py",
+        "        reduce_now(found_N2, dist.ReduceOp.SUM, group, WHAT)\n",
+        "",
+        TENSOR + "test_attention_and_mlps_equal_one_process_over_five_clipped_steps[2]",
+    ),
+    Mutation(
+        "the gradient of scores is summed over ranks that all have it",
+        "models/tensor_parallel.py",
+        "return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank], None, None, None",
+        "return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank] * ctx.ranks.size, None, None, None",
+        TENSOR + "test_scores_are_those_of_one_process_and_so_are_losses_of_them[2]",
+    ),
     # --- context parallelism ------------------------------------------------------------------------------------------
     Mutation(
         "positions of slices begin at 0",

@@ -45,6 +45,8 @@ class Meshes:
     pp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
     cp: DeviceMesh | None = None
+    expert_parts: DeviceMesh | None = None
+    """The ranks that share one copy of the experts where each expert is cut too: 2-D, (ep, tp)."""
 
     @property
     def dp_size(self) -> int:
@@ -123,7 +125,8 @@ def init_meshes(
         cut = {"expert_shard": dp_replicate * dp_shard // ep}
     expert_view = _view(device_type, pp=pp, **cut, ep=ep, tp=tp)
     expert = expert_view[tuple(cut)]
-    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh, cp_mesh)
+    parts = expert_view["ep", "tp"] if tp > 1 else None
+    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh, cp_mesh, parts)
 
 
 _worlds: dict[tuple[str, Any], DeviceMesh] = {}

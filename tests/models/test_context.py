@@ -47,7 +47,7 @@ def build(cfg, meshes=None, options=None, dtype=torch.float64):
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def trained(model, batches, steps=2):

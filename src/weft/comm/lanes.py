@@ -164,6 +164,7 @@ class Lane:
         "gathers": 108,
         "reductions": 109,
         "context": 110,
+        "tensor": 111,
     }
     """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
 

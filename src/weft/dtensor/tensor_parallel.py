@@ -17,6 +17,7 @@ Weft's flat buffers hold tp-local slices and know nothing of all this. A gradien
 norm between sequence-parallel regions, is reduced over tp before it is packed.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import cast
@@ -32,6 +33,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from weft.comm.groups import group_of
 from weft.dtensor.uneven import UnevenDTensor, spec_of
 from weft.layout.cuts import Cuts
+
+EXPERT = "_weft_expert"
+"""The attribute of a parameter of experts that lie over expert-parallel ranks and are cut over tensor-parallel ones."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,9 @@ class TensorParallel:
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """Those of the tensor-parallel axis."""
-        return group_of(self.spec.mesh, 0) if self.spec is not None else None
+        """Those of the tensor-parallel axis, of several the last over which it is cut."""
+        cut = [axis for axis, placement in enumerate(self.beyond) if placement.is_shard()]
+        return group_of(self.spec.mesh, cut[-1] if cut else 0) if self.spec is not None else None
 
     @property
     def is_spread(self) -> bool:
@@ -69,7 +74,14 @@ class TensorParallel:
     @property
     def slices(self) -> int:
         """In how many slices the parameter lies."""
-        return self.spec.mesh.size() if self.spec is not None and self.is_spread else 1
+        return self._slices_along(None)
+
+    def _slices_along(self, dim: int | None) -> int:
+        """Over how many ranks it is cut along `dim`; None: along any."""
+        if self.spec is None:
+            return 1
+        cut = ((axis, each) for axis, each in enumerate(self.beyond) if each.is_shard())
+        return math.prod(self.spec.mesh.size(axis) for axis, each in cut if dim is None or each.is_shard(dim))
 
     def full(self, local: torch.Tensor) -> DTensor:
         """The parameter as the plan placed it, from this rank's slice."""
@@ -82,8 +94,8 @@ class TensorParallel:
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
         """The parameter over both kinds of axes; `cuts` and `placements` say how its slice lies over the first."""
-        if self.slices > 1:
-            again = _StridedShard(cuts.dim, split_factor=self.slices)  # torch's word for cutting slices the same way
+        if (slices := self._slices_along(cuts.dim)) > 1:
+            again = _StridedShard(cuts.dim, split_factor=slices)  # torch's word for cutting slices the same way
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
         return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)
 
@@ -116,13 +128,13 @@ def tensor_parallel_of(
         if beside is None:
             return TensorParallel(None, mesh, whole)
         spec = beside
-    if spec.mesh.ndim != 1:
+    if spec.mesh.ndim != 1 and not hasattr(parameter, EXPERT):
         raise ValueError(
             f"{where} is a DTensor over the {spec.mesh.ndim} axes {spec.mesh.mesh_dim_names}: weft composes with one "
             "tensor-parallel axis; pass parallelize_module a 1-D mesh, such as mesh['tp']"
         )
-    (placement,) = spec.placements
-    if type(placement) not in (Shard, Replicate):
+    placement = next((each for each in spec.placements if type(each) not in (Shard, Replicate)), None)
+    if placement is not None:
         raise ValueError(
             f"{where} is a DTensor placed as {placement!r} over {spec.mesh.mesh_dim_names}: a parameter can be sharded "
             "further where its placement is Shard(dim) or Replicate()"

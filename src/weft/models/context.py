@@ -16,6 +16,7 @@ attention is even work. With cp = 2:
 Gathering runs on the lane "context". What comes back in backward is summed over the ranks.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -267,7 +268,8 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     rows, seq = tokens.shape
     if given is not None:
         given.require(tokens)
-    missing = -seq % (2 * group.size())
+    shared = 1 if meshes.tp is None else meshes.tp.size()  # the positions of a rank are cut once more
+    missing = -seq % (2 * group.size() * shared // math.gcd(2, shared))
     whole = Documents(rows, seq, tuple(range(0, rows * seq, seq))) if given is None else given
     slices = Slices(_padded(whole, missing), group.rank(), group)
     part: dict[str, Any] = {"documents": slices}

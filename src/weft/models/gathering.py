@@ -1,8 +1,10 @@
-"""What context ranks gather of each other, and the gradients that come back.
+"""What ranks gather of each other, or sum for each other, and the gradients that come back.
 
 forward     start_gathering(...)   queries, ...          the result
             starts to send         computed meanwhile    awaits what came
 backward    awaits the sum         computed meanwhile    starts to send gradients
+
+Context ranks use the lane "context", tensor-parallel ranks the lane "tensor".
 """
 
 from collections.abc import Callable, Sequence
@@ -16,37 +18,45 @@ from weft.comm import streams
 from weft.comm.collectives import all_gather, inbox_numel, reduce_scatter
 from weft.comm.lanes import Lane, Ticket
 
-_lanes: dict[tuple[torch.device, bool], Lane] = {}
+CONTEXT = "context"
+
+_lanes: dict[tuple[str, torch.device, bool], Lane] = {}
 
 
-def _lane(device: torch.device) -> Lane:
-    key = device, streams.has_streams(device)
+def _lane(name: str, device: torch.device) -> Lane:
+    key = name, device, streams.has_streams(device)
     if key not in _lanes:
-        _lanes[key] = Lane("context", device, "slices of other context ranks")
+        _lanes[key] = Lane(name, device, f"parts of other {name} ranks")
     return _lanes[key]
 
 
-def start_gathering(group: dist.ProcessGroup, *parts: Tensor) -> Callable[[], list[Tensor]]:
+def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Begin to gather tensors of one dtype; the result gives [ranks, ...] each, differentiable.
 
     In backward their gradients begin to travel where the result was asked for, and are awaited where this was called:
     what was computed in between runs beside them, in both directions.
     """
-    work = Gathering(group, [part.shape for part in parts])
+    work = Gathering(group, [part.shape for part in parts], lane)
     ticket = _Start.apply(work, *parts)
     return lambda: list(_Finish.apply(work, ticket))
 
 
-def gathered(group: dist.ProcessGroup, *parts: Tensor) -> list[Tensor]:
+def gathered(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> list[Tensor]:
     """`start_gathering`, awaited."""
-    return start_gathering(group, *parts)()
+    return start_gathering(group, *parts, lane=lane)()
+
+
+def summed(group: dist.ProcessGroup, parts: Tensor, *, lane: str) -> Tensor:
+    """[ranks, ...], a part for each rank -> the sum over the ranks of the part for this one, differentiable."""
+    return _Summed.apply(Gathering(group, [parts.shape[1:]], lane), parts)
 
 
 class Gathering:
     """Tensors on their way to all ranks, or their gradients on the way back."""
 
-    def __init__(self, group: dist.ProcessGroup, shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, group: dist.ProcessGroup, shapes: Sequence[torch.Size], lane: str = CONTEXT) -> None:
         self._group = group
+        self._lane = lane
         self._shapes = shapes
         self._sizes = [shape.numel() for shape in shapes]
         self._ticket: Ticket | None = None
@@ -56,7 +66,7 @@ class Gathering:
         """All ranks' parts are to come here."""
         source = torch.cat([part.detach().reshape(-1) for part in parts])
         full = source.new_empty(self._group.size() * source.numel())
-        self._ticket = _lane(source.device).run(all_gather, full, source, self._group)
+        self._ticket = _lane(self._lane, source.device).run(all_gather, full, source, self._group)
         self._buffers = full, source
 
     def receive(self) -> list[Tensor]:
@@ -70,7 +80,7 @@ class Gathering:
         output = partial.new_empty(sum(self._sizes))
         inbox = partial.new_empty(inbox_numel(reduce_scatter, partial.numel(), self._group, partial.device))
         options: dict[str, Any] = {"scale": 1.0, "accumulate": False, "inbox": inbox, "sum_only": True}
-        self._ticket = _lane(partial.device).run(reduce_scatter, output, partial, self._group, **options)
+        self._ticket = _lane(self._lane, partial.device).run(reduce_scatter, output, partial, self._group, **options)
         self._buffers = output, partial, inbox
 
     def receive_back(self) -> list[Tensor]:
@@ -109,3 +119,17 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.work.send_back(gradients)
         return None, gradients[0].new_zeros(())
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: Gathering, parts: Tensor) -> Tensor:
+        ctx.work = work
+        work.send_back([parts])
+        return work.receive_back()[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.work.send([gradient])
+        return None, ctx.work.receive()[0]

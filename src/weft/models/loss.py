@@ -23,12 +23,17 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     result in place, one loss can be backpropagated once, `retain_graph` or not; a second time is a
     `RuntimeError`.
     """
+    check_labels(logits, labels)
+    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
+
+
+def check_labels(logits: Tensor, labels: Tensor) -> None:
+    """Raise `ValueError` unless each position has a label."""
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)} and logits {tuple(logits.shape)}: one label "
             f"per position; mark positions without one with {IGNORED_LABEL}"
         )
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -41,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
 
         losses_N1 = torch.empty_like(ones_N1)
-        for part in _parts(logits_NV):
+        for part in rows_at_a_time(logits_NV):
             scores = logits_NV[part].to(precision)
             scores = scores - scores.amax(-1, keepdim=True)
             picked = scores.gather(-1, targets_N1[part])
@@ -67,12 +72,12 @@ class _CrossEntropy(torch.autograd.Function):
         # The mean and what scales the loss come in here and in full precision: rounded to a half precision
         # first, they would bend every gradient alike, and in float16 small ones would vanish.
         scale = loss_gradient / count.clamp(min=1)
-        for part in _parts(gradient):
+        for part in rows_at_a_time(gradient):
             gradient[part] = gradient[part].to(scale.dtype).mul_(scale)
         return gradient, None
 
 
-def _parts(x_NV: Tensor) -> Iterator[slice]:
+def rows_at_a_time(x_NV: Tensor) -> Iterator[slice]:
     """Slices of rows that are small enough to be worked on at a time."""
     rows = max(1, CHUNK.get(x_NV.device.type, DEFAULT_CHUNK) // x_NV.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(x_NV), rows))

@@ -1,6 +1,6 @@
 """The hybrid language model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,11 +13,15 @@ from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.cut import cut_of
 from weft.models.layers import Cache, Embedding, dispatcher_of
+from weft.models.layers.block import gathered
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
 from weft.models.stack import Stack
+from weft.models.tensor_parallel import check_shared, ends_of, share, tensor_ranks
+from weft.models.vocabulary import cut_cross_entropy
 from weft.moe.linear import Linear
 from weft.moe.mlp import scaled
+from weft.moe.parts import part, units_of
 from weft.moe.source import WeightSource
 from weft.overlap import StagedLayer
 from weft.pipeline.actions import LOOP
@@ -34,6 +38,9 @@ class HybridModel(nn.Module):
     With a pipeline (`meshes.pp`) this rank has some stages only: `chunks` of them, cut at the `|` of the pattern, else
     into segments of equal cost, and dealt as `placement` says ("loop" or "v", see `weft.pipeline.placement`). Names and
     initial weights are those of the whole model. `weft.overlap.forward_backward` runs it.
+
+    With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`): each calls the model
+    with the same tokens and gets the same loss. Parameters are DTensors.
 
     Raises `ValueError` for meshes with an axis that this model cannot use.
     """
@@ -57,13 +64,34 @@ class HybridModel(nn.Module):
         if begins or (cut is not None and cut.has_copies):
             self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, source / "embedding", cfg.pad_token_id)
         self.decoder = Stack(cfg, cfg.parsed.layers, source / "decoder", meshes, here=here, ends=ends)
+        self.ranks = tensor_ranks(meshes)
         self.output_layer: Any = None
         if ends and not cfg.tie_word_embeddings:
             self.output_layer = Linear(cfg.hidden_size, cfg.vocab_size, source / "output_layer")
+        if self.ranks is not None:
+            for name in ("embedding", "output_layer"):
+                if (module := getattr(self, name)) is not None:
+                    share(module, ends_of(cfg), self.ranks, name)
+            if self.embedding is not None:
+                self.embedding.ranks = self.ranks
         self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
         if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
             for _ in range(cfg.parsed.depths):  # every rank of the world makes them, whoever has the depths
                 dispatcher_of(cfg, meshes)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
+        """Moves to another dtype or device leave parameters their attributes, which torch exchanges with a DTensor."""
+        before = [
+            (module, name, vars(p))
+            for module in self.modules()
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+        super()._apply(fn, recurse)
+        for module, name, attributes in before:
+            parameter = module._parameters[name]
+            vars(parameter).update(attributes)
+        return self
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
@@ -96,7 +124,11 @@ class HybridModel(nn.Module):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
-        return self._scores(self.leave(x_BSD))
+        scores = self._scores(self.leave(x_BSD))
+        if self.ranks is None:
+            return scores
+        sizes = [units_of(self.cfg.vocab_size, self.ranks.size, rank)[1] for rank in range(self.ranks.size)]
+        return self.ranks.joined(scores, scores.dim() - 1, sizes)
 
     def loss(
         self,
@@ -129,13 +161,13 @@ class HybridModel(nn.Module):
         if documents is not None:
             labels = documents.labels(labels)
         self._require_slices(documents)
-        loss = cross_entropy(self._scores(hidden[0]), labels)
+        loss = self._cross_entropy(hidden[0], labels)
         if isinstance(documents, Slices):
             loss, losses = documents.mean(loss, labels), [documents.average(each) for each in losses]
         if not self.training:
             return loss
         if self.mtp is not None:
-            losses = [*losses, *self.mtp.losses(hidden[1:], labels, self._scores, documents)]
+            losses = [*losses, *self.mtp.losses(hidden[1:], labels, self._cross_entropy, documents)]
         return sum(losses, loss)
 
     def _require_slices(self, documents: Borders | None) -> None:
@@ -146,9 +178,18 @@ class HybridModel(nn.Module):
                 "which: cut the batch with weft.models.context_part; a model that generates has no cp"
             )
 
+    def _cross_entropy(self, hidden_BSD: Tensor, labels: Tensor) -> Tensor:
+        scores = self._scores(hidden_BSD)
+        if self.ranks is None:
+            return cross_entropy(scores, labels)
+        first, _ = units_of(self.cfg.vocab_size, self.ranks.size, self.ranks.rank)
+        return cut_cross_entropy(scores, labels, first, self.ranks.group)
+
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
+        """Those of all tokens, or of this rank's tokens at all positions."""
+        hidden_BSD = gathered(self.ranks, hidden_BSD)
         if self.cfg.tie_word_embeddings:
-            scores = F.linear(hidden_BSD, self.embedding.weight)
+            scores = F.linear(hidden_BSD, part(self.embedding, "weight"))
         else:
             scores = self.output_layer(hidden_BSD)
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
@@ -181,6 +222,8 @@ class HybridModel(nn.Module):
                 "call weft.overlap.forward_backward"
             )
         self._require_slices(documents)
+        if self.ranks is not None and cache is not None:
+            raise ValueError(f"tp={self.ranks.size}: a cache is of whole layers; generate with a model without tp")
         if documents is not None:
             documents.require(tokens)
             if cache is not None:
@@ -197,7 +240,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     """Raise `ValueError` if `meshes` has an axis of which a model of `cfg` would make nothing."""
     if meshes.tp is not None:
-        raise ValueError(f"tp={meshes.tp.size()}: hybrid models cannot be split over tp yet; use tp=1")
+        check_shared(cfg, meshes.tp.size())
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
             f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"

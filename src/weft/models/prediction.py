@@ -20,8 +20,9 @@ from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.layers import RMSNorm
-from weft.models.loss import IGNORED_LABEL, cross_entropy
+from weft.models.loss import IGNORED_LABEL
 from weft.models.stack import Stack
+from weft.models.tensor_parallel import ends_of, share
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 from weft.overlap import StagedLayer
@@ -42,6 +43,9 @@ class PredictionDepth(Stack):
             RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm) for _ in range(2)
         )
         self.project = Linear(2 * cfg.hidden_size, cfg.hidden_size, source / "project")
+        if self.ranks is not None:
+            for name in ("embedding_norm", "hidden_norm", "project"):
+                share(getattr(self, name), ends_of(cfg), self.ranks, name)
         self.register_buffer("added_loss", torch.empty((), dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
@@ -84,13 +88,13 @@ class Predictions(nn.Module):
         self,
         outputs: Sequence[Tensor],
         labels: Tensor,
-        score: Callable[[Tensor], Tensor],
+        loss_of: Callable[[Tensor, Tensor], Tensor],
         documents: Borders | None = None,
     ) -> Iterator[Tensor]:
         """What the output of each depth adds to the loss: its share of the mean of their cross-entropies."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
-            loss, count = cross_entropy(score(output_BSD), targets), (targets != IGNORED_LABEL).sum()
+            loss, count = loss_of(output_BSD, targets), (targets != IGNORED_LABEL).sum()
             if isinstance(documents, Slices):
                 loss, count = documents.mean(loss, targets), documents.total(count)
             loss = loss.where(count > 0, 0.0)  # not the mean of nothing

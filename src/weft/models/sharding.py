@@ -16,11 +16,12 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     Every logical layer becomes one unit over `meshes.dense`, from the first to the last, and so does every prediction
     depth; experts that are spread over ranks become units of their own over `meshes.expert`, whose gradients are
     averaged over all data-parallel ranks like the others and whose parameters are DTensors of all experts, over
-    `meshes.ep` too. What the first and the last stage of a pipeline share is a unit of its own. The root unit, last,
-    takes the embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
-    root's only. So does the `output_dtype` of `mp_policy`: it is what the model returns; between its layers and on the
-    wire to experts everything stays in `param_dtype`. With a `param_quantization` and no `quantize`, the projections of
-    layers and the experts are quantized; `weft.quantize.except_ends` leaves layers out.
+    `meshes.ep` too, and over `meshes.tp` as all parameters are there. What the first and the last stage of a pipeline
+    share is a unit of its own. The root unit, last, takes the embedding, the final norm and the head. `options` go to
+    each `weft.fully_shard` call, `runtime` to the root's only. So does the `output_dtype` of `mp_policy`: it is what
+    the model returns; between its layers and on the wire to experts everything stays in `param_dtype`. With a
+    `param_quantization` and no `quantize`, the projections of layers and the experts are quantized;
+    `weft.quantize.except_ends` leaves layers out.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
@@ -43,7 +44,7 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
     if layer.dispatcher is not None:
         for experts in layer.expert_modules():
-            experts.spread(meshes.ep)
+            experts.spread(meshes.ep if meshes.expert_parts is None else meshes.expert_parts)
             fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
 
 

@@ -11,6 +11,7 @@ from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers import Beside, Cache, RMSNorm, dispatcher_of, layer_class, rotary_of
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
+from weft.models.tensor_parallel import TensorRanks, cuts_of, ends_of, share, tensor_ranks
 from weft.moe import Dispatcher
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing, run_stages
@@ -29,13 +30,17 @@ class Layer(nn.Module):
         layer: LogicalLayer,
         source: WeightSource,
         beside: Beside,
+        ranks: TensorRanks | None = None,
     ) -> None:
         super().__init__()
         self.symbols = layer.symbols
         self.recompute = frozenset(cfg.recompute)
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
-            block = layer_class(symbol)(cfg, source / str(number), beside)
+            block: Any = layer_class(symbol)(cfg, source / str(number), beside)
+            if ranks is not None:
+                share(block, cuts_of(symbol, cfg), ranks)
+                block.share(ranks)
             self.add_module(LAYER_KEYS[symbol], block)
 
     def forward(
@@ -139,6 +144,7 @@ class Stack(nn.Module):
         ends: bool = True,
     ) -> None:
         super().__init__()
+        self.ranks = tensor_ranks(meshes)
         symbols = "".join(layer.symbols for layer in layers)
         rotary = rotary_of(cfg, symbols)
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
@@ -146,10 +152,12 @@ class Stack(nn.Module):
         for number in range(len(layers)) if here is None else here:
             attentions = symbols[: layers[number].physical - 1].count("*")
             beside = Beside(rotary, dispatcher, attentions)
-            self.layers.add_module(str(number), Layer(cfg, layers[number], source, beside))
+            self.layers.add_module(str(number), Layer(cfg, layers[number], source, beside, self.ranks))
         self.final_layernorm: Any = None
         if ends:
             self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
+            if self.ranks is not None:
+                share(self.final_layernorm, ends_of(cfg), self.ranks, "final_layernorm")
 
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None

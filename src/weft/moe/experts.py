@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.dtensor.tensor_parallel import EXPERT
 from weft.fsdp.gradients.direct import local_part
 from weft.moe.kinds import ACTS, CLAMP, GATED, Clamp
 from weft.moe.mlp import activated
+from weft.moe.parts import PARTS, part
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -80,23 +82,35 @@ class GroupedExperts(nn.Module):
             if name.endswith(BIAS):
                 nn.init.zeros_(local_part(weight))
                 continue
+            how = vars(self).get(PARTS, {}).get(name)
             for number, expert in enumerate(local_part(weight), start=self.first_expert):
-                (self.source / str(number) / name).normal_(expert, INITIAL_STD)
+                source = self.source / str(number) / name
+                if how is None or not how.is_cut:
+                    source.normal_(expert, INITIAL_STD)
+                    continue
+                whole = expert.new_empty([*weight.shape[1:]])  # a rank has columns of it
+                source.normal_(whole, INITIAL_STD)
+                expert.copy_(whole.narrow(how.dim - 1, *how.spans[0]))
 
     def spread(self, mesh: DeviceMesh) -> None:
         """Turn the parameters into DTensors of all experts, of which each rank of the 1-D `mesh` has these here.
 
+        Where each expert is cut over tensor-parallel ranks they are the last axis of `mesh`, which is 2-D.
+
         Before `fully_shard`: norms, optimizers and checkpoints then see each expert once, under one number everywhere.
         """
         for name, weight in list(self.named_parameters()):
-            spread = DTensor.from_local(weight.detach(), mesh, [Shard(0)], run_check=False)
+            beyond = weight.placements if isinstance(weight, DTensor) else ()
+            spread = DTensor.from_local(local_part(weight.detach()), mesh, [Shard(0), *beyond], run_check=False)
             parameter = nn.Parameter(spread, requires_grad=weight.requires_grad)
             vars(parameter).update(vars(weight))
+            if beyond:
+                setattr(parameter, EXPERT, True)
             self.register_parameter(name, parameter)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
-        weights = {name: local_part(weight) for name, weight in self.named_parameters()}
+        weights = {name: local_part(part(self, name)) for name in self._parameters}
         if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}

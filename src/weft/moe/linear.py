@@ -1,7 +1,9 @@
 """The linear layer of weft's own models."""
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from weft.moe.parts import part
 from weft.moe.source import INITIAL_STD, WeightSource
 
 
@@ -17,3 +19,7 @@ class Linear(nn.Linear):
         self.source.normal_(self.weight, INITIAL_STD)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product, with this rank's part where ranks share the layer."""
+        return F.linear(input, part(self, "weight"), part(self, "bias"))

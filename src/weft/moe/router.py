@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.moe.parts import part
 from weft.moe.require import is_number, require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -139,8 +140,9 @@ class Router(nn.Module):
         batch, seq, _ = hidden.shape
         precision = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(precision)
-            logits = F.linear(hidden.flatten(0, 1).to(precision), self.weight.to(precision), bias)
+            weight, bias = part(self, "weight"), part(self, "bias")
+            bias = None if bias is None else bias.to(precision)
+            logits = F.linear(hidden.flatten(0, 1).to(precision), weight.to(precision), bias)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
         chosen = scores.gather(-1, experts)

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.errors import NotReadable
 from weft.models import HybridConfig
+from weft.models.tensor_parallel import check_shared
 from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
 from weft.train.files import parse_toml, read_bounded
@@ -90,6 +91,7 @@ class TrainConfig:
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
+            ("sharding.tp", self.sharding.tp, 1),
             ("sharding.pp", self.sharding.pp, 1),
             ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),
@@ -123,6 +125,7 @@ class TrainConfig:
             "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
             "train.overlap = false",
         )
+        self._check_shared_layers(model)
         self._check_stages()
         has_bias = model.expert_bias and "E" in model.pattern
         require(
@@ -131,6 +134,18 @@ class TrainConfig:
             has_bias or self.train.expert_bias_rate == LoopConfig.expert_bias_rate,
             "has no effect on a model without expert biases; set model.expert_bias = true, or leave it out",
         )
+
+    def _check_shared_layers(self, model: HybridConfig) -> None:
+        tp, length = self.sharding.tp, self.data.sequence_length
+        if tp == 1:
+            return
+        try:
+            check_shared(model, tp)
+        except ValueError as error:
+            raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
+        fits = length % tp == 0 or self.sharding.cp > 1
+        rule = f"must be a multiple of sharding.tp = {tp}, over which positions are cut"
+        require("data.sequence_length", length, fits, rule)
 
     @property
     def hybrid(self) -> HybridConfig:
@@ -161,7 +176,7 @@ class TrainConfig:
     def table(self, world_size: int) -> Table:
         """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""
         pp = self.sharding.pp
-        count = self.microbatches_per_step(world_size // pp // self.sharding.cp)
+        count = self.microbatches_per_step(world_size // pp // self.sharding.tp // self.sharding.cp)
         try:
             return table(self.schedule_name, ranks=pp, microbatches=count, chunks=self.chunks)
         except ValueError as error:
@@ -196,7 +211,7 @@ class TrainConfig:
 
     def validate(self, world_size: int) -> None:
         """Check what depends on the number of processes and on the tokenizer's file; every process is a
-        data-parallel rank, or one stage or context rank of such.
+        data-parallel rank, or one stage, context rank or tensor-parallel rank of such.
 
         Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
         number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
@@ -204,10 +219,13 @@ class TrainConfig:
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
         require("sharding.pp", pp, pp in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
-        self.sharding.check(world_size // pp)
+        tp, world = self.sharding.tp, world_size // pp
+        fits = [size for size in range(1, world + 1) if world % size == 0]
+        require("sharding.tp", tp, tp in fits, f"must divide the {world} ranks; choose from {fits}")
+        self.sharding.check(world // tp)
         if pp > 1:
             self.table(world_size)
-        world_size //= pp * self.sharding.cp
+        world_size //= pp * tp * self.sharding.cp
         microbatches = self.microbatches_per_step(world_size)
         least = 2 * world_size * self.train.microbatch_size
         require(

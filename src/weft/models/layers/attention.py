@@ -6,6 +6,7 @@ o       = softmax(scale q k^T) v   over the positions up to one's own, in a wind
 y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from weft.models.documents import Documents
 from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import rotary_for
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
+from weft.moe.parts import part
 from weft.moe.source import INITIAL_STD, WeightSource
 
 Where = tuple[int, Borders | None]
@@ -54,9 +57,19 @@ class Attention(Block):
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        super().share(ranks)
+        self.heads //= ranks.size
+        self.key_value_heads = max(1, self.key_value_heads // ranks.size)
+        if self.norm_of == "full":
+            for norm in (self.q_norm, self.k_norm):  # heads that several ranks have count as often each
+                assert norm is not None
+                norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
+
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
-        how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": self.sinks}
+        how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": part(self, "sinks")}
         where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
         if isinstance(documents, Slices):
             others = documents.gathering(*self._keys_and_values(x_BSD, where))  # beside what queries take
@@ -85,7 +98,7 @@ class Attention(Block):
         k_BSHC = self._normed(self.k_norm, k_BSHC)
         return k_BSHC if self.rotary is None else self.rotary(k_BSHC, *where), v_BSHC
 
-    def _norm(self, cfg: HybridConfig, size: int) -> nn.Module | None:
+    def _norm(self, cfg: HybridConfig, size: int) -> RMSNorm | None:
         widths = {"none": None, "head": cfg.attention_head_dim, "full": size}
         width = widths[cfg.qk_norm]
         return None if width is None else RMSNorm(width, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)

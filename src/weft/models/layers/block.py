@@ -2,14 +2,17 @@
 
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import RotaryEmbedding
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
 from weft.moe.mlp import scaled
+from weft.moe.parts import part, units_of
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
@@ -32,8 +35,11 @@ class Beside(NamedTuple):
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector gets no gradient from here.
+    `padding_idx`: a token whose vector gets no gradient from here. With `ranks` each has the vectors of some tokens
+    and returns those of its positions: [B, S] -> [B, S / tp, hidden].
     """
+
+    ranks: TensorRanks | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, source: WeightSource, padding_idx: int | None = None) -> None:
         self.source = source  # torch's constructor resets the weight
@@ -43,12 +49,27 @@ class Embedding(nn.Embedding):
         """Set the initial weight."""
         self.source.normal_(self.weight, INITIAL_STD)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """The vectors."""
+        if self.ranks is None:
+            return super().forward(input)
+        self.ranks.require(input)
+        first, count = units_of(self.num_embeddings, self.ranks.size, self.ranks.rank)
+        here = (input >= first) & (input < first + count)
+        padding = self.padding_idx if self.padding_idx is not None else -1
+        own_padding = padding - first if first <= padding < first + count else None
+        vectors = F.embedding((input - first).where(here, 0), part(self, "weight"), own_padding)
+        return self.ranks.scatter(vectors.masked_fill(~here.unsqueeze(-1), 0))
+
 
 class Block(nn.Module):
     """A residual layer: `x + post_norm(mix(norm(x)))`, with the norms that `norm_order` names.
 
-    The residual stream passes through `forward` only. Each kind of layer is made as `kind(cfg, source, beside)`.
+    The residual stream passes through `forward` only. Each kind of layer is made as `kind(cfg, source, beside)`. With
+    `ranks`, a rank has a part of its positions, and `mix` gets all of them and gives a part of the sum over the ranks.
     """
+
+    ranks: TensorRanks | None = None
 
     def __init__(self, cfg: HybridConfig) -> None:
         super().__init__()
@@ -63,10 +84,24 @@ class Block(nn.Module):
         """
         raise NotImplementedError
 
+    def share(self, ranks: TensorRanks) -> None:
+        """Compute with what `weft.models.tensor_parallel.share` has left of the parameters."""
+        self.ranks = ranks
+
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        part_BSD = self.mix(normed(self.norm, x_BSD), state, documents)
+        part_BSD = scattered(self.ranks, self.mix(gathered(self.ranks, normed(self.norm, x_BSD)), state, documents))
         return added(x_BSD, normed(self.post_norm, part_BSD), self.multiplier)
+
+
+def gathered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
+    """All positions, of which this rank has some."""
+    return x_BSD if ranks is None else ranks.gather(x_BSD)
+
+
+def scattered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
+    """This rank's positions of the sum over the ranks."""
+    return x_BSD if ranks is None else ranks.scatter(x_BSD)
 
 
 def norms_of(cfg: HybridConfig) -> tuple[RMSNorm | None, RMSNorm | None]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weft.models.context import Borders, Slices
 from weft.models.layers.block import State
+from weft.moe.parts import part
 from weft.moe.source import WeightSource
 
 
@@ -42,8 +43,11 @@ class CausalConvolution(nn.Module):
         x_BSC = F.pad(x_BSC, (0, 0, before, 0)) if known is None else torch.cat((known, x_BSC), dim=1)
         if state is not None:
             state["conv"] = x_BSC[:, x_BSC.shape[1] - before :]
-        y_BCS = F.conv1d(x_BSC.transpose(1, 2), self.weight, self.bias, groups=self.weight.shape[0])
+        y_BCS = F.conv1d(x_BSC.transpose(1, 2), *self._filters(), groups=x_BSC.shape[-1])
         return F.silu(y_BCS.transpose(1, 2))
+
+    def _filters(self) -> tuple[Tensor, Tensor | None]:
+        return part(self, "weight"), part(self, "bias")
 
     def _over_documents(self, x_BSC: Tensor, documents: Borders) -> Tensor:
         """All rows as one, with K - 1 zeros before each document, or what came before in another slice."""
@@ -55,5 +59,5 @@ class CausalConvolution(nn.Module):
             halo = documents.halo(x_BSC, before)
             firsts = places[:: documents.width, None] - before + torch.arange(before, device=places.device)
             spaced = spaced.index_copy(0, firsts.flatten(), halo.flatten(0, 1))
-        y_1CN = F.conv1d(spaced.t()[None], self.weight, self.bias, groups=self.weight.shape[0])
+        y_1CN = F.conv1d(spaced.t()[None], *self._filters(), groups=x_BSC.shape[-1])
         return F.silu(y_1CN[0].t().index_select(0, places - before).view_as(x_BSC))

@@ -29,7 +29,9 @@ from weft.models.layers.chunks import between, chunked_numbers, chunks, entering
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_rule
 from weft.models.layers.norm import GatedNorm
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
+from weft.moe.parts import part
 from weft.moe.source import WeightSource
 
 CHUNK = 64
@@ -73,13 +75,23 @@ class GatedDeltaNet(Block):
         self.A_log.log_()
         nn.init.ones_(self.dt_bias)
 
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        super().share(ranks)
+        size, (of_keys, _, of_values), keys = ranks.size, self.inner_widths, self.key_heads
+        self.value_heads, self.key_heads = self.value_heads // size, max(1, keys // size)
+        of_keys, of_values = of_keys * self.key_heads // keys, of_values // size
+        self.widths = 2 * of_keys + of_values, of_values, self.value_heads, self.value_heads
+        self.inner_widths = of_keys, of_keys, of_values
+
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
         qkv, z, b, a = self.in_proj(x_BSD).split(self.widths, dim=-1)
         q, k, v = self.conv1d(qkv, state, documents).split(self.inner_widths, dim=-1)
         q_BSHC, k_BSHC = (each.unflatten(-1, (self.key_heads, -1)) for each in (q, k))
         v_BSHC, z_BSHC = (each.unflatten(-1, (self.value_heads, -1)) for each in (v, z))
-        g_BSH = -self.A_log.exp() * F.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
+        dt_bias = part(self, "dt_bias")
+        g_BSH = -part(self, "A_log").exp() * F.softplus(a.to(dt_bias.dtype) + dt_bias)
         known = state.get("delta") if state is not None else None
         if state is not None and x_BSD.shape[1] == 1:
             o_BSHC, last = delta_stepwise(q_BSHC, k_BSHC, v_BSHC, g_BSH, b.sigmoid(), known)

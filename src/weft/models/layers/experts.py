@@ -4,14 +4,17 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers.block import Beside, added, normed, norms_of
+from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing
 
 
 class Experts(MoE):
-    """It ends a logical layer."""
+    """It ends a logical layer. With `ranks` each computes a part of every expert, for all positions."""
+
+    ranks: TensorRanks | None = None
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -42,9 +45,15 @@ class Experts(MoE):
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        self.ranks = ranks
+
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
-        rows, weights, shared, loss, handle = self.send(normed(self.norm, x_BSD))
+        rows, weights, shared, loss, handle = self.send(gathered(self.ranks, normed(self.norm, x_BSD)))
+        if self.ranks is not None and loss is not None:
+            loss = self.ranks.shared(loss)
         kept = {"residual": x_BSD}
         if weights is not None:
             kept["weights"] = weights
@@ -59,7 +68,7 @@ class Experts(MoE):
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""
         output = self.receive(rows, kept.get("weights"), kept.get("shared"), handle)
-        return added(kept["residual"], normed(self.post_norm, output), self.multiplier)
+        return added(kept["residual"], normed(self.post_norm, scattered(self.ranks, output)), self.multiplier)
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:

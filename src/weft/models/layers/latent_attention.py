@@ -17,6 +17,7 @@ from weft.models.context import Borders, Slices
 from weft.models.layers.attention import Where, attention_over, attention_within, positions_of, remembered
 from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.norm import RMSNorm
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
@@ -51,6 +52,11 @@ class LatentAttention(Block):
         self.o_proj = Linear(self.heads * cfg.v_head_dim, hidden, source / "o_proj", bias=bias)
         self.low_rank_queries = rank is not None
         self.rotary = beside.rotary
+
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        super().share(ranks)
+        self.heads //= ranks.size
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""

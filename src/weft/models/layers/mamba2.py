@@ -12,6 +12,7 @@ Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L posi
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,9 @@ from weft.models.layers.chunks import between, chunked_numbers, chunks, entering
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_scan
 from weft.models.layers.norm import GatedNorm
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
+from weft.moe.parts import part
 from weft.moe.source import WeightSource
 
 
@@ -67,12 +70,26 @@ class Mamba2(Block):
         """A from -1 to -H, D = 1, and steps that are log-uniform from `time_step_min` to `time_step_max`."""
         for parameter in (self.A_log, self.D, self.dt_bias):
             keep_dtype(parameter)
-        self.A_log.copy_(torch.arange(1, self.heads + 1, device=self.A_log.device).log())
+        self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).log())
         nn.init.ones_(self.D)
         low, high, floor = self.steps
         (self.source / "dt_bias").uniform_(self.dt_bias, math.log(low), math.log(high))
         step = self.dt_bias.exp().clamp(min=floor)
         self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
+
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        super().share(ranks)
+        size, groups = ranks.size, self.groups
+        inner, shared, _ = self.inner_widths
+        self.heads, self.groups = self.heads // size, max(1, groups // size)
+        inner, shared = inner // size, shared * self.groups // groups
+        self.widths, self.inner_widths = (inner, inner + 2 * shared, self.heads), (inner, shared, shared)
+        if self.gated_norm is not None:
+            self.gated_norm.groups = self.groups
+        if groups < size and self.gated_norm is not None:  # ranks share a group
+            count = size // groups
+            self.gated_norm.mean_over_ranks = partial(ranks.mean, first=ranks.rank // count * count, count=count)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
@@ -80,16 +97,17 @@ class Mamba2(Block):
         x, B, C = self.conv1d(xBC, state, documents).split(self.inner_widths, dim=-1)
         x_BSHP = x.unflatten(-1, (self.heads, -1))
         B_BSGN, C_BSGN = (each.unflatten(-1, (self.groups, -1)) for each in (B, C))
-        dt_BSH = F.softplus(dt_BSH.to(self.dt_bias.dtype) + self.dt_bias).clamp(*self.limit)
+        dt_bias = part(self, "dt_bias")
+        dt_BSH = F.softplus(dt_BSH.to(dt_bias.dtype) + dt_bias).clamp(*self.limit)
         known = state.get("ssm") if state is not None else None
-        given = x_BSHP, dt_BSH, -self.A_log.exp(), B_BSGN, C_BSGN, known
+        given = x_BSHP, dt_BSH, -part(self, "A_log").exp(), B_BSGN, C_BSGN, known
         if state is not None and x_BSD.shape[1] == 1:
             y_BSHP, last = ssd_stepwise(*given)
         else:
             y_BSHP, last = self.scan(*given, self.chunk_size, documents)
         if state is not None:
             state["ssm"] = last
-        y_BSHP = y_BSHP + self.D[:, None] * x_BSHP
+        y_BSHP = y_BSHP + part(self, "D")[:, None] * x_BSHP
         y = y_BSHP.flatten(-2)
         return self.out_proj(
             (y * F.silu(z.to(y.dtype))).to(z.dtype) if self.gated_norm is None else self.gated_norm(y, z)
@@ -100,7 +118,7 @@ class Mamba2(Block):
         if self.multipliers is None:
             return self.in_proj(x_BSD).split(self.widths, dim=-1)
         parts = self.in_proj(x_BSD).split((self.widths[0], *self.inner_widths, self.widths[2]), dim=-1)
-        z, x, B, C, dt = (part * multiplier for part, multiplier in zip(parts, self.multipliers))
+        z, x, B, C, dt = (each * multiplier for each, multiplier in zip(parts, self.multipliers))
         return z, torch.cat((x, B, C), dim=-1), dt
 
 

@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
-from weft.models.layers.block import Beside, added, normed, norms_of
+from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
 from weft.moe.source import WeightSource
@@ -14,6 +15,7 @@ class MLP(FeedForward):
     """It ends a logical layer, whose `experts` it is."""
 
     dispatcher: Dispatcher | None = None
+    ranks: TensorRanks | None = None
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -23,13 +25,17 @@ class MLP(FeedForward):
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        self.ranks = ranks
+
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts, which are the MLP itself."""
         return Crossing(normed(self.norm, x_BSD), {"residual": x_BSD})
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return self.forward(rows)
+        return scattered(self.ranks, self.forward(gathered(self.ranks, rows)))
 
     def expert_modules(self) -> list[nn.Module]:
         """What only `run_experts` calls."""

@@ -1,8 +1,12 @@
 """Root mean square norms (Zhang and Sennrich 2019, arXiv:1910.07467): y = w * x / sqrt(mean(x^2) + eps)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from weft.moe.parts import part
 
 
 class RMSNorm(nn.Module):
@@ -10,6 +14,9 @@ class RMSNorm(nn.Module):
 
     `zero_centered`: the factor is 1 + w, and w starts at 0.
     """
+
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Gives the mean of this rank's mean squares and those of the ranks that have the rest of the width."""
 
     def __init__(self, width: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -24,10 +31,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and scale."""
-        if not self.zero_centered:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = part(self, "weight")
+        if not self.zero_centered and self.mean_over_ranks is None:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)  # 1 + w in a half precision would lose w
-        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
+        factor = 1 + weight.to(wide) if self.zero_centered else weight.to(wide)
+        if self.mean_over_ranks is None:
+            return F.rms_norm(x.to(wide), weight.shape, factor, self.eps).to(x.dtype)
+        return (_over_root(x.to(wide), self.eps, self.mean_over_ranks) * factor).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}" + ", zero_centered=True" * self.zero_centered
@@ -40,6 +51,9 @@ class GatedNorm(nn.Module):
     norm first   y = w * norm(x) * silu(gate)     gated delta net: the last dimension is one head
     sigmoid      y = w * norm(x) * sigmoid(gate)  Kimi delta attention
     """
+
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """As of `RMSNorm`, where ranks share a group."""
 
     def __init__(self, width: int, eps: float, *, groups: int = 1, gate_first: bool, sigmoid: bool = False) -> None:
         super().__init__()
@@ -59,9 +73,16 @@ class GatedNorm(nn.Module):
         wide = torch.promote_types(gate.dtype, torch.float32)
         x, opened = x.to(wide), self.opens(gate.to(wide))
         x = (x * opened if self.gate_first else x).unflatten(-1, (self.groups, -1))
-        x = F.rms_norm(x, x.shape[-1:], None, self.eps).flatten(-2) * self.weight.to(wide)
+        x = _over_root(x, self.eps, self.mean_over_ranks).flatten(-2) * part(self, "weight").to(wide)
         return (x if self.gate_first else x * opened).to(gate.dtype)
 
     def extra_repr(self) -> str:
         first = "gate" if self.gate_first else "norm"
         return f"{self.weight.shape[0]}, eps={self.eps}, groups={self.groups}, {first} first"
+
+
+def _over_root(x: Tensor, eps: float, mean_over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """`x` over the root of its mean square."""
+    if mean_over_ranks is None:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+    return x * (mean_over_ranks(x.square().mean(-1, keepdim=True)) + eps).rsqrt()

@@ -22,6 +22,8 @@ class ShardingConfig:
     """Ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
     cp: int = 1
     """Ranks that share every sequence: each has two slices of it, and layers exchange what crosses."""
+    tp: int = 1
+    """Ranks that share every layer: heads, widths and the vocabulary are cut, and positions between layers."""
     pp: int = 1
     """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
@@ -46,6 +48,7 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
         require("sharding.cp", self.cp, self.cp >= 1, "must be a number of ranks, 1 for whole sequences on every rank")
+        require("sharding.tp", self.tp, self.tp >= 1, "must be a number of ranks, 1 for whole layers on every rank")
         require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
         require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
         without = "has no effect with sharding.pp = 1"

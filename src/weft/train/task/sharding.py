@@ -23,6 +23,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
         dp_shard=sizes.dp_shard,
         cp=sizes.cp,
         ep=sizes.ep,
+        tp=sizes.tp,
     )
 
 

@@ -1,0 +1,289 @@
+"""Tensor parallelism with sequence parallelism: the ranks of an axis share every layer.
+
+Between blocks each of the `tp` ranks has a part of the positions, [B, S / tp, D]. A block gathers the positions and
+computes with its heads, groups or columns. Its last projection gives a part of a sum, which is summed and scattered
+over the positions again:
+
+    x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
+
+`cuts_of` is the one list of how every parameter lies. What is not cut has a partial gradient on each rank, which is
+summed over the ranks: a norm sees this rank's positions only, and what lies between gathering and scattering this
+rank's heads. See `weft.moe.parts`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.groups import group_of
+from weft.mesh import Meshes
+from weft.models.config import HybridConfig
+from weft.models.gathering import gathered, summed
+from weft.moe.parts import Cut, place
+
+LANE = "tensor"
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that share every layer; `mesh` is 1-D."""
+
+    mesh: DeviceMesh
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """Their process group."""
+        return group_of(self.mesh, 0)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        return self.mesh.get_local_rank()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Each rank's positions [B, S / size, ...] -> all, [B, S, ...]. In backward gradients are summed."""
+        return torch.cat(gathered(self.group, x, lane=LANE)[0].unbind(), dim=1)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of [B, S, ...] -> this rank's positions of it, [B, S / size, ...]."""
+        return summed(self.group, torch.stack(x.chunk(self.size, dim=1)), lane=LANE)
+
+    def mean(self, x: Tensor, first: int, count: int) -> Tensor:
+        """The mean over `count` ranks from `first` on; every rank of the axis calls it."""
+        return gathered(self.group, x, lane=LANE)[0][first : first + count].mean(0)
+
+    def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The parts of all ranks along `dim`, of `sizes`, together; every rank computes the same from them."""
+        return _Joined.apply(x, self, dim, tuple(sizes))
+
+    def shared(self, loss: Tensor) -> Tensor:
+        """A loss that every rank computes alike; its gradient is this rank's share, as all others are."""
+        return _Shared.apply(loss, self.size)
+
+    def positions(self, x: Tensor) -> Tensor:
+        """This rank's positions of what every rank has, [B, S, ...] -> [B, S / size, ...]."""
+        return x.chunk(self.size, dim=1)[self.rank]
+
+    def require(self, tokens: Tensor) -> None:
+        """Raise `ValueError` unless the positions of `tokens` [B, S] divide."""
+        if tokens.shape[1] % self.size:
+            raise ValueError(
+                f"{tokens.shape[1]} positions on tp={self.size} ranks, of which each has as many: make the rows a "
+                f"multiple of {self.size} long, with labels of -100 at their end"
+            )
+
+
+def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
+    """Those of `meshes`, None where every rank has whole layers."""
+    return None if meshes is None or meshes.tp is None else TensorRanks(meshes.tp)
+
+
+# --- how every parameter lies -----------------------------------------------------------------------------------------
+
+WHOLE = None
+"""On every rank, with a partial gradient."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The last projection of a block: its input is cut, its output a sum over the ranks, its bias is added once."""
+
+    units: int
+    width: int = 1
+
+
+Lies = Cut | Rows | None
+
+
+def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
+    return Cut(dim, sections)
+
+
+def cuts_of(symbol: str, cfg: HybridConfig) -> dict[str, Lies]:
+    """How the parameters of a block lie, by their names or by those of their modules."""
+    norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
+    return norms | _KINDS[symbol](cfg)
+
+
+def _attention(cfg: HybridConfig) -> dict[str, Lies]:
+    width = cfg.attention_head_dim
+    queries, keys = (cfg.num_attention_heads, width), (cfg.num_key_value_heads, width)
+    full = cfg.qk_norm == "full"
+    return {
+        "q_proj": _columns((queries[0], width * (2 if cfg.attention_output_gate else 1))),
+        "k_proj": _columns(keys),
+        "v_proj": _columns(keys),
+        "q_norm": _columns(queries) if full else WHOLE,
+        "k_norm": _columns(keys) if full else WHOLE,
+        "sinks": _columns((queries[0], 1)),
+        "o_proj": Rows(*queries),
+    }
+
+
+def _latent(cfg: HybridConfig) -> dict[str, Lies]:
+    heads = cfg.num_attention_heads
+    queries = _columns((heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim))
+    return {
+        "q_a_proj": WHOLE,
+        "q_a_norm": WHOLE,
+        "q_b_proj": queries,
+        "q_proj": queries,
+        "kv_a_proj": WHOLE,
+        "kv_a_norm": WHOLE,
+        "kv_b_proj": _columns((heads, cfg.qk_nope_head_dim + cfg.v_head_dim)),
+        "o_proj": Rows(heads, cfg.v_head_dim),
+    }
+
+
+def _mamba(cfg: HybridConfig) -> dict[str, Lies]:
+    heads, groups = (cfg.mamba_num_heads, cfg.mamba_head_dim), (cfg.mamba_n_groups, cfg.ssm_state_size)
+    steps = (cfg.mamba_num_heads, 1)
+    return {
+        "in_proj": _columns(heads, heads, groups, groups, steps),
+        "conv1d": _columns(heads, groups, groups),
+        "A_log": _columns(steps),
+        "D": _columns(steps),
+        "dt_bias": _columns(steps),
+        "gated_norm": _columns(heads),
+        "out_proj": Rows(*heads),
+    }
+
+
+def _delta(cfg: HybridConfig) -> dict[str, Lies]:
+    keys = (cfg.linear_num_key_heads, cfg.linear_key_head_dim)
+    values, each = (cfg.linear_num_value_heads, cfg.linear_value_head_dim), (cfg.linear_num_value_heads, 1)
+    return {
+        "in_proj": _columns(keys, keys, values, values, each, each),
+        "conv1d": _columns(keys, keys, values),
+        "A_log": _columns(each),
+        "dt_bias": _columns(each),
+        "gated_norm": WHOLE,
+        "out_proj": Rows(*values),
+    }
+
+
+def _mlp(cfg: HybridConfig) -> dict[str, Lies]:
+    return _feed_forward("", cfg.intermediate_size)
+
+
+def _experts(cfg: HybridConfig) -> dict[str, Lies]:
+    inner = cfg.moe_intermediate_size, 1
+    columns = {f"experts.{name}{bias}": _columns(inner, dim=-1) for name in _UP for bias in ("", "_bias")}
+    return {
+        **columns,
+        "experts.down_proj": Rows(*inner),
+        "experts.down_proj_bias": Rows(*inner),
+        "router": WHOLE,
+        "latent_in": WHOLE,
+        "latent_out": Rows(0),
+        **_feed_forward("shared_expert.", cfg.shared_expert_intermediate_size),
+        "shared_expert_gate": WHOLE,
+    }
+
+
+def _feed_forward(path: str, inner: int) -> dict[str, Lies]:
+    return {**{path + name: _columns((inner, 1)) for name in _UP}, path + "down_proj": Rows(inner)}
+
+
+_UP = ("gate_proj", "up_proj")
+_KINDS = {"*": _attention, "+": _latent, "M": _mamba, "G": _delta, "-": _mlp, "E": _experts}
+
+
+def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
+    """How what is outside of blocks lies."""
+    tokens = _columns((cfg.vocab_size, 1))
+    norms = dict.fromkeys(("final_layernorm", "embedding_norm", "hidden_norm"), WHOLE)
+    return {"embedding": tokens, "output_layer": tokens, "project": WHOLE, **norms}
+
+
+def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
+    """Turn the parameters of `module` into what `lies` says; `path`: what `module` is called in it."""
+    for owner_name, owner in module.named_modules():
+        where = ".".join(filter(None, (path, owner_name)))
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            full = f"{where}.{name}" if where else name
+            how = lies[full] if full in lies else lies[where]
+            if isinstance(how, Rows):
+                is_bias = name.endswith("bias")
+                cut = None if is_bias or not how.units else Cut(1, ((how.units, how.width),))
+                place(owner, name, ranks.mesh, cut, share=is_bias)
+            else:
+                place(owner, name, ranks.mesh, how)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def check_shared(cfg: HybridConfig, size: int) -> None:
+    """Raise `ValueError` for a model whose layers `size` ranks cannot share."""
+    symbols = set("".join(layer.symbols for layer in (*cfg.parsed.layers, *cfg.parsed.prediction)))
+    if unknown := sorted(symbols - set(_KINDS)):
+        raise ValueError(
+            f"pattern {cfg.pattern!r} on tp={size} ranks: layers {', '.join(unknown)} cannot be shared; use tp=1, or "
+            f"layers of {', '.join(_KINDS)}"
+        )
+    divided = {
+        "*+": ("num_attention_heads",),
+        "M": ("mamba_num_heads",),
+        "G": ("linear_num_value_heads",),
+        "-": ("intermediate_size",),
+        "E": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    }
+    for kinds, names in divided.items():
+        for name in names if symbols & set(kinds) else ():
+            if getattr(cfg, name) % size:
+                raise ValueError(f"{name}={getattr(cfg, name)} is cut over tp={size} ranks: make it a multiple of tp")
+    few = {"*": "num_key_value_heads", "M": "mamba_n_groups", "G": "linear_num_key_heads"}
+    for kind, name in few.items():
+        if kind in symbols and (units := getattr(cfg, name)) % size and size % units:
+            raise ValueError(
+                f"{name}={units} on tp={size} ranks: each has as many, or as many ranks share each; make one a "
+                "multiple of the other"
+            )
+    if cfg.vocab_size < size:
+        raise ValueError(f"vocab_size={cfg.vocab_size} is cut over tp={size} ranks: it has at least one token for each")
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
+        most = max(sizes)
+        padded = torch.cat((x, x.new_zeros(_with(x.shape, dim, most - x.shape[dim]))), dim=dim)
+        parts = gathered(ranks.group, padded, lane=LANE)[0]
+        return torch.cat([each.narrow(dim, 0, size) for each, size in zip(parts, sizes)], dim=dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank], None, None, None
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    found = list(shape)
+    found[dim] = size
+    return found
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.size, None

@@ -1,0 +1,123 @@
+"""What is counted where ranks share rows or layers: bytes, operations beside a message, losses of routers."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import weft
+from tests.models.test_context import batch, build
+from tests.models.test_documents import config
+from tests.pool import distributed
+from weft.comm.collectives import reduce_now
+from weft.errors import KernelError
+from weft.models import context_part
+from weft.models.gathering import Gathering
+from weft.moe import router_losses
+
+
+class Noted(TorchDispatchMode):
+    """Notes products of matrices among what is sent and received."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            self.events.append("product")
+        return function(*args, **(kwargs or {}))
+
+
+@distributed(2)
+def test_recurrences_compute_within_their_chunks_while_summaries_travel():
+    meshes = weft.init_meshes("cpu", cp=2)
+    for kind in "MG":
+        model, noted = build(config(kind, chunk_size=4), meshes), Noted()
+
+        def note(name, noted=noted):
+            function = getattr(Gathering, name)
+            return mock.patch.object(Gathering, name, lambda *args: (noted.events.append(name), function(*args))[1])
+
+        with note("send"), note("receive"), noted:
+            model(**context_part(batch(None), meshes))
+        messages = [place for place, event in enumerate(noted.events) if event != "product"]
+        assert [noted.events[place] for place in messages] == ["send", "receive"] * 2  # the halo, and summaries
+        assert "product" in noted.events[messages[2] : messages[3]]
+
+
+@distributed(2)
+def test_losses_of_routers_are_means_over_context_ranks_each_about_its_own_tokens():
+    meshes, given = weft.init_meshes("cpu", cp=2), batch(None)
+    cfg = config("E", aux_loss_coef=0.5)
+    model = build(cfg, meshes)
+    loss = model(**context_part(given, meshes)).detach()
+    own = sum(router_losses(model).values()).double()
+    mean = reduce_now(own.clone(), dist.ReduceOp.SUM, None) / 2
+    assert own != mean
+    without = build(dataclasses.replace(cfg, aux_loss_coef=0.0))(**given).detach()
+    torch.testing.assert_close(loss, without + mean, rtol=1e-6, atol=1e-6)  # router losses are kept in fp32
+
+
+@distributed(2)
+def test_kernels_of_other_packages_are_refused_by_name_and_left_alone_by_auto():
+    meshes = weft.init_meshes("cpu", cp=2)
+    for kind, setting, name in (("M", "mamba_kernel", "mamba_ssm"), ("G", "delta_kernel", "fla")):
+        part = context_part(batch(None), meshes)
+        with pytest.raises(KernelError, match=f"{name} cannot be used: it is not called with context ranks"):
+            build(config(kind, **{setting: name}), meshes)(**part)
+        with mock.patch("weft.models.layers.kernels._chosen", side_effect=AssertionError("asked for a kernel")):
+            build(config(kind, **{setting: "auto"}), meshes)(**part)
+
+
+@pytest.mark.slow
+@distributed(2)
+@torch.no_grad()
+def test_recurrences_send_as_much_for_64k_tokens_as_for_2k():
+    meshes = weft.init_meshes("cpu", cp=2)
+    for kind in "MG":
+        model, sent = build(config(kind), meshes, dtype=torch.float32), []
+        for seq in (2048, 65536):
+            tokens = torch.arange(seq)[None] % 37
+            with mock.patch.object(Gathering, "send", autospec=True, side_effect=Gathering.send) as send:
+                model(**context_part({"tokens": tokens, "labels": tokens}, meshes))
+            sent.append(sum(part.nbytes for call in send.call_args_list for part in call.args[1]))
+        assert sent[0] == sent[1] > 0
+
+
+def kept_for_backward(model, given):
+    """Bytes of what forward leaves for backward, each memory once, without the weights."""
+
+    def storage(tensor):
+        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+    weights, kept = {storage(each).data_ptr() for each in model.parameters()}, {}
+
+    def pack(tensor):
+        kept[storage(tensor).data_ptr()] = storage(tensor).nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**given)
+    assert loss.requires_grad
+    return sum(size for place, size in kept.items() if place not in weights)
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_activations_are_spread_over_context_and_tensor_parallel_ranks():
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "mamba_num_heads": 8}
+    heads |= {"mamba_head_dim": 16, "mamba_n_groups": 4, "ssm_state_size": 16, "linear_num_key_heads": 4}
+    heads |= {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 64, "chunk_size": 16}
+    cfg = dataclasses.replace(config("M[*-]GG[*E]", **heads, **sizes), hidden_size=64)
+    given = batch(None, 256)
+    alone = kept_for_backward(build(cfg, dtype=torch.float32), given)
+    context, shared = weft.init_meshes("cpu", cp=4), weft.init_meshes("cpu", tp=4)
+    part = context_part(given, context)
+    assert kept_for_backward(build(cfg, context, dtype=torch.float32), part) <= 0.30 * alone
+    assert kept_for_backward(build(cfg, shared, dtype=torch.float32), given) <= 0.35 * alone

@@ -1,0 +1,47 @@
+"""Runs whose ranks share every layer."""
+
+import pytest
+import torch
+
+from tests.train.command import write_config
+from tests.train.test_documents import write_documents
+from tests.train.test_loop import train_on
+from weft.train.config import parse_config
+from weft.train.errors import ConfigError
+
+SIZES = ["model.mamba_num_heads=2", "model.mamba_head_dim=8", "model.ssm_state_size=8"]
+
+
+@pytest.mark.slow
+def test_a_run_over_tensor_parallel_ranks_has_the_losses_of_one_rank_and_resumes_on_any_number(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=2, data__sequence_length=32)
+    changes = ["model.pattern=M*[*-]/[+-]", "model.num_attention_heads=2", *SIZES, *write_documents(tmp_path)]
+    alone = pool.run(1, train_on, path, tmp_path / "alone", changes, stop_at=4)[0]
+    shared = [*changes, "sharding.tp=2"]
+    pool.run(2, train_on, path, tmp_path / "both", shared, stop_at=2)
+    both = pool.run(1, train_on, path, tmp_path / "both", changes, stop_at=4, resume_from=2)[0]
+    pool.run(1, train_on, path, tmp_path / "later", changes, stop_at=2)
+    later = pool.run(2, train_on, path, tmp_path / "later", shared, stop_at=4, resume_from=2)[0]
+    for found in (both, later):
+        for one, two in zip(alone[:2], found[:2]):
+            for here, there in zip(one, two, strict=True):
+                for name in ("loss", "loss_depth_1", "gradient_norm"):
+                    if name in here:
+                        assert there[name] == pytest.approx(here[name], rel=1e-4)
+        torch.testing.assert_close(found[2], alone[2], rtol=1e-3, atol=1e-4)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    def config(*changes):
+        return parse_config(
+            "", ["model.pattern=[*-]", "train.global_batch_size=8", "train.microbatch_size=2", *changes]
+        )
+
+    config("sharding.tp=2").validate(4)
+    assert config("sharding.tp=2", "sharding.cp=2").microbatches_per_step(2) == 2
+    with pytest.raises(ConfigError, match=r"sharding\.tp = 2: must divide the 3 ranks; choose from \[1, 3\]"):
+        config("sharding.tp=2").validate(3)
+    with pytest.raises(ConfigError, match=r"sharding\.tp = 3: model\.num_attention_heads=4 is cut over tp=3 ranks"):
+        config("sharding.tp=3")
+    with pytest.raises(ConfigError, match=r"data\.sequence_length = 33: must be a multiple of sharding\.tp = 2"):
+        config("sharding.tp=2", "data.sequence_length=33")
