@@ -6,7 +6,7 @@ o       = softmax(scale q k^T) v   over the positions up to one's own, in a wind
 y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ Where = tuple[int, Borders | None]
 
 class Attention(Block):
     """Grouped-query attention. Its state are the keys and values so far, [B, T, heads, C]."""
+
+    graph_scopes: ClassVar = {"forward": ("attn", None)}
 
     def __init__(
         self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None, window: int | None

@@ -13,6 +13,7 @@ Shapes in names: H key heads, R value heads for each, K chunks, L positions of a
 """
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,8 @@ class GatedDeltaNet(Block):
     softplus(a + dt_bias). Queries and keys have length 1, queries dk^-0.5. Its state is S [B, value heads, dk, dv] and
     the convolution's.
     """
+
+    graph_scopes: ClassVar = {"forward": ("mamba", None)}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
         super().__init__(cfg)

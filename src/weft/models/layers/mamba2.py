@@ -11,6 +11,7 @@ Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L posi
 """
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,8 @@ class Mamba2(Block):
 
     Its state is h [B, H, P, N] and the convolution's. dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`.
     """
+
+    graph_scopes: ClassVar = {"forward": ("mamba", None)}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
         super().__init__(cfg)
