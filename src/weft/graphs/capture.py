@@ -53,9 +53,12 @@ class Recording(Protocol):
 class Backend(Protocol):
     """Captures functions."""
 
-    def capture(self, function: Callable[[], Any], known: Ranges) -> tuple[Any, Recording]:
+    def capture(
+        self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
+    ) -> tuple[Any, Recording]:
         """Run `function()`, and return its result with what replays it into the same tensors.
 
-        `known`: the memory that the function may read and that no capture makes. Raises CaptureRefused.
+        `known`: the memory that the function may read and that it does not make. `behind`: what is always replayed
+        before it. Raises CaptureRefused.
         """
         ...

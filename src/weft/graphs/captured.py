@@ -122,9 +122,11 @@ class Captured:
         known += [*self._forward.memory(), *map(range_of, self._gradients), *map(range_of, outputs)]
 
         def backward() -> Any:
-            return torch.autograd.grad(differentiable, [*inputs, *parameters], self._gradients, allow_unused=True)
+            # Retained: a second backward must find what the first one read.
+            wanted = [*inputs, *parameters]
+            return torch.autograd.grad(differentiable, wanted, self._gradients, retain_graph=True, allow_unused=True)
 
-        found, self._backward = backend.capture(backward, known)
+        found, self._backward = backend.capture(backward, known, self._forward)
         self._of_inputs = [each if each is None else each.data for each in found[: len(inputs)]]
         pairs = [(each, to) for each, to in zip(found[len(inputs) :], parameters) if each is not None]
         self.parameters = [to for _, to in pairs]

@@ -125,7 +125,7 @@ class GraphTable:
 
     def report(self) -> dict[str, Any]:
         """Captures, replays, eager calls by reason, and bytes: in all, and by scope."""
-        scopes = dict.fromkeys(call.scope for call in self.calls)
+        scopes = dict.fromkeys(call.scope for call in self.calls if call.captures or call.eager or call.refused)
         each = {scope: _sum(call for call in self.calls if call.scope == scope) for scope in scopes}
         return {**_sum(self.calls), "scopes": each}
 
@@ -172,7 +172,7 @@ def _sum(calls: Any) -> dict[str, Any]:
     calls = list(calls)
     eager: Counter[str] = Counter()
     for call in calls:
-        eager.update(call.eager)
+        eager.update({**({} if call.refused is None else {call.refused: 0}), **call.eager})
     return {
         "captures": sum(call.captures for call in calls),
         "replays": sum(call.replays for call in calls),

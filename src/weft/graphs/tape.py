@@ -3,27 +3,20 @@
     capture   every operator runs and is noted with its very arguments and results
     replay    the list runs again: what an operator returns is copied into the tensor that the capture made
 
-That is the meaning of a CUDA graph: constant addresses, frozen control flow, no Python of the model. What a CUDA graph
-cannot hold is found at capture: host reads, random numbers, collectives, tensors of other classes, and memory that
-neither the function made nor its caller knows.
+That is the meaning of a CUDA graph: constant addresses, frozen control flow, no Python of the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from weft.graphs.capture import CaptureRefused, capturing
+from weft.graphs.capture import Recording, capturing
 from weft.graphs.places import Ranges
+from weft.graphs.watch import HostReads, New, Watch, storage_of
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
-_HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-"""Reads that never become an operator on the CPU."""
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 """Operators that compute nothing."""
 
@@ -85,80 +78,30 @@ def poison(tensor: Tensor) -> None:
 class TapeBackend:
     """Records on the CPU."""
 
-    def capture(self, function: Callable[[], Any], known: Ranges) -> tuple[Any, Tape]:
+    def capture(self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None) -> tuple[Any, Tape]:
         """See `Backend`."""
         tape = Tape()
-        with capturing(), _HostReads(), _Recorder(tape, known):
+        with capturing(), HostReads(), _Recorder(tape, known):
             return function(), tape
 
 
-class _HostReads(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _HOST_READS:
-            raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
-        return function(*args, **(kwargs or {}))
-
-
-class _Recorder(TorchDispatchMode):
+class _Recorder(Watch):
     def __init__(self, tape: Tape, known: Ranges) -> None:
-        super().__init__()
+        super().__init__(known)
         self._tape = tape
-        self._known = known
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
         """By id: each tensor, which so keeps its id, and a tensor of its memory without history."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        self._check(function, args, kwargs, given)
-        for tensor in _written(function, args, kwargs):
-            if not self._may_write(tensor):
-                raise CaptureRefused(f"{function} writes to memory that is neither its own nor a buffer's")
-        before = {_storage(each) for each in given}
-        returned = function(*args, **kwargs)
-        results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
-        new = []
-        for place, tensor in results:
-            if isinstance(tensor, Tensor) and _storage(tensor) not in before and tensor.numel():
-                new.append((place, self._alias(tensor)))
-                self._tape.made.setdefault(_storage(tensor), new[-1][1])
+    def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
+        for _, tensor in new:
+            self._tape.made.setdefault(storage_of(tensor), self._alias(tensor))
         for tensor in given:
-            if _storage(tensor) not in self._tape.made and tensor.numel():
-                if self._known_as(tensor) is None:
-                    raise CaptureRefused(
-                        f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or "
-                        "buffer"
-                    )
+            if storage_of(tensor) not in self.made and tensor.numel():
                 self._tape.read.setdefault(tensor.data_ptr(), self._alias(tensor))
-        keep, name = tree_map(self._kept, (args, kwargs)), function.overloadpacket.__name__
-        if (new or function._schema.is_mutable) and name not in _EMPTY:
-            self._tape.calls.append(Call(function, keep[0], keep[1], tuple(new)))
-        return returned
-
-    def _may_write(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._tape.made or not tensor.numel() or bool(self._known_as(tensor))
-
-    def _known_as(self, tensor: Tensor) -> bool | None:
-        """Whether known memory in which `tensor` begins may be written to; None for unknown memory."""
-        address = tensor.data_ptr()
-        return next((writable for start, stop, writable in self._known if start <= address < stop), None)
-
-    def _check(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
-        tags, name = function.tags, function.overloadpacket.__name__
-        reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if name in ("index", "index_put", "index_put_"):  # a mask is counted, integers are not
-            reads = any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
-        if reads:
-            raise CaptureRefused(f"the host reads a tensor ({function})")
-        if torch.Tag.nondeterministic_seeded in tags and _draws(function, args, kwargs):
-            raise CaptureRefused(f"it draws random numbers ({function})")
-        if function.namespace in _COLLECTIVES:
-            raise CaptureRefused(f"it contains a collective ({function})")
-        if name == "lift_fresh":
-            raise CaptureRefused("it makes a tensor of numbers of the host, such as torch.tensor([...])")
-        for tensor in given:
-            if type(tensor) not in _PLAIN:
-                raise CaptureRefused(f"it computes with a {type(tensor).__name__}")
+        keep: Any = tree_map(self._kept, (args, kwargs))
+        if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
+            results = tuple((place, self._alias(tensor)) for place, tensor in new)
+            self._tape.calls.append(Call(function, keep[0], keep[1], results))
 
     def _kept(self, value: Any) -> Any:
         return self._alias(value) if isinstance(value, Tensor) else value
@@ -167,26 +110,3 @@ class _Recorder(TorchDispatchMode):
         if id(tensor) not in self._aliases:
             self._aliases[id(tensor)] = (tensor, tensor.data)
         return self._aliases[id(tensor)][1]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator changes."""
-    if not function._schema.is_mutable:
-        return
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_iter(value) if isinstance(each, Tensor))
-
-
-def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator with the tag of random numbers draws some: attention has the tag, and draws none without
-    dropout."""
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return "scaled_dot_product" not in function.name()  # the backward of a forward that draws none

@@ -211,6 +211,8 @@ class MoE(nn.Module):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared_expert is not None
+        # Gradients of all uses of it here are added up before those of others, whether a graph replays them or not.
+        hidden = hidden.view_as(hidden)
         shared = self.shared_expert(hidden)
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(hidden).sigmoid() * shared
