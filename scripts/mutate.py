@@ -70,7 +70,59 @@ OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process[2]"
 VISITS = "moe/test_visits.py::"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 
+GRAPHS = "graphs/test_hooks.py::"
+REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
 MUTATIONS = [
+    # --- graphs -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "graphs are never replayed",
+        "graphs/call.py",
+        "captured.ready = True",
+        "captured.ready = False",
+        GRAPHS + "test_twenty_steps_with_graphs_are_those_without[2]",
+    ),
+    Mutation(
+        "a replay has the inputs of its capture",
+        "graphs/captured.py",
+        "            static.copy_(given)",
+        "            pass",
+        REPLAYS,
+    ),
+    Mutation(
+        "a replay skips the last operator",
+        "graphs/tape.py",
+        "for function, args, kwargs, results in self.calls:",
+        "for function, args, kwargs, results in self.calls[:-1]:",
+        REPLAYS,
+    ),
+    Mutation(
+        "static outputs change behind autograd's back",
+        "graphs/captured.py",
+        "torch.autograd.graph.increment_version(outputs)",
+        "pass",
+        "graphs/test_settings.py::test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd",
+    ),
+    Mutation(
+        "nobody asks whether weights moved",
+        "graphs/captured.py",
+        "if self._places.addresses() != self.addresses:",
+        "if False:",
+        "graphs/test_settings.py::test_weights_that_moved_are_no_address_of_a_replay",
+    ),
+    Mutation(
+        "buffers keep what a capture has done",
+        "graphs/places.py",
+        "buffer.copy_(values)",
+        "pass",
+        GRAPHS + "test_buffers_that_a_forward_changes_are_counted_once_per_call[2]",
+    ),
+    Mutation(
+        "a rank replays what failed elsewhere",
+        "graphs/table.py",
+        "if anywhere and call.refused is None:",
+        "if False:",
+        GRAPHS + "test_a_capture_that_fails_on_one_rank_is_used_on_none[2]",
+    ),
     # --- context parallelism ------------------------------------------------------------------------------------------
     Mutation(
         "positions of slices begin at 0",
