@@ -1,4 +1,4 @@
-# make train | train-moe | train-hybrid | train-pipeline | chat | test | test-fast | test-long | test-ecosystem | kills | faults | fuzz | mutate | lint | bench
+# make train | train-moe | train-hybrid | train-pipeline | chat | test | test-fast | test-long | test-ecosystem | kills | faults | fuzz | mutate | lint | bench | docs
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,11 +7,13 @@ TESTS  := -m pytest --numprocesses 2 --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
 # Other libraries: an environment of their own, which sees the one above and holds what that lacks.
 OTHERS := .venv-ecosystem
+# The generator of the site reads the source and imports none of it.
+DOCS   := .venv-docs
 
 # Each process of a test would compile weft again, and each mutant the whole copy.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train train-moe train-hybrid train-pipeline chat test test-fast test-long test-ecosystem kills faults fuzz mutate lint bench
+.PHONY: install train train-moe train-hybrid train-pipeline chat test test-fast test-long test-ecosystem kills faults fuzz mutate lint bench docs
 
 install: $(STAMP)
 
@@ -61,6 +63,7 @@ $(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt
 
 kills: install
 	WEFT_KILLS=60 $(BIN)/python -m pytest -s tests/train/test_kill.py -k however_often
+	WEFT_RESTARTS=40 $(BIN)/python -m pytest -s tests/train/test_memory_copies.py -k however_many
 
 faults: install
 	WEFT_FAULTS=1 $(BIN)/python -m pytest -s tests/train/test_faults.py
@@ -78,3 +81,13 @@ lint: install
 
 bench: install
 	$(BIN)/weft bench fsdp2 --ranks 2
+
+# Strict: a broken link, a table that does not render or a public name without documentation is an error.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@echo build/site/index.html
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@

@@ -7,17 +7,23 @@ process, which counts what the host has to do and no other process.
 
 The last line is about graphs: the host time of one replayed scope, forward and backward, whose kernels are replaced by
 nothing, beside the operators that an eager call of it launches.
+
+Besides: how many Python functions a steady step of three layers and a root calls, in the files of each side, a number
+that does not depend on the machine.
 """
 
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from _report import parser
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -26,12 +32,14 @@ import weft
 from weft.graphs.tape import Tape
 
 UNITS, WIDTH = 64, 8
+FILES = {"weft": (weft.__path__[0],), "FSDP2": (f"{torch.distributed.fsdp.__path__[0]}/_fully_shard",)}
+"""Where the functions of each side are."""
 
 
-def model(fully_shard: Callable | None) -> nn.Module:
+def model(fully_shard: Callable | None, units: int = UNITS) -> nn.Module:
     """Layers of 72 parameters, each its own unit."""
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(units)))
     if fully_shard is not None:
         for layer in net:
             fully_shard(layer)
@@ -81,12 +89,36 @@ def replayed(steps: int) -> tuple[float, int]:
     return (seconds_of[0] - seconds_of[1]) / UNITS * 1e6, calls
 
 
+def calls(net: nn.Module, files: tuple[str, ...]) -> int:
+    """How many Python functions of `files` one steady forward and backward calls on this thread."""
+    rows, found = torch.ones(2, WIDTH), 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(files)
+
+    for _ in range(5):
+        net.zero_grad()
+        net(rows).sum().backward()
+    net.zero_grad()
+    sys.setprofile(count)
+    try:
+        net(rows).sum().backward()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def main() -> None:
     """Measure in turn and print microseconds per unit and step, and the ratio."""
     options = parser(__doc__, rounds=9, steps=10).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     sides = {"plain": model(None), "weft": model(weft.fully_shard), "FSDP2": model(torch_fully_shard)}
+    called = {
+        name: calls(model(shard, units=3), FILES[name])
+        for name, shard in (("weft", weft.fully_shard), ("FSDP2", torch_fully_shard))
+    }
     rounds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(options.rounds + 1):
         for name, net in sides.items():
@@ -97,10 +129,10 @@ def main() -> None:
         machine = f"{os.cpu_count()} cores {platform.machine()}"
         print(f"{dist.get_world_size()} ranks, 1 thread each, gloo, torch {torch.__version__}, {machine}")
         own = {name: [t - p for t, p in zip(times, rounds["plain"])] for name, times in rounds.items()}
-        print(f"{'side':8}{'us per unit and step':>22}{'weft / side':>13}")
+        print(f"{'side':8}{'us per unit and step':>22}{'weft / side':>13}{'calls, 3 layers and a root':>29}")
         for name in ("weft", "FSDP2"):
             ratio = statistics.median(ours / theirs for ours, theirs in zip(own["weft"], own[name]))
-            print(f"{name:8}{statistics.median(own[name]) / UNITS * 1e6:22.0f}{ratio:13.2f}")
+            print(f"{name:8}{statistics.median(own[name]) / UNITS * 1e6:22.0f}{ratio:13.2f}{called[name]:29}")
         if dist.get_world_size() == 1:
             rounds_of = [replayed(options.steps) for _ in range(3)]
             taken = statistics.median(each for each, _ in rounds_of)

@@ -4,6 +4,11 @@
 
 Two models in which next to nothing is computed: 150 units of eight parameters, and 60 units of two. A step is forward,
 backward, clipping and AdamW. Everything of torch's is as people call it: `torch.optim.AdamW(model.parameters())`.
+
+    weft bench small --ranks 2 -- --sweep
+
+The same step for units of 1 KB to 64 MB, each one matrix: where messages are as late as they are long, and where only
+their length counts.
 """
 
 import statistics
@@ -27,6 +32,41 @@ OPTIMIZERS = {
     "SGD, momentum": (torch.optim.SGD, {"momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {}),
 }
+SIZES = {"1 KB": 16, "4 KB": 32, "16 KB": 64, "64 KB": 128, "256 KB": 256, "1 MB": 512, "4 MB": 1024, "16 MB": 2048}
+SIZES["64 MB"] = 4096
+"""The width of a square matrix of fp32 that has so many bytes."""
+TOTAL = 128 << 20
+"""The most bytes of a model of the sweep, but for the largest, which has two units."""
+
+
+def sweep(rounds: int, times: int) -> None:
+    """Print a row for each size of unit."""
+    if dist.get_rank() == 0:
+        print(f"\n{'a step, ms':24}{'weft':>10}{'FSDP2':>10}{'weft / it':>11}")
+    for size, width in SIZES.items():
+        units = max(min(150, TOTAL // (4 * width * width)), 2)
+        steps = {}
+        for side, fully_shard in (("weft", weft.fully_shard), ("FSDP2", torch_fully_shard)):
+            torch.manual_seed(0)
+            net = sharded(fully_shard)(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units))))
+            steps[side] = step_of(net, torch.ones(2, width))
+        taken = in_turn(steps, rounds, times)
+        if dist.get_rank() == 0:
+            print(row(f"{units} units of {size}", taken, 24))
+        del steps, net
+
+
+def step_of(net: nn.Module, rows: torch.Tensor) -> Callable[[], object]:
+    """Forward, backward, clipping and AdamW."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+    def step() -> None:
+        net.zero_grad()
+        net(rows).sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+
+    return step
 
 
 def parts_of(units: int, layers: int, wrap: Callable[[nn.Sequential], nn.Module]) -> dict[str, Callable[[], object]]:
@@ -34,18 +74,9 @@ def parts_of(units: int, layers: int, wrap: Callable[[nn.Sequential], nn.Module]
     torch.manual_seed(0)
     net = wrap(nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))) for _ in range(units))))
     steps = {name: kind(net.parameters(), lr=1e-4, **form).step for name, (kind, form) in OPTIMIZERS.items()}
-    rows = torch.ones(2, WIDTH)
-
-    def clip() -> None:
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-
-    def step() -> None:
-        net.zero_grad()
-        net(rows).sum().backward()
-        clip()
-        steps["AdamW"]()
-
-    return {"step": step, **steps, "clip_grad_norm_": clip}
+    step = step_of(net, torch.ones(2, WIDTH))
+    step()
+    return {"step": step, **steps, "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0)}
 
 
 def sharded(fully_shard: Callable) -> Callable[[nn.Sequential], nn.Module]:
@@ -59,9 +90,9 @@ def sharded(fully_shard: Callable) -> Callable[[nn.Sequential], nn.Module]:
     return wrap
 
 
-def row(what: str, taken: dict[str, list[float]]) -> str:
+def row(what: str, taken: dict[str, list[float]], width: int = 34) -> str:
     """Median milliseconds of each side, and weft's ratio to the others."""
-    cells = f"{what:34}"
+    cells = f"{what:{width}}"
     for side, values in taken.items():
         cells += f"{1e3 * statistics.median(values):10.2f}"
         if side != "weft":
@@ -71,7 +102,9 @@ def row(what: str, taken: dict[str, list[float]]) -> str:
 
 def main() -> None:
     """Measure in turn and print, on rank 0, median milliseconds and the ratios of weft's to each."""
-    options = parser(__doc__, steps=3).parse_args()
+    arguments = parser(__doc__, steps=3)
+    arguments.add_argument("--sweep", action="store_true", help="units of 1 KB to 64 MB")
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     wraps = {
@@ -81,7 +114,9 @@ def main() -> None:
     }
     if dist.get_rank() == 0:
         print(machine())
-    for name, (units, layers) in MODELS.items():
+    if options.sweep:
+        sweep(options.rounds, options.steps)
+    for name, (units, layers) in () if options.sweep else MODELS.items():
         made = {side: parts_of(units, layers, wrap) for side, wrap in wraps.items()}
         if dist.get_rank() == 0:
             others = "".join(f"{side:>10}{'weft / it':>11}" for side in wraps if side != "weft")

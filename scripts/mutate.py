@@ -61,6 +61,8 @@ HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
 
+NARROW = "fsdp/test_narrow.py::"
+NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
@@ -220,14 +222,14 @@ MUTATIONS = [
     Mutation(
         "a chunk hands on what every document in it wrote",
         "models/layers/delta_net.py",
-        "to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)",
+        "to_end_BHRKDL = to_end_BHRKDL.where(numbers_B11K1L == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
     Mutation(
         "the memory before a chunk outlives a border in it",
         "models/layers/delta_net.py",
-        "across_BHRK1 = across_BHRK1.where(before == after, -math.inf)",
+        "across_BHRKD1 = across_BHRKD1.where(before == after, -math.inf)",
         "pass",
         ALONE + "[G]",
     ),
@@ -497,8 +499,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
-        "fsdp/runtime/joins.py",
-        "watch.can_join(self, key, functools.partial(weakly(self.take_part_in_bucket), number))",
+        "fsdp/runtime/helper.py",
+        "watch.can_join(self, key, functools.partial(weakly(self.serve_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
@@ -598,8 +600,8 @@ MUTATIONS = [
     Mutation(
         "an outer gather is waited for before the inner one",
         "fsdp/group.py",
-        'options: dict[str, Any] = {"channel": self.channel, "after": refreshing}',
-        'options: dict[str, Any] = {"channel": self.channel, "after": refreshing and refreshing.wait()}',
+        "after=refreshing,",
+        "after=refreshing and refreshing.wait(),",
         ORDER + "test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them[4]",
     ),
     Mutation(
@@ -851,10 +853,9 @@ MUTATIONS = [
     ),
     Mutation(
         "staging is not given back",
-        "fsdp/group.py",
-        "    def _give_staging(self) -> None:\n"
-        "        if self._staging is not None:\n            self._staging.give()\n",
-        "    def _give_staging(self) -> None:\n        pass\n",
+        "fsdp/payload.py",
+        "            self.staging.give()",
+        "            pass",
         SEAMS + "test_transients.py::"
         "test_staging_of_offloaded_weights_comes_back_when_units_are_skipped[2-optim_grads-trace]",
     ),
@@ -932,8 +933,8 @@ MUTATIONS = [
     Mutation(
         "nobody waits for weights that are brought up to date",
         "fsdp/group.py",
-        "            with torch.no_grad():\n                ticket.wait()\n            self._give_staging()",
-        "            self._give_staging()",
+        "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open(",
+        "            self.payload.open(",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
@@ -974,8 +975,8 @@ MUTATIONS = [
     Mutation(
         "the host goes on while a backward's uploads read frozen weights",
         "fsdp/runtime/runtime.py",
-        "        self._joins.collect()\n        self._finish_uploads()",
-        "        self._joins.collect()",
+        "        self._helper.collect()\n        self._finish_uploads()",
+        "        self._helper.collect()",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
@@ -1060,7 +1061,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is known of a model's gathers stays when the model goes",
-        "comm/watch/lookout.py",
+        "comm/watch/hang_detector.py",
         "MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()",
         "MutableMapping[Any, dict[str, Callable[[], bool]]] = {}",
         "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
@@ -1176,10 +1177,53 @@ MUTATIONS = [
     ),
     Mutation(
         "who takes part in a gather sends stale weights",
-        "fsdp/runtime/joins.py",
+        "fsdp/runtime/helper.py",
         "self._freshness.reach(unit)",
         "pass",
         "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
+    ),
+    # --- narrow weights -----------------------------------------------------------------------------------------------
+    Mutation(
+        "infinities spoil the scale of their block",
+        "quantize/formats.py",
+        ".nan_to_num_(nan=0.0, posinf=0.0)",
+        "",
+        "quantize/test_formats.py::test_infinities_saturate_and_spoil_nothing_else",
+    ),
+    Mutation(
+        "a rank quantizes with the maxima of its own shard",
+        "fsdp/runtime/maxima.py",
+        "part.copy_(whole)",
+        "part, whole",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "main weights are quantized as they are",
+        "fsdp/narrow.py",
+        "return recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)",
+        "return recipe",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "cuts go through blocks",
+        "fsdp/construction/quantized.py",
+        "return math.lcm(step, recipe.cut_between(shape)), dim",
+        "return step, dim",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "the memory of what came quantized is kept",
+        "fsdp/narrow.py",
+        "self.staging.give()",
+        "pass",
+        NARROW_BYTES,
+    ),
+    Mutation(
+        "a plan takes gathers of quantized weights for wide ones",
+        "fsdp/runtime/facts.py",
+        "sent=sum(group.payload.sent for group in unit.groups),",
+        "",
+        NARROW_BYTES,
     ),
     # --- gradients ---------------------------------------------------------------------------------------------------
     Mutation(
@@ -1274,9 +1318,9 @@ MUTATIONS = [
     # --- models ------------------------------------------------------------------------------------------------------
     Mutation(
         "decays are rounded like other weights",
-        "fsdp/construction/members.py",
-        "keep=keeps_dtype(parameter))\n            key",
-        "keep=False)\n            key",
+        "fsdp/construction/quantized.py",
+        "keep, recipe = keeps_dtype(parameter), policy",
+        "keep, recipe = False, policy",
         "models/test_shard.py::test_decays_keep_their_dtype_where_everything_else_computes_in_bf16[2]",
     ),
     Mutation(
@@ -1329,6 +1373,27 @@ MUTATIONS = [
         "models/hf/test_found.py::test_a_field_that_is_not_known_is_passed_over_where_it_is_named",
     ),
     Mutation(
+        "Gemma's factor of embeddings is not rounded",
+        "models/model.py",
+        "if self.cfg.embedding_multiplier_rounded:",
+        "if False:",
+        "models/hf/test_rounding.py::test_embeddings_in_bf16_are_those_of_transformers_bit_for_bit[gemma-3-1b-it]",
+    ),
+    Mutation(
+        "the Mamba-2 part of Falcon-H1 is not multiplied",
+        "models/layers/parallel.py",
+        "scaled(scanned, of_mamba)",
+        "scanned",
+        "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[falcon_h1 multipliers]",
+    ),
+    Mutation(
+        "a family has another default than transformers",
+        "models/hf/olmo.py",
+        '{"num_attention_heads": 16, **raw}',
+        "raw",
+        "models/hf/test_absent.py::test_a_model_type_alone_is_the_model_of_all_defaults[olmoe]",
+    ),
+    Mutation(
         "a step of latent attention expands all latents",
         "models/layers/latent_attention.py",
         "x_BSD.shape[1] == 1",
@@ -1359,7 +1424,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every attention layer has the window",
-        "models/config.py",
+        "models/kinds/attention.py",
         "or number in self.windowed else None",
         "or True else None",
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss windows in the other]",
@@ -1650,6 +1715,20 @@ MUTATIONS = [
     ),
     # --- the trainer -------------------------------------------------------------------------------------------------
     Mutation(
+        "a restart does not look at the copies in memory",
+        "train/saves.py",
+        "copied > newest",
+        "copied < newest",
+        "train/test_memory_copies.py::test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged[intact]",
+    ),
+    Mutation(
+        "the room for copies in memory is not checked",
+        "train/saves.py",
+        "if 2 * needed > free:",
+        "if False:",
+        "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
+    ),
+    Mutation(
         "a resumed run reads its text from the beginning",
         "train/data/batches.py",
         'self.position = int(state["position"])',
@@ -1742,8 +1821,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the best checkpoint goes with its turn",
-        "train/loop.py",
-        "complete\n            self.checkpoints.protected = {self.position.best_step}",
+        "train/saves.py",
+        "complete\n            self.checkpoints.protected = {best_step}",
         "complete",
         BEST,
     ),

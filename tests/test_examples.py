@@ -56,7 +56,7 @@ def test_the_readme_shows_the_example_as_it_is():
 @pytest.mark.parametrize(
     "page",
     [
-        *("sharding", "composition", "gradients", "precision", "memory", "debugging", "experts", "overlap"),
+        *("sharding", "composition", "gradients", "precision", "narrow", "memory", "debugging", "experts", "overlap"),
         *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules", "pipelines"),
     ],
 )

@@ -26,7 +26,7 @@ from weft.train.config import from_tables, load_config, parse_config, to_toml
 from weft.train.loop import train
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("training", "checkpoints", "models", "huggingface", "settings", "pipelines")
+PAGES = ("training", "recipes", "checkpoints", "models", "huggingface", "settings", "pipelines")
 ELSEWHERE = {
     "pattern '[**-]', position 2": "models/test_docs.py: an error",
     "embedding.weight": "models/test_docs.py: a list of keys",
@@ -93,6 +93,8 @@ def reader(tmp_path_factory):
             tables["train"] |= {"steps": 6, "validate_every": 0}
         (folder / "configs" / path.name).write_text(to_toml(from_tables(tables)))
     (folder / "run.toml").write_text("[train]\nsteps = 3\nglobal_batch_size = 8\nmicrobatch_size = 4\n")
+    prices = (f"{n % 90 + 20},{n % 5 + 1},{'AB'[n % 2]},{1000 * (n % 90) + 500 * (n % 2)}" for n in range(128))
+    (folder / "prices.csv").write_text("\n".join(["area,rooms,city,price", *prices]) + "\n")
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").write_text("")
     (folder / "package" / "module.py").write_text(OWN)
@@ -148,7 +150,7 @@ def run_python(folder, page):
 @pytest.fixture(scope="module")
 def read(reader, pool):
     """The folder after the Python of the pages has run on two ranks."""
-    for page in ("training", "checkpoints", "huggingface"):
+    for page in ("training", "recipes", "checkpoints", "huggingface"):
         pool.run(1 if page == "huggingface" else 2, run_python, reader, page)
     (reader / "RUN").symlink_to("runs/stdlib")
     return reader
@@ -158,6 +160,9 @@ def read(reader, pool):
 def test_the_python_of_the_pages_runs(read):
     assert weft.checkpoint.committed_steps(read / "runs" / "stdlib" / "checkpoints") == [100, 200]
     assert weft.checkpoint.committed_steps(read / "checkpoints") == [0]
+    for name, step in (("images", 20), ("table", 20), ("gan", 10)):
+        assert weft.checkpoint.committed_steps(read / "runs" / name / "checkpoints") == [step]
+    assert "accuracy" in (read / "runs" / "images" / "report.html").read_text()
     assert hf.config_of(read / "again") == hf.config_of(read / "theirs")
 
 

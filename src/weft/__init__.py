@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING
 
 from weft.lazy import exports
 
+__version__ = "0.2.0"
+
 if TYPE_CHECKING:
-    from weft import debug, models, optim, overlap, pipeline
+    from weft import debug, models, optim, overlap, pipeline, quantize
     from weft.fsdp import (
         BlockAtomic,
         CPUOffloadPolicy,
@@ -67,6 +69,7 @@ __all__ = [
     "padding_of",
     "parameter_norms",
     "pipeline",
+    "quantize",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -87,6 +90,7 @@ _ROOMS = [
     "optim",
     "overlap",
     "pipeline",
+    "quantize",
     "train",
 ]
 _HOMES = {"weft.mesh": ["Meshes", "forget_meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import distributed
-from weft.checkpoint import CheckpointError, CheckpointManager, committed_steps, locking, probe, storage, verify
+from weft.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    committed_steps,
+    directory,
+    locking,
+    probe,
+    storage,
+    verify,
+)
 from weft.checkpoint.locking import LEASE, Lease, lock
 from weft.checkpoint.storage import operation, running
 from weft.errors import StorageError
@@ -166,3 +175,49 @@ def test_a_folder_that_not_all_ranks_see_is_refused_when_a_run_is_claimed(tmp_pa
             manager.claim()
         finally:
             probe.sees, probe._SEEN_S = sees, 10.0
+
+
+def save_in_order(folder):
+    """The operations of a save on this rank, in order, without what comes before its folder is made."""
+    found = []
+    storage.before = lambda name, path: found.append((name, os.path.basename(path)))
+    try:
+        with CheckpointManager(folder) as manager:
+            manager.save(2, STATE, asynchronous=False)
+    finally:
+        storage.before = lambda name, path: None
+    return found
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_save_ends(pool, tmp_path):
+    """A crash of the machine keeps what was flushed, in any order: a name must not be there before its content."""
+    for done in pool.run(2, save_in_order, tmp_path):
+        folders = [number for number, (_, name) in enumerate(done) if name.startswith("step-00000002.tmp-")]
+        renames = [number for number in folders if done[number][0] == "rename"]
+        end = renames[0] if renames else len(done)
+        written = {name for operation, name in done if operation == "write"} - {".probe"}
+        own = {name for name in written if name.startswith(("__", "weft.json", ".metadata"))}
+        assert own, done
+        for name in own:
+            last = max(number for number, each in enumerate(done) if each == ("write", name))
+            assert any(each == ("fsync", name) for each in done[last:end]), (name, done)
+        if renames:  # rank 0 commits
+            assert len(renames) == 1 and {"weft.json", ".metadata.tmp"} <= own
+            flushed = [number for number in folders if done[number][0] == "fsync"]
+            assert flushed and max(number for number, each in enumerate(done) if each[0] == "write") < flushed[-1] < end
+            assert ("fsync", tmp_path.name) in done[end:], "the folder that has the new name"
+
+
+@distributed(2)
+def test_a_folder_that_a_rank_no_longer_sees_ends_the_save_with_the_cure(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, STATE, asynchronous=False)
+        begin = directory.begin
+        directory.begin = lambda folder, step: begin(folder, step).with_name("on this host alone")
+        message = r"ranks \[0, 1\] do not see .*on this host alone: checkpoints need a directory that all ranks share"
+        try:
+            with pytest.raises(CheckpointError, match=message):
+                manager.save(2, STATE, asynchronous=False)
+        finally:
+            directory.begin = begin
+        assert manager.steps() == [1]

@@ -9,7 +9,7 @@ from tests.pool import distributed
 from weft.comm.backends import backend_of, transport_of
 from weft.comm.groups import host_group
 from weft.comm.watch.control import agree
-from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.hang_detector import start_hang_detector
 from weft.errors import CollectiveMismatch
 
 
@@ -31,7 +31,7 @@ def test_a_group_of_torch_s_default_backends_sends_as_directly_as_one_of_gloo():
 @pytest.mark.parametrize("apart", ["moment", "model"])
 @distributed(2)
 def test_words_of_another_moment_or_model_are_never_taken_for_these(apart):
-    keep_lookout()
+    start_hang_detector()
     rank, group = dist.get_rank(), dist.new_group([0, 1])  # which does not survive
     moment, channel = (f"moment {rank}", 0) if apart == "moment" else ("moment", rank)
     with pytest.raises(CollectiveMismatch, match="wait for different things"):

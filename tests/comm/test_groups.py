@@ -23,7 +23,7 @@ from weft.comm.groups import (
     tag_of,
     twin_group,
 )
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.hang_detector import hang_detector
 
 CPU = torch.device("cpu")
 
@@ -115,9 +115,9 @@ def test_a_group_that_was_destroyed_is_named_with_what_to_do():
 @distributed(2)
 def test_waits_are_watched_once_anything_has_a_channel_and_tags_stay_apart_and_small():
     group = dist.new_group([0, 1])
-    assert lookout() is None
+    assert hang_detector() is None
     assert [next_channel(group), next_channel(group)] == [1, 2]
-    assert lookout() is not None
+    assert hang_detector() is not None
     tags = {tag_of(200, what, channel) for what in ("first pass", "end of a backward") for channel in (1, 2)}
     assert len(tags) == 4 and all(200 <= tag % groups.CHANNEL_STRIDE < 500 for tag in tags)
     groups._of_groups[group]["channel"] = 2**31 // groups.CHANNEL_STRIDE

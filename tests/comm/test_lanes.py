@@ -14,7 +14,7 @@ from weft.comm.collectives import all_reduce, inbox_numel
 from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
 from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, labelled, span
-from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.hang_detector import start_hang_detector
 from weft.errors import CollectiveMismatch
 
 CPU = torch.device("cpu")
@@ -230,8 +230,8 @@ class NeverComes:
 
 
 @distributed(2)
-def test_the_host_s_wait_for_a_device_ends_by_what_the_lookout_finds():
-    watch = keep_lookout()
+def test_the_host_s_wait_for_a_device_ends_by_what_the_detector_of_hangs_finds():
+    watch = start_hang_detector()
     ticket = Lane("counts", CPU).run(lambda tag: Pending())
     ticket._event, ticket._call = NeverComes(), watch.issue("counts", "counts", dist.group.WORLD)
     threading.Timer(0.2, lambda: setattr(watch, "verdict", "ranks wait for different things")).start()

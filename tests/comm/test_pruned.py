@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.hang_detector import start_hang_detector
 
 
 @distributed(2)
 def test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone():
-    watch, rank = keep_lookout(), dist.get_rank()
+    watch, rank = start_hang_detector(), dist.get_rank()
     counts = []
     for _ in range(2):
         net = nets.shard(nets.make(), strategy="optim_grads_params")
@@ -26,7 +26,7 @@ def test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has
 
 @distributed(2)
 def test_what_watches_the_progress_of_a_program_looks_from_the_thread_that_finds_hangs():
-    watch, looked, threads = keep_lookout(), threading.Event(), set()
+    watch, looked, threads = start_hang_detector(), threading.Event(), set()
 
     def look() -> None:
         threads.add(threading.current_thread().name)
@@ -35,4 +35,4 @@ def test_what_watches_the_progress_of_a_program_looks_from_the_thread_that_finds
     with watch.looking(look):
         assert looked.wait(30)
     looked.clear()
-    assert not looked.wait(1.5) and threads == {"weft-lookout"}
+    assert not looked.wait(1.5) and threads == {"weft-hang-detector"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fsdp import test_behaviour, test_double_backward, test_frozen, test_numbers, test_post_forward
+from tests.fsdp import test_behaviour, test_double_backward, test_frozen, test_narrow, test_numbers, test_post_forward
 from tests.fsdp.seams import test_failures, test_freshness, test_holds, test_transients, test_two_roots
 from tests.memory import test_offload
 from tests.moe import test_sharded
@@ -52,6 +52,8 @@ CASES = [
     case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
     case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so),
+    case(test_narrow.test_a_step_equals_one_process_that_quantizes_in_the_same_places, slow=True),
+    case(test_narrow.test_every_recipe_and_option_equals_one_process, slow=True),
     # what is kept elsewhere, and comes back
     case(test_offload.test_an_offloaded_run_is_bit_equal_to_one_on_the_device, slow=True),
     case(test_offload.test_accumulation_evaluation_and_flat_optimizers_work_alike),

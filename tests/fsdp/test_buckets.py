@@ -15,9 +15,9 @@ import weft
 from tests.pool import distributed
 from weft.comm.backends import transport_of
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.module import units_under
-from weft.fsdp.runtime.joins import Joins
+from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.passes import Pass
 
 WIDTH, DEPTH = 8, 6
@@ -192,9 +192,9 @@ def test_ranks_that_run_other_units_of_a_bucket_send_the_same_messages():
     def skip(step):
         return [(), (1, 4), (0,)][(step + rank) % 3]
 
-    before = lookout().joins if lookout() is not None else 0
+    before = hang_detector().joins if hang_detector() is not None else 0
     together = train(model(ALL), skip=skip)
-    assert lookout().joins == before, "nobody had to wait for a rank to be asked"
+    assert hang_detector().joins == before, "nobody had to wait for a rank to be asked"
     assert equal_bit_by_bit(together, train(model(EACH), skip=skip))
 
 
@@ -204,22 +204,22 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
         return (0, 1) if dist.get_rank() else ()
 
     together = train(model(2 * bytes_of_a_layer()), steps=2, skip=skip)
-    assert lookout().joins > 0 or dist.get_rank() == 0
+    assert hang_detector().joins > 0 or dist.get_rank() == 0
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=skip))
 
 
 @distributed(2)
 def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too():
-    times, take_part = Counter(), Joins.take_part_in_bucket
+    times, serve = Counter(), GatherHelper.serve_bucket
 
     def late(joins, number):
         if dist.get_rank() and net._weft_driver.runtime.passes.current is not Pass.BACKWARD:
             return False  # as if this rank had had no time to look
         times[number] += 1
-        return take_part(joins, number)
+        return serve(joins, number)
 
     net = model(2 * bytes_of_a_layer())
-    with mock.patch.object(Joins, "take_part_in_bucket", late):
+    with mock.patch.object(GatherHelper, "serve_bucket", late):
         together = train(net, steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ())
     assert times[0] == (4 if dist.get_rank() else 0)  # in each step for the other's forward and its backward
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ()))

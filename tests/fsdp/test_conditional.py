@@ -14,7 +14,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import assert_gradients, assert_weights, sgd
 from tests.pool import distributed
-from weft.comm.watch.lookout import DELAY_S, lookout
+from weft.comm.watch.hang_detector import DELAY_S, hang_detector
 
 RESIDENT = ["no_shard", "optim", "optim_grads"]
 
@@ -149,8 +149,8 @@ def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others()
             assert_truth(WAYS[name], 1, strategy="optim_grads_params")
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-    assert lookout().joins > 0
-    assert lookout().delay() < DELAY_S / 5, "where ranks joined, they speak of shorter waits"
+    assert hang_detector().joins > 0
+    assert hang_detector().delay() < DELAY_S / 5, "where ranks joined, they speak of shorter waits"
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_units_that_run_on_some_ranks_only_have_true_gradients_on_two_axes(outer
 
 @distributed(4)
 def test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now():
-    """What the lookout calls, called by hand: a rank that waits elsewhere takes part in what others gather."""
+    """What the detector of hangs calls, called by hand: a rank that waits elsewhere serves a gather of others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     on_demand = weft.RuntimeOptions(prefetch_bytes=0)
     plain, sharded = make(), shard(make(), mesh=mesh, outer_strategy="optim", runtime=on_demand)
@@ -182,11 +182,11 @@ def test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now():
             for parameter in net.parameters():
                 parameter.mul_(1.5)
 
-    def take_part(*_) -> None:
+    def serve(*_) -> None:
         for block in sharded.blocks[1:3] if skips else ():
-            sharded._weft_driver.runtime._joins.take_part(block._weft_unit, 0)
+            sharded._weft_driver.runtime._helper.serve(block._weft_unit, 0)
 
-    sharded.blocks[0].register_forward_hook(take_part)
+    sharded.blocks[0].register_forward_hook(serve)
     plain.path = sharded.path = (0, 3) if skips else (0, 1, 2, 3)
     with torch.no_grad():
         torch.testing.assert_close(sharded(tokens), plain(tokens))

@@ -15,7 +15,7 @@ from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.watch import rules
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.module import runtime_of
 
 
@@ -133,7 +133,7 @@ def test_a_parent_that_catches_its_child_s_exception_on_one_rank_goes_on_while_o
         net.child.register_forward_pre_hook(fail)
         net.pause = 3 * rules.CERTAIN_S
     net(inputs[dist.get_rank()]).backward()
-    assert not lookout().verdict
+    assert not hang_detector().verdict
     torch.testing.assert_close(
         [nets.full(each.grad) for each in net.parameters()], [p.grad for p in plain.parameters()]
     )

@@ -16,7 +16,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later, throw
 from tests.pool import distributed
-from weft.comm.watch.lookout import Lookout
+from weft.comm.watch.hang_detector import HangDetector
 
 
 def storages(*tensors: torch.Tensor) -> dict[int, int]:
@@ -109,8 +109,8 @@ def watched(net, *more) -> dict[str, weakref.ref]:
     seen = set()
 
     def walk(thing, path: str) -> None:
-        # The lookout and states are the process'.
-        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module, Lookout, enum.Enum)):
+        # The detector of hangs and states are the process'.
+        if id(thing) in seen or isinstance(thing, (weakref.ref, torch.nn.Module, HangDetector, enum.Enum)):
             return
         seen.add(id(thing))
         if isinstance(thing, (list, tuple, deque)):

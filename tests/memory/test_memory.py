@@ -304,7 +304,7 @@ class Fork(nn.Module):
 
 @distributed(2)
 def test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead():
-    """The last backward foretells `left` behind `join`, whose place it shares: no pass has had both."""
+    """The last backward predicts `left` behind `join`, whose place it shares: no pass has had both."""
     torch.manual_seed(0)
     plain = Fork()
     sharded = copy.deepcopy(plain)

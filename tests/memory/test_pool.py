@@ -115,7 +115,7 @@ def test_a_buffer_whose_views_are_in_use_does_not_move():
 
 def test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back():
     pool, views = Pool(True), []
-    ahead = transient(make_way=lambda: True)
+    ahead = transient(is_evictable=lambda: True)
     now = transient(is_fixed=lambda: bool(views))
     step(pool, ahead)
     step(pool, now)
@@ -133,7 +133,7 @@ def test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move
     assert not pool.live
 
 
-def test_a_buffer_that_is_computed_with_does_not_make_way():
+def test_a_buffer_that_is_computed_with_is_not_evicted():
     pool, views = Pool(True), []
     held, now = transient(), transient(is_fixed=lambda: bool(views))
     step(pool, held)

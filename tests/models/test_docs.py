@@ -42,7 +42,7 @@ def test_the_configuration_table_lists_every_field_with_its_default():
 def test_the_pattern_table_lists_every_symbol_with_its_key_and_its_file():
     rows = re.findall(r"^\| `(.)` \| .* \| `(\w+)` \| `(\w+).py` \|", PAGE, re.MULTILINE)
     assert {symbol: key for symbol, key, _ in rows} == LAYER_KEYS
-    model = HybridModel(HybridConfig(pattern="MG*-E"))
+    model = HybridModel(HybridConfig(pattern="MGKP*-E"))
     files = {layer.symbols: type(next(layer.children())).__module__ for layer in model.decoder.layers}
     files |= {"+": type(HybridModel(HybridConfig(pattern="+")).decoder.layers[0].self_attention).__module__}
     assert {symbol: file for symbol, _, file in rows} == {

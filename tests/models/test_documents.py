@@ -28,6 +28,8 @@ MIXERS = {
     "+": {"q_lora_rank": 12},
     "M": {"chunk_size": 4},
     "G": {},
+    "K": {"kda_head_dim": 8, "kda_num_heads": 2},
+    "P": {"chunk_size": 4, "ssm_out_multiplier": 0.5},
 }
 
 
@@ -73,6 +75,7 @@ def labels_in(labels):
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     monkeypatch.setattr("weft.models.layers.delta_net.CHUNK", 4)
+    monkeypatch.setattr("weft.models.layers.delta_net.CHUNK_OF_CHANNELS", 4)
 
 
 @pytest.mark.parametrize("kind", [*MIXERS, "* turned by the length"])

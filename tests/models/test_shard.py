@@ -234,9 +234,11 @@ MIXED = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "kda_num_heads": 2,
+    "kda_head_dim": 8,
 }
 WITH_EXPERTS = ["M[*-]M[*E]", "[*E]", "M*E-", "[GE][*-]", "[+E]/[+E]", "[*-][*E]/[*E]/[*E]"]
-WITHOUT = ["M[M*]-", "[G-][*-]", "+-|M"]
+WITHOUT = ["M[M*]-", "[G-][*-]", "+-|M", "[P-]K"]
 
 
 def gradients_of_both(cfg, meshes, run, **options):

@@ -30,7 +30,7 @@ from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import unit_of, units_under
 from weft.layout.gathers import GatherOrder
 from weft.models import HybridModel
-from weft.models.layers import Attention
+from weft.models.layers.attention import Attention
 from weft.models.prediction import PredictionDepth
 from weft.moe import AllToAll, LocalDispatcher
 from weft.overlap import Crossing, UndeclaredTensor, evaluate, forward_backward

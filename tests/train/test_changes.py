@@ -73,7 +73,7 @@ def resumed(path, directory, overrides):
         {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups
     ]
     rate = trainer.schedule.advance()
-    trainer.checkpoints.close()
+    trainer.saves.close()
     return said, groups, rate
 
 

@@ -148,6 +148,7 @@ def test_validation_is_the_same_set_on_any_number_of_ranks(ranks):
     assert np.array_equal(labels, inputs + 1)
     starts = np.sort(inputs[:, 0])
     assert np.diff(starts).max() <= 2 * np.diff(starts).min()
+    assert starts.max() - starts.min() > 0.9 * np.ptp(TOKENS), "it is spread over the text, not its beginning"
 
 
 def test_a_validation_set_takes_what_is_there_and_needs_one_global_batch():

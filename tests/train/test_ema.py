@@ -29,6 +29,28 @@ def averaged(path, directory, stop_at, resume_from=None):
     return averages, plain, metrics(directory, "validation"), {name: full(w.detach()) for name, w in weights.items()}
 
 
+def averaged_with_a_skipped_step(path, directory):
+    """The averages after each step, of which the second is skipped."""
+    stop, found = StopAt(3), []
+    stop.trainer = trainer = Trainer(load_config(path), Run(directory), stop=stop, say=lambda line: None)
+    trainer.spikes.is_one = lambda norm: trainer.position.step == 1
+
+    def follow(name, numbers):
+        if name == "step":
+            found.append({key: full(value) for key, value in trainer.average.state_dict().items()})
+
+    trainer.moment = follow
+    trainer.run()
+    return found
+
+
+def test_a_step_that_is_skipped_does_not_count_in_the_average(pool, tmp_path):
+    path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=0, train__skip_spikes=5.0)
+    first, second, third = pool.run(1, averaged_with_a_skipped_step, path, tmp_path / "run")[0]
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+    assert not all(torch.equal(third[name], value) for name, value in first.items())
+
+
 def test_what_is_frozen_has_no_average_and_stays():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
     average, frozen = WeightAverage(model, DECAY), model[1].weight.clone()

@@ -96,7 +96,7 @@ def test_the_hybrid_of_make_train_hybrid_goes_on_bit_for_bit(pool, tmp_path, pat
 def predictions(path, directory, overrides):
     """What the model of a checkpoint says of some tokens, and its state."""
     trainer = Trainer(load_config(path, overrides), Run(directory, 8), say=lambda line: None)
-    trainer.checkpoints.close()
+    trainer.saves.close()
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(5))
     trainer.model.eval()
     with torch.no_grad():

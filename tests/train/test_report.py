@@ -247,6 +247,20 @@ def figure_of(draw):
     return figure
 
 
+@pytest.mark.parametrize("draw", ["loss", "memory"])
+def test_no_legend_lies_over_a_curve(draw):
+    curve = [(step, 1.0) for step in range(50)]
+    made = figures.loss(curve, curve, {"a table": 2.0}, "nats")
+    if draw == "memory":
+        made = figures.memory({"at rest": {"weights": 4.0}, "peak in a step": {"activations": 3.0}})
+    figure = Figure(layout="constrained")
+    made(figure, LIGHT)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    for axes in figure.axes:
+        assert axes.get_legend() is None and not axes.get_window_extent().overlaps(legend.get_window_extent())
+
+
 def test_the_step_shows_where_computation_idles_and_which_exchange_is_exposed():
     intervals = [
         Interval("compute", "microbatch 1/layer 0/forward.attend", 0.0, 0.0, 0.3),
@@ -333,7 +347,7 @@ def test_the_pattern_is_a_box_for_each_symbol_a_frame_for_each_group_and_a_line_
     depths = [["depth 1", "*", "E", "0"], ["depth 2", "*", "E", "0"]]
     assert labels == ["layers", "M", "0", "*", "-", "1", "*", "E", "2", *depths[0], *depths[1]]
     assert (boxes, borders) == (9 + 4, 1)
-    assert legend == ["M  Mamba-2", "*  self-attention", "-  dense MLP", "E  mixture of experts"]
+    assert legend == ["*  self-attention", "M  Mamba-2", "-  dense MLP", "E  mixture of experts"]
 
 
 def test_a_long_pattern_takes_several_lines_and_loses_no_layer():

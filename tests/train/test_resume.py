@@ -102,7 +102,7 @@ def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number):
     with started("train", config, "--ranks", 1, stderr=subprocess.STDOUT) as process:
         wait_until(lambda: len(metrics(run)) >= 2)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 3, output
     step = len(metrics(run))
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()

@@ -174,6 +174,7 @@ sharding.ep=2
 sharding.ep=3
 checkpoint.every=-1
 checkpoint.keep=0
+checkpoint.memory_every=-1
 checkpoint.asynchronous=1
 run.name=
 run.name=..

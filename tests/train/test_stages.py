@@ -24,7 +24,7 @@ MODEL = {
 @pytest.mark.parametrize(
     "ranks, changes",
     [
-        (2, ["train.schedule=dualpipev", "model.tie_word_embeddings=true"]),
+        (2, ["train.pipeline_schedule=dualpipev", "model.tie_word_embeddings=true"]),
         (2, ["sharding.chunks=1", "model.tie_word_embeddings=true"]),
         (4, ["train.overlap=true", "sharding.ep=2", "train.microbatch_size=1"]),
     ],
@@ -59,12 +59,27 @@ def test_training_in_stages_is_training_in_one_process(pool, tmp_path, ranks, ch
     assert f"{sum(value.numel() for value in weights.values()) / 1e6:.2f} M parameters" in " ".join(answers[0][-1])
 
 
+def test_losses_of_routers_are_logged_apart_where_stages_have_them(pool, tmp_path):
+    """Each stage knows the losses of its own routers, and the last one alone the cross-entropy."""
+    path = write_config(
+        tmp_path, **MODEL, model__aux_loss_coef=0.05, train__validate_every=0, checkpoint__every=0, train__steps=3
+    )
+    records, _, _ = reference(path, 3)
+    lines = pool.run(2, train_on, path, tmp_path / "run", ["sharding.pp=2"], stop_at=3)[0][0]
+    plain = pool.run(1, train_on, path, tmp_path / "plain", stop_at=3)[0][0]
+    for line, alone, expected in zip(lines, plain, records):
+        assert line["router_loss"] > 0.01
+        torch.testing.assert_close(line["loss"] + line["router_loss"], expected["loss"], rtol=1e-5, atol=1e-6)
+        for name in ("loss", "router_loss"):
+            torch.testing.assert_close(line[name], alone[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_a_run_goes_on_with_other_stages(pool, tmp_path):
     path = write_config(tmp_path, **MODEL, train__validate_every=0, checkpoint__every=2)
     pool.run(2, train_on, path, tmp_path / "whole", stop_at=6)
     pool.run(2, train_on, path, tmp_path / "parts", ["sharding.pp=2"], stop_at=2)
     pool.run(2, train_on, path, tmp_path / "parts", [], stop_at=4, resume_from=2)
-    v = ["sharding.pp=2", "train.schedule=zbv"]
+    v = ["sharding.pp=2", "train.pipeline_schedule=zbv"]
     pool.run(2, train_on, path, tmp_path / "parts", v, stop_at=6, resume_from=4)
     for one, other in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
@@ -84,7 +99,7 @@ def test_stages_without_a_matrix_of_its_own_go_on_with_muon_in_one_piece(pool, t
 def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
     """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
-    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    changes = ["sharding.pp=2", "train.pipeline_schedule=dualpipev", "sharding.strategy=optim_grads"]
     pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=2, pictures=True)
     stages = read_stages(tmp_path / "run")
     assert stages.table.name == "dualpipev" and stages.table.microbatches == 4
@@ -114,7 +129,7 @@ def train_with_a_measurement_that_fails(path, directory, changes):
 
 def test_a_step_that_cannot_be_measured_or_kept_ends_no_run_and_a_line_says_why(pool, tmp_path):
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
-    changes = ["sharding.pp=2", "train.schedule=dualpipev", "sharding.strategy=optim_grads"]
+    changes = ["sharding.pp=2", "train.pipeline_schedule=dualpipev", "sharding.strategy=optim_grads"]
     (tmp_path / "kept" / "timeline.json").mkdir(parents=True)
     kept = pool.run(2, train_on, path, tmp_path / "kept", changes, stop_at=2)[0][-1]
     measured = pool.run(2, train_with_a_measurement_that_fails, path, tmp_path / "measured", changes)[0]

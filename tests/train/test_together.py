@@ -26,7 +26,7 @@ MODEL = {
     "checkpoint__every": 0,
 }
 EXPERTS = ["sharding.ep=2", "train.overlap=true", "train.delay_wgrad=true"]
-STAGES = ["sharding.pp=2", "train.schedule=dualpipev"]
+STAGES = ["sharding.pp=2", "train.pipeline_schedule=dualpipev"]
 TOLD = [5.0, 4.0, 3.0, 4.5, 3.5, 3.5, 3.5]
 """Losses of validations: the best is the third, and the run ends early after the sixth."""
 POISONED = 5

@@ -682,8 +682,8 @@ def test_features_of_a_configuration_hold_for_a_model_of_one_s_own(pool, tmp_pat
 def done_twice(folder):
     make(folder).run()
     again = make(folder, resume=True)
-    held = again.checkpoints._lock is not None
-    return held, again.run(), again.checkpoints._lock is None
+    held = again.saves.checkpoints._lock is not None
+    return held, again.run(), again.saves.checkpoints._lock is None
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
+import weft
 from weft.cli import commands, generation
 from weft.cli.schedule import draw
 from weft.cli.train import start
@@ -23,7 +24,7 @@ class _Version(argparse.Action):
         from importlib.metadata import version
         from platform import python_version
 
-        print(f"weft {version('weft')}, Python {python_version()}, torch {version('torch')}")
+        print(f"weft {weft.__version__}, Python {python_version()}, torch {version('torch')}")
         parser.exit()
 
 
@@ -73,6 +74,12 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
 def _train(known: Any) -> None:
     train = known.add_parser("train", help="train a model that a TOML file describes", epilog=EXIT_CODES)
     train.add_argument("config", nargs="?", metavar="CONFIG.toml")
+    train.add_argument(
+        "--example",
+        action="store_true",
+        help="use the configuration that comes with weft: a small language model on the source text of Python's "
+        "standard library",
+    )
     _add_set(train)
     train.add_argument(
         "--ranks",
@@ -239,6 +246,9 @@ def _evaluate(known: Any) -> None:
 def _report(known: Any) -> None:
     report = known.add_parser("report", help="write the report of a run again", epilog=EXIT_CODES)
     report.add_argument("path", metavar="RUN_DIRECTORY")
+    report.add_argument(
+        "--live", type=float, default=0, metavar="S", help="of a run that trains: the page loads itself again every S s"
+    )
     report.set_defaults(run=commands.report)
 
 

@@ -5,6 +5,8 @@ import os
 import shlex
 from pathlib import Path
 
+EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
+
 
 def start(options: argparse.Namespace) -> int:
     """Train; returns the exit code, unless this process is a rank, which ends with it."""
@@ -14,6 +16,10 @@ def start(options: argparse.Namespace) -> int:
     from weft.train.run.trust import require_trust
     from weft.train.run.world import place_from
 
+    if options.example:
+        if options.config is not None:
+            raise ConfigError(f"--example {options.config}: both name a configuration; leave one of them out")
+        options.config = str(EXAMPLE)
     config_path = options.config
     if config_path is None and isinstance(options.resume, str):
         directory = run_directory(options.resume)
@@ -27,7 +33,10 @@ def start(options: argparse.Namespace) -> int:
             config_path = options.config = options.resume
             options.resume = True
     if config_path is None:
-        raise ConfigError("no configuration is named: weft train CONFIG.toml, or weft train --resume RUN_DIRECTORY")
+        raise ConfigError(
+            "no configuration is named: weft train CONFIG.toml, weft train --example, or weft train --resume "
+            "RUN_DIRECTORY"
+        )
     if options.resume_or_start:
         if options.resume:
             raise ConfigError("--resume-or-start looks for the run itself: leave --resume out")
@@ -72,6 +81,12 @@ def start(options: argparse.Namespace) -> int:
     ranks = options.ranks or _local_devices() or 1
     config = load_config(config_path, options.overrides)
     config.validate(ranks)
+    every = config.checkpoint.memory_every
+    if every and not options.restarts:
+        raise ConfigError(
+            f"checkpoint.memory_every = {every}: has no effect without restarts; add --restarts 5, or set "
+            "checkpoint.memory_every = 0"
+        )
     run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
     if options.restart_ranks is not None:
         config.validate(options.restart_ranks)
@@ -82,6 +97,7 @@ def start(options: argparse.Namespace) -> int:
         resuming(command, run.directory),
         restarts=options.restarts,
         restart_ranks=options.restart_ranks or ranks,
+        keeps_copies=every > 0,
     )
 
 
@@ -93,12 +109,17 @@ def _local_devices() -> int:
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
     """What a person types to go on with the same, without --resume; the weights are for new runs."""
-    words = ["weft", "train", *([options.config] if options.config else [])]
+    named = ["--example"] if options.example else [options.config] if options.config else []
+    words = ["weft", "train", *named]
     for override in options.overrides:
         if not _is_weights(override):
             words += ["--set", override]
     if with_ranks and options.ranks:
         words += ["--ranks", str(options.ranks)]
+    if options.restarts:
+        words += ["--restarts", str(options.restarts)]
+    if options.restart_ranks is not None:
+        words += ["--restart-ranks", str(options.restart_ranks)]
     return shlex.join(words)
 
 

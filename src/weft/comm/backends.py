@@ -24,7 +24,9 @@ HOSTS = "gloo"
 """The backend for what lies in the memory of hosts."""
 _DEVICES = {"cpu": HOSTS, "cuda": f"cpu:{HOSTS},cuda:nccl"}
 
-_gloo, _nccl, _other = Gloo(), BuiltIn(averages=True), BuiltIn()
+TRANSPORTS: dict[str, Transport] = {HOSTS: Gloo(), "nccl": BuiltIn(averages=True)}
+"""By the name of the backend. A package may add the transport of a backend that it has registered with torch."""
+_other = BuiltIn()
 _instead: Transport | None = None
 
 
@@ -44,9 +46,9 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if _instead is not None:
         return _instead
     backend = backend_of(group, device)
-    if backend == "nccl":
-        return _nccl
-    return _gloo if backend == HOSTS and device.type == "cpu" and not streams.has_streams(device) else _other
+    if backend == HOSTS and (device.type != "cpu" or streams.has_streams(device)):
+        return _other
+    return TRANSPORTS.get(backend, _other)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from weft.comm.backends import backend_of, transport_of, world
 from weft.comm.groups import tag_of
 from weft.comm.pending import Pending
 from weft.comm.sums import add_scaled
-from weft.comm.watch.lookout import watching
+from weft.comm.watch.hang_detector import watching
 
 UNEVEN_TAGS = 700
 """The first of those of uneven parts, one for each size."""

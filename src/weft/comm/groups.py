@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of, world
 from weft.comm.gloo.sends import break_waits
-from weft.comm.watch.lookout import keep_lookout, watching
+from weft.comm.watch.hang_detector import start_hang_detector, watching
 
 CHANNEL_STRIDE = 1000
 """The distance between the tags of two channels."""
@@ -81,7 +81,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group, and no tags are left: use another group")
     if group.size() > 1 and not is_pretended(group):
-        keep_lookout()
+        start_hang_detector()
     return channel
 
 

@@ -23,7 +23,7 @@ from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, recording, span
 from weft.comm.transfers import Transfer
-from weft.comm.watch.lookout import Call, explain, lookout, watched
+from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long transfers of which nobody waits for the result may take to end."""
@@ -102,7 +102,7 @@ class Ticket:
     def synchronize(self) -> None:
         """Make the host wait: what arrived in its memory may be read."""
         if self._event is not None and not self._event.query():
-            watch = lookout() if self._call is not None else None
+            watch = hang_detector() if self._call is not None else None
             with watched(self._call):
                 streams.wait_on_host(self._event, watch.check if watch is not None else None)
         self.wait()
@@ -124,7 +124,7 @@ class Ticket:
             each = each._after
 
     def _collect(self) -> None:
-        """Wait for each transfer of a chain in turn, so that the lookout knows which one does not come."""
+        """Wait for each transfer of a chain in turn, so that the detector of hangs knows which one does not come."""
         if self._after is not None:
             self._after._collect()
             self._after = None
@@ -262,7 +262,7 @@ class Lane:
         return f"{group.group_name}/{self.name}/{channel}"
 
     def _call(self, group: dist.ProcessGroup | None, channel: int) -> Call | None:
-        watch = lookout()
+        watch = hang_detector()
         if watch is None or group is None or group.size() == 1:
             return None
         name = f"{self.name} of {watch.subject}" if self.name in _OF_UNITS else self.title

@@ -9,13 +9,14 @@ nobody                                    nothing, at no cost
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd.profiler import record_function
 
 from weft.comm.timeline import labelled, recording
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.hang_detector import hang_detector
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _NOTHING: AbstractContextManager = nullcontext()
@@ -23,16 +24,19 @@ _NOTHING: AbstractContextManager = nullcontext()
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
-    if (watch := lookout()) is not None:
+    if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if (timeline := recording()) is None and not observed():
         return _NOTHING
     return _range(unit, what) or (_NOTHING if timeline is None else labelled(f"{unit}/{what}"))
 
 
-def observed() -> bool:
-    """Whether something looks at ranges now, or may later: a profiler of this process, or a tool of NVIDIA's."""
-    return torch.autograd._profiler_enabled() or (_HAS_CUDA and torch.cuda.is_initialized())
+def _observed() -> bool:
+    return torch.autograd._profiler_enabled() or torch.cuda.is_initialized()
+
+
+observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profiler_enabled
+"""Whether something looks at ranges now, or may later: a profiler of this process, or a tool of NVIDIA's."""
 
 
 class Stretch:

@@ -1,5 +1,6 @@
 """What operators do with memory: which tensors they read and write, and whether the host waits for what they give."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -95,8 +96,8 @@ def asks_device(
 
 
 def inside_collective() -> bool:
-    """Whether an operator is how a backend does its work."""
+    """Whether an operator is how a backend does its work: in a call of torch's, or while `Pending` waits for one."""
     frame = sys._getframe(2)
     while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_code.co_filename.endswith("distributed_c10d.py")
+    return frame.f_code.co_filename.endswith(("distributed_c10d.py", os.path.join("comm", "pending.py")))

@@ -27,7 +27,7 @@ def describe(model: nn.Module) -> str:
     Raises ValueError for a model without sharded modules.
     """
     rows: list[tuple[str, ...]] = [
-        ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "MiB/rank", "padding")
+        ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "travels as", "MiB/rank", "padding")
     ]
     for unit in units_of(model):
         for group in unit.groups:
@@ -240,6 +240,7 @@ def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:
         str(group.layout.shards),
         str(group.recipe.main).removeprefix("torch."),
         str(group.recipe.compute).removeprefix("torch."),
+        str(group.recipe.quantization or group.recipe.compute).removeprefix("torch."),
         f"{nbytes / 2**20:,.2f}",
         f"{group.layout.padding:.2%}",
     )

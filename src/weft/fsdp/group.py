@@ -2,12 +2,13 @@
 
 buffer        lives       placement    dtype        holds
 main_weight   always      optimizer    main         what the optimizer updates; registered at rest
-model_weight  always*     parameter    compute      what gathers start from
+model_weight  always*     parameter    compute***   what gathers start from
 full          gathered**  Replicate    compute      what forward and backward read; registered while they do
 gradients                                           see `weft.fsdp.gradients.group`
 
 *   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
 **  always, as model_weight, where the parameter placement is Replicate on every axis
+*** bytes of a quantized payload, if the recipe has one; then `full` always comes and goes
 
 Whether what was gathered is still right, the version counter of the main weights tells, which every write to a sharded
 parameter moves. The full parameters have that version too while their memory is here, see `weft.fsdp.autograd`.
@@ -35,7 +36,7 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
-from weft.fsdp.payload import Payload, Plain
+from weft.fsdp.payload import payload_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardPiece
 from weft.fsdp.slots import Slot, register
@@ -70,11 +71,11 @@ class ParameterGroup:
         """Whether all ranks reduce its gradients, since some rank may have some."""
         self.tensor_parallel = list(tensor_parallel)
         slices = [local_of(each) for each in parameters]
+        self.payload = payload_of(plan, self._ours("weights on their way"))
         self.main_weight, self.model_weight = self._weights(slices)
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
-        self.payload: Payload = Plain(plan, self._ours("uploaded weights"))
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self.full, self.transient = self._make_full()
@@ -88,7 +89,7 @@ class ParameterGroup:
         for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
             slot.own = tuple(own)
         if self.transient is not None:
-            self.transient.settle()
+            self.transient.empty()
             self.fulls.leave()
         self.gradients = GroupGradients(
             plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
@@ -106,6 +107,10 @@ class ParameterGroup:
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """The main weights, filled, and the model weights, which share their memory where they can."""
         plan, recipe, where = self.plan, self.recipe, self.placements
+        if self.payload.refreshes:
+            main = plan.home_buffer(recipe.main)
+            main.fill(tensors)
+            return main, plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
@@ -119,7 +124,7 @@ class ParameterGroup:
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
         """The full weights, and their memory if it comes and goes."""
-        if not self.model_weight.axes or self.layout.shards == 1:
+        if not self.plan.moves and not self.payload.refreshes:
             return self.model_weight, None
         describe = self._ours("the gathered weights")
         transient = Transient(self.layout.numel, self.recipe.compute, self.device, describe=describe, filled=True)
@@ -151,7 +156,7 @@ class ParameterGroup:
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
-            self.transient.make_way = lambda: (unit := ref()) is None or unit.makes_way()
+            self.transient.is_evictable = lambda: (unit := ref()) is None or unit.is_evictable()
 
     def _ours(self, what: str) -> Callable[[], str]:
         """What errors call `what` of the unit; known to its buffers only weakly too."""
@@ -216,11 +221,14 @@ class ParameterGroup:
             if self.piece is not None and self.piece.held:
                 return self.piece.gather_into(full, channels.gather, self.channel)
             source = self.model_weight.local
-            own = full.view(group.size(), -1)[group.rank()]
+            landing = self.payload.land(full, source, channels.weights)
+            if landing is source:
+                return refreshing
+            own = landing.view(group.size(), -1)[group.rank()]
             write = self.payload.write(own, source, channels.weights)
             ticket = channels.gather.run(
                 collectives.all_gather,
-                full,
+                landing,
                 source if write is None else own,
                 group,
                 channel=self.channel,
@@ -250,10 +258,10 @@ class ParameterGroup:
         self._gathered_from = self.version
         return channels.weights.take(self.transient)
 
-    def take_part(self, channels: Channels) -> Ticket:
+    def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
         with torch.no_grad():
-            unused = FlatBuffer(self.layout, self.mesh, self.plan.whole, torch.empty_like(self.full.local))
+            unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own = unused.part(self.model_weight.placements).local
             return channels.gather.run(
                 collectives.all_gather,
@@ -292,7 +300,7 @@ class ParameterGroup:
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
-            self.payload.open()
+            self.payload.open(self.full.local)
 
     @property
     def refreshed_bytes(self) -> int:
@@ -304,7 +312,7 @@ class ParameterGroup:
     def staging_bytes(self) -> int:
         """What is taken beside the gathered weights while they are uploaded and cast on their way."""
         staging = self.payload.staging
-        return staging.nbytes if staging is not None and not self.refreshes else 0
+        return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
     def finish_upload(self) -> None:
         """Make the host wait until nobody reads main weights in CPU memory any more."""
@@ -334,7 +342,7 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         if self.piece is not None:
             self.piece.drop()
-        self.payload.open()
+        self.payload.open(self.full.local)
         self.fulls.come(self.main_weight.local._version)
 
     def free(self) -> None:
@@ -351,7 +359,7 @@ class ParameterGroup:
         """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
         register([(slot, None) for slot in self.slots])
 
-    def follow_user(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
         that would not run."""
         trains = [*map(_trains, self.sharded_parameters)]

@@ -259,7 +259,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the gather and register the full parameters."""
         if self._module is not None:
-            runtime_of(self._module).hold_for_user(unit_of(self._module))
+            runtime_of(self._module).finish_unshard(unit_of(self._module))
             self._module = None
 
 

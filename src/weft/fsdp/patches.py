@@ -41,7 +41,7 @@ from weft.dtensor.steps import choosing_lists
 from weft.fsdp.autograd import explaining
 from weft.fsdp.composition import refuse_wrappers, refusing_sharded
 from weft.fsdp.construction.forgotten import look_around
-from weft.fsdp.runtime.runtime import settle_unnoticed
+from weft.fsdp.runtime.runtime import finish_backwards
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,11 @@ _STATE_DICT = "distributed.checkpoint.state_dict"
 _FULL = ("full_state_dict", "local_state_dict", "device", "pg")
 
 PATCHES = (
-    Patch("autograd", "_engine_run_backward", partial(explaining, look_around=look_around, settle=settle_unnoticed)),
+    Patch(
+        "autograd",
+        "_engine_run_backward",
+        partial(explaining, look_around=look_around, settle=finish_backwards),
+    ),
     Patch("optim.adam", "adam", choosing_lists),
     Patch("optim.sgd", "sgd", choosing_lists),
     Patch("optim.adagrad", "adagrad", choosing_lists),

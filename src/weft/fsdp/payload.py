@@ -3,9 +3,10 @@
     payload    each rank sends, per element    beside the full weights meanwhile
     -------    -----------------------------   ------------------------------------------------------------------
     `Plain`    one of the compute dtype        this rank's part in the main dtype, where it is uploaded and then cast
+    `Narrow`   a byte, or half of one          the bytes of all ranks (see `weft.fsdp.narrow`)
 
 Everything else moves bytes. A group gathers for a use (`ParameterGroup.gather`), makes model weights anew after a step
-(`refresh`), sends its part of a gather that it does not need (`take_part`) and travels with neighbours (`Bucket`); all
+(`refresh`), sends its part of a gather that it does not need (`serve`) and travels with neighbours (`Bucket`); all
 four ask the group's payload to `write` what leaves this rank, and to `open` what has come.
 """
 
@@ -16,30 +17,56 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm import collectives
+from weft.fsdp.narrow import Narrow
 from weft.fsdp.plan import GroupPlan
+from weft.layout.layout import Layout
 from weft.memory.pool import Pool, Transient
 
 
 class Payload(Protocol):
     """What a format of travelling weights implements."""
 
+    refreshes: bool
+    """Whether what travels is made once in a step, and lies beside the main weights meanwhile."""
+    layout: Layout
+    """Of what travels."""
+    dtype: torch.dtype
+    """Of what travels."""
     staging: Transient | None
-    """Memory that is taken by `write` and given back by `open`."""
+    """Memory that is taken by `write` or `land`, and given back by `open`."""
+    sent: int
+    """Bytes of a gather."""
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
         """What makes `own`, the part that this rank sends, from `source`, on the lane; None: `source` can be sent."""
         ...
 
-    def open(self) -> None:
-        """What was sent has come: the full weights are those that the computation reads."""
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+        """Where a gather of all ranks' `source` arrives whose result are the full weights `full`; `source` itself
+        where each rank has all."""
         ...
+
+    def open(self, full: torch.Tensor) -> None:
+        """What was sent has come: `full` becomes the full weights that the computation reads, if a gather has brought
+        them."""
+        ...
+
+
+def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Payload:
+    """How the weights of a group travel. `describe`: what errors call the memory of what is on its way."""
+    return Plain(plan, describe) if plan.recipe.quantization is None else Narrow(plan, describe)
 
 
 class Plain:
     """Weights travel in the compute dtype, in which they are used."""
 
+    refreshes = False
+
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
+        """`describe`: what errors call its staging memory."""
         self._uploads = plan.offload is not None
+        self.layout, self.dtype = plan.layout, plan.recipe.compute
+        self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0
         self.staging: Transient | None = None
         if self._uploads and plan.recipe.main != plan.recipe.compute:
             self.staging = Transient(plan.home_numel, plan.recipe.main, plan.device, describe=describe)
@@ -51,7 +78,11 @@ class Plain:
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
-    def open(self) -> None:
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+        """See `Payload.land`."""
+        return full
+
+    def open(self, full: torch.Tensor) -> None:
         """See `Payload.open`."""
         if self.staging is not None:
             self.staging.give()

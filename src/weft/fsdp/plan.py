@@ -60,10 +60,11 @@ class GroupPlan:
         """The placements of gathered weights."""
         return (Replicate(),) * self.mesh.ndim
 
-    def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> FlatBuffer:
-        """New memory on the device, with unspecified contents."""
-        local = torch.empty(self.numel(placements), dtype=dtype, device=self.device)
-        return FlatBuffer(self.layout, self.mesh, placements, local)
+    def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype, layout: Layout | None = None) -> FlatBuffer:
+        """New memory on the device, with unspecified contents; `layout`: of what travels, where it is another one."""
+        laid = layout or self.layout
+        numel = laid.numel // ranks_over(self.mesh, sharded_axes(placements))
+        return FlatBuffer(laid, self.mesh, placements, torch.empty(numel, dtype=dtype, device=self.device))
 
     def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         """New memory under the optimizer's placements, in CPU memory where that is asked for."""
@@ -74,6 +75,11 @@ class GroupPlan:
             self.numel(placements), dtype=dtype, device=self.device, pinned=self.offload.pin_memory
         )
         return FlatBuffer(self.layout, self.mesh, placements, local)
+
+    @property
+    def moves(self) -> bool:
+        """Whether full weights are gathered from other ranks for use."""
+        return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
 
     @property
     def home_numel(self) -> int:

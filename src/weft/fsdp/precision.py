@@ -16,6 +16,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchMixedPrecisionPolicy
 
 from weft.fsdp.trees import map_tensors, tensors_in
+from weft.quantize import Quantization
 
 _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,6 +30,11 @@ class MixedPrecisionPolicy:
     inputs are cast to `param_dtype`. `main_params_dtype`: what the optimizer sees (None: the parameter's own).
     `main_grads_dtype`: what gradients accumulate in, and the dtype of `.grad` (None: main_params_dtype).
 
+    `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered; each is dequantized to
+    `param_dtype` for use. `quantize(name, parameter)`: whether a parameter is quantized, by its name in
+    `named_parameters()` of the module that `fully_shard` is called on (None: those with two or three dimensions that
+    are no embedding). Main weights of quantized parameters are float32 unless `main_params_dtype` says otherwise.
+
     Raises ValueError for a dtype that torch does not compute in: choose float64, float32, bfloat16 or float16.
     """
 
@@ -38,19 +44,34 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     main_params_dtype: torch.dtype | None = None
     main_grads_dtype: torch.dtype | None = None
+    param_quantization: Quantization | None = None
+    quantize: Callable[[str, torch.nn.Parameter], bool] | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_params_dtype", "main_grads_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype not in _COMPUTED_IN:
                 raise ValueError(f"{name}={dtype!r}: choose one of {', '.join(map(str, _COMPUTED_IN))}, or None")
+        if self.param_quantization is not None and not isinstance(self.param_quantization, Quantization):
+            raise TypeError(
+                f"param_quantization={self.param_quantization!r}: pass a recipe, such as weft.quantize.mx(32)"
+            )
+        if self.quantize is not None and self.param_quantization is None:
+            raise ValueError("quantize= chooses parameters for param_quantization: pass a recipe too, or leave it out")
 
-    def resolve(self, dtype: torch.dtype, *, keep: bool = False) -> "Recipe":
-        """The dtypes for parameters whose own dtype is `dtype`; `keep`: which keep it."""
+    def resolve(self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False) -> "Recipe":
+        """The dtypes for parameters whose own dtype is `dtype`; `keep`: which keep it; `quantized`: which travel in
+        `param_quantization`. Raises ValueError for a format that the compute dtype does not hold."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
-        main = self.main_params_dtype or dtype
         compute = self.param_dtype or dtype
-        return Recipe(main, compute, self.reduce_dtype or compute, self.main_grads_dtype or main)
+        narrow = self.param_quantization if quantized else None
+        main = self.main_params_dtype or (dtype if narrow is None else torch.float32)
+        if narrow is not None and narrow.kind == "mx" and compute == torch.float16:
+            raise ValueError(
+                f"param_quantization={narrow} with weights that compute in {compute}: its scales exceed the range of "
+                "float16; choose param_dtype=torch.bfloat16, or rowwise()"
+            )
+        return Recipe(main, compute, self.reduce_dtype or compute, self.main_grads_dtype or main, narrow)
 
     def cast_inputs(self, values: Any) -> Any:
         """`values`, a tree, with floating tensors cast to `param_dtype` where the policy says so."""
@@ -101,10 +122,13 @@ class Recipe:
     compute: torch.dtype
     reduce: torch.dtype
     main_grad: torch.dtype
+    quantization: Quantization | None = None
 
     @property
     def smallest_itemsize(self) -> int:
         """Bytes of the narrowest element that travels."""
+        if self.quantization is not None:
+            return 1
         return min(dtype.itemsize for dtype in (self.main, self.compute, self.reduce))
 
     @cached_property

@@ -40,7 +40,7 @@ from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
 from weft.fsdp.driver import USER, Hold, TiedHold, is_users
-from weft.fsdp.gradients.direct import settle
+from weft.fsdp.gradients.direct import register_owner
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.slots import register
@@ -125,7 +125,7 @@ class Unit:
         self._leaves_pieces = False
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
-            settle(self, group, [group.full_parameters, group.sharded_parameters])
+            register_owner(self, group, [group.full_parameters, group.sharded_parameters])
             group.belong_to(self)
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ class Unit:
             self.resident = True
             self._gather()
 
-    def come_by(self, ticket: Ticket) -> None:
+    def gather_started(self, ticket: Ticket) -> None:
         """The weights are at rest, and their gather has started, with those of other units."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
@@ -218,7 +218,7 @@ class Unit:
         self._gather()
         self._wait()
 
-    def tell_version(self) -> None:
+    def sync_versions(self) -> None:
         """A pass begins, and the weights are here: let autograd read only what was saved from the main weights that
         there are now. Raises WeightsWritten as `release` does."""
         if self.state in (State.HERE, State.HELD):
@@ -276,16 +276,16 @@ class Unit:
             self.free()  # before the model weights change that the gather reads
         for group in self.groups:
             group.await_refresh()
-            group.follow_user()
+            group.sync_requires_grad()
 
-    def stand_back(self) -> None:
+    def drop_holders(self) -> None:
         """Let all holders go but for the user: a pass was abandoned."""
         for holder in [each for each in self.holders if not is_users(each)]:
             self._let_go(holder)  # units that are tied stand back by themselves
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Go to rest from any state but for the user's hold: a pass was abandoned."""
-        self.stand_back()
+        self.drop_holders()
         self.forget()
         self.free()
 
@@ -294,7 +294,7 @@ class Unit:
         assert self.channels is not None, f"{self} belongs to no model yet"
         return all(map(self.channels.weights.has_room, self.gathered))
 
-    def makes_way(self) -> bool:
+    def is_evictable(self) -> bool:
         """Whether the weights may move out of their place. What is on its way there arrives first."""
         if self.computes:
             return False
@@ -372,7 +372,7 @@ class Unit:
     @cached_property
     def is_addressed(self) -> bool:
         """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
-        gathered = (group for group in self.groups if group.transient is not None)
+        gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
     @property

@@ -37,7 +37,8 @@ class GradientFacts:
 class UnitFacts:
     """What a plan must know of one unit.
 
-    `gathered`: bytes of the gathered weights of each group. `refreshed`: of the model weights that stay on each rank
+    `gathered`: bytes of the gathered weights of each group. `sent`: of a gather of all of them, None for as many.
+    `refreshed`: of the model weights that stay on each rank
     and are gathered once in a step, behind the optimizer. `staging`: of what is uploaded on its way there. `pieces`:
     of what stays of them between forward and backward. `tied`: the units whose parameters it shares. `bundle`: the
     units that travel with it, itself included. `gradients`: of each group, None for one that has none.
@@ -45,12 +46,18 @@ class UnitFacts:
 
     name: str
     gathered: tuple[int, ...]
+    sent: int | None = None
     refreshed: int = 0
     staging: int = 0
     pieces: int = 0
     tied: tuple[int, ...] = ()
     bundle: tuple[int, ...] = ()
     gradients: tuple[GradientFacts | None, ...] = ()
+
+    @property
+    def message(self) -> int:
+        """Bytes of a gather of its weights."""
+        return sum(self.gathered) if self.sent is None else self.sent
 
     def trained(self) -> list[GradientFacts]:
         """Of the groups that have gradients."""

@@ -104,13 +104,14 @@ def plan_layout(
     """Lay tensors of these shapes, in this order, into `shards` equal shards.
 
     `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor,
-    the number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut). `dims`: per
+    the number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut; where it does
+    not divide the size, the last piece is smaller). `dims`: per
     tensor, the dimension to lay first and to cut; default: 0.
 
     The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data
     or one alignment unit per shard; only granularities demanded by the caller may cost more.
 
-    Raises ValueError for no shards or for a granularity that does not divide its tensor.
+    Raises ValueError for no shards or for a granularity below 1.
     """
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
@@ -118,8 +119,8 @@ def plan_layout(
     if shards < 1:
         raise ValueError(f"shards={shards}: a layout needs at least one shard")
     for size, step in zip(sizes, demanded, strict=True):
-        if step < 1 or size % step:
-            raise ValueError(f"granularity {step} does not divide a tensor of {size} elements: choose a divisor")
+        if step < 1:
+            raise ValueError(f"granularity {step} of a tensor of {size} elements: choose 1 or more")
 
     align = max(ALIGNMENT_BYTES // itemsize, 1)
     kernel = max(KERNEL_ALIGNMENT_BYTES // itemsize, 1)

@@ -53,7 +53,7 @@ class Trace:
         return tuple(event.unit for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
-        """The uses of the backward that this forward foretells: the unit that was done last comes first."""
+        """The uses of the backward that this forward predicts: the unit that was done last comes first."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)
 
 

@@ -67,6 +67,7 @@ class _Unit:
         self.piece = False
         """Whether a piece stays when the memory goes."""
         self.piece_held = False
+        self._staging = 0
         self._walk = walk
 
     def has_room(self) -> bool:
@@ -83,13 +84,14 @@ class _Unit:
     def come(self) -> None:
         """The gather has started."""
         self.resident, self.arrived = True, False
-        self._walk.take(WEIGHTS, self.gathered_bytes + self.facts.staging)
+        self._staging = 0 if self.piece_held else self.facts.staging
+        self._walk.take(WEIGHTS, self.gathered_bytes + self._staging)
 
     def arrive(self) -> None:
         """The gather is over."""
         if self.resident and not self.arrived:
             self.arrived = True
-            self._walk.give(WEIGHTS, self.facts.staging)
+            self._walk.give(WEIGHTS, self._staging)
             self.drop_piece()
 
     def acquire(self, holder: str) -> None:
@@ -184,7 +186,7 @@ class Walk:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
         numbers = tuple(unit.number for unit in message or units)
-        nbytes = sum(self.units[number].gathered_bytes for number in numbers)
+        nbytes = sum(self.units[number].facts.message for number in numbers)
         for unit in units:
             if unit.facts.refreshed and unit.number not in self._refreshed:
                 self._refreshed.add(unit.number)

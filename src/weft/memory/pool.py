@@ -15,7 +15,7 @@ A buffer that must be in its place finds another one there only if somebody hold
 who unshards all layers between a forward and its backward. If the other is not being computed with it moves out, values
 and all, into memory of its own, and comes back when it is needed at its address:
 
-    take(one)       the place is free, or its tenant can `make_way`: move_out(tenant)
+    take(one)       the place is free, or its tenant `is_evictable`: move_out(tenant)
     come_back(it)   whoever is in its place now moves out in turn
 """
 
@@ -39,9 +39,9 @@ class Transient:
     """A flat buffer with memory only between `Pool.take` and `Pool.give`.
 
     Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
-    `is_fixed`: whether such views are in use, so that it must not move. `make_way`: whether nobody computes with it, so
-    that it may move out for a while. `describe`: what errors call it. `filled`: born with memory, which torch wants for
-    making such views; `settle` ends that.
+    `is_fixed`: whether such views are in use, so that it must not move. `is_evictable`: whether it may move out for a
+    while, because no computation uses it. `describe`: what errors call it. `filled`: born with memory, which torch
+    wants for making such views; `empty` ends that.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Transient:
         *,
         on_move: Callable[[torch.Tensor], None] = lambda tensor: None,
         is_fixed: Callable[[], bool] = lambda: False,
-        make_way: Callable[[], bool] = lambda: False,
+        is_evictable: Callable[[], bool] = lambda: False,
         describe: Callable[[], str] = lambda: "a buffer",
         filled: bool = False,
     ) -> None:
@@ -61,7 +61,7 @@ class Transient:
         self.nbytes = self.own.nbytes
         self.on_move = on_move
         self.is_fixed = is_fixed
-        self.make_way = make_way
+        self.is_evictable = is_evictable
         self.describe = describe
         self.moves = 0
         self.pool: Callable[[], Pool | None] = lambda: None
@@ -69,9 +69,9 @@ class Transient:
         self.place: torch.Tensor | None = None
         """Where views of it are valid, while it has moved out of there."""
         if not filled:
-            self.settle()
+            self.empty()
 
-    def settle(self) -> None:
+    def empty(self) -> None:
         """Have no memory until the first take."""
         self.own.untyped_storage().resize_(0)
 
@@ -134,7 +134,8 @@ class Pool:
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
-        self._settle(transient)
+        if self._home is _UNKNOWN:
+            self._choose_home(transient)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)
@@ -183,10 +184,9 @@ class Pool:
         transient.live_in(place)
         transient.own.untyped_storage().resize_(0)
 
-    def _settle(self, transient: Transient) -> None:
-        """Make the current stream the home of the slab, if it has none yet."""
-        if self._home is _UNKNOWN:
-            self._home = streams.current(transient.own.device)
+    def _choose_home(self, transient: Transient) -> None:
+        """Make the current stream the home of the slab."""
+        self._home = streams.current(transient.own.device)
 
     def _own_memory(self, transient: Transient) -> torch.Tensor:
         transient.own.untyped_storage().resize_(transient.nbytes)
@@ -196,7 +196,7 @@ class Pool:
     def _clear(self, transient: Transient) -> None:
         """Make everybody move out of the planned place of `transient`, which must be there."""
         for rival in self._rivals(transient):
-            if not rival.make_way():
+            if not rival.is_evictable():
                 raise RuntimeError(
                     f"{transient.describe()} and {rival.describe()} never were here together before, are in use at "
                     "once, and backward needs both where they were in forward: pass "
@@ -236,7 +236,8 @@ class Pool:
         for alive in together:
             self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
             for one in alive:
-                self._settle(one)
+                if self._home is _UNKNOWN:
+                    self._choose_home(one)
                 self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
                 if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
                     self.outdated = True

@@ -12,7 +12,7 @@ import torch
 from weft.comm.groups import group_of
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers import rotary_of
+from weft.models.layers import Beside, rotary_of
 from weft.models.pattern import LogicalLayer
 from weft.models.stack import Layer
 from weft.moe.source import WeightSource
@@ -64,7 +64,7 @@ def layer_costs(cfg: HybridConfig, layers: tuple[LogicalLayer, ...]) -> list[flo
 
 def _cost(cfg: HybridConfig, symbols: str) -> float:
     with torch.device("meta"):
-        layer = Layer(cfg, LogicalLayer(0, symbols, 1), WeightSource(), rotary_of(cfg, symbols), None)
+        layer = Layer(cfg, LogicalLayer(0, symbols, 1), WeightSource(), Beside(rotary_of(cfg, symbols), None, 0))
     routed = {weight for module in layer.expert_modules() for weight in module.parameters() if "E" in symbols}
     visited = cfg.num_experts_per_tok / cfg.num_experts
     return sum(weight.numel() * (visited if weight in routed else 1.0) for weight in layer.parameters())

@@ -1,8 +1,10 @@
 """The hybrid language model."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
 from weft.models.stack import Stack
 from weft.moe.linear import Linear
+from weft.moe.mlp import scaled
 from weft.moe.source import WeightSource
 from weft.overlap import StagedLayer
 from weft.pipeline.actions import LOOP
@@ -87,7 +90,9 @@ class HybridModel(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
-        return x_BSD if multiplier == 1 else x_BSD * multiplier
+        if self.cfg.embedding_multiplier_rounded:
+            multiplier = _rounded(multiplier, x_BSD.dtype)
+        return scaled(x_BSD, multiplier)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
@@ -182,6 +187,11 @@ class HybridModel(nn.Module):
                 raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
         x_BSD, losses = self.decoder(self.embed(tokens), cache, documents)
         return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses, documents)
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:

@@ -5,6 +5,8 @@
     G        gated delta net              mixer
     *        self-attention (GQA, RoPE)   self_attention
     +        multi-head latent attention  self_attention
+    P        attention beside Mamba-2     mixer
+    K        Kimi delta attention         mixer
     -        dense MLP                    mlp
     E        mixture of experts           mlp
 
@@ -20,23 +22,10 @@ depth. A physical layer is a symbol, counted from 1; a logical layer is a group 
 from dataclasses import dataclass
 
 from weft.errors import PatternError
+from weft.models.kinds import KINDS
 
-LAYER_NAMES = {
-    "M": "Mamba-2",
-    "G": "gated delta net",
-    "*": "self-attention",
-    "+": "multi-head latent attention",
-    "-": "dense MLP",
-    "E": "mixture of experts",
-}
-LAYER_KEYS = {
-    "M": "mixer",
-    "G": "mixer",
-    "*": "self_attention",
-    "+": "self_attention",
-    "-": "mlp",
-    "E": "mlp",
-}
+LAYER_NAMES = {symbol: kind.title for symbol, kind in KINDS.items()}
+LAYER_KEYS = {symbol: kind.key for symbol, kind in KINDS.items()}
 TERMINAL = "-E"
 
 
@@ -134,10 +123,11 @@ def parse(text: str) -> Pattern:
             known = " ".join(LAYER_KEYS)
             raise error(f"unknown symbol; layers are {known}, and the signs are [ ] | /")
         else:
-            if sign in "*+":
-                if attention not in (None, sign):
-                    raise error("one part uses either '*' or '+', not both")
-                attention = sign
+            if sign in "*+P":
+                heads = "+" if sign == "+" else "*"
+                if attention not in (None, heads):
+                    raise error("one part uses either '*' (or 'P') or '+', not both")
+                attention = heads
             if opened is None:
                 add(sign)
                 continue

@@ -7,6 +7,7 @@ from weft import fsdp
 from weft.fsdp.precision import precision_of
 from weft.mesh import Meshes
 from weft.models.model import HybridModel, require_usable
+from weft.models.narrow import choose_weights
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
@@ -18,12 +19,13 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     `meshes.ep` too. What the first and the last stage of a pipeline share is a unit of its own. The root unit, last,
     takes the embedding, the final norm and the head. `options` go to each `weft.fully_shard` call, `runtime` to the
     root's only. So does the `output_dtype` of `mp_policy`: it is what the model returns; between its layers and on the
-    wire to experts everything stays in `param_dtype`.
+    wire to experts everything stays in `param_dtype`. With a `param_quantization` and no `quantize`, the projections of
+    layers and the experts are quantized; `weft.quantize.except_ends` leaves layers out.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
     if (given := options.get("mp_policy")) is not None:
-        root["mp_policy"] = policy = precision_of(given)
+        root["mp_policy"] = policy = choose_weights(model, precision_of(given))
         options["mp_policy"] = replace(policy, output_dtype=None)
     for layer in model.decoder.layers:
         _shard_experts(layer, meshes, options)

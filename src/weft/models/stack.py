@@ -9,20 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
-from weft.models.layers import (
-    MLP,
-    Attention,
-    Cache,
-    Experts,
-    GatedDeltaNet,
-    LatentAttention,
-    Mamba2,
-    RMSNorm,
-    RotaryEmbedding,
-    dispatcher_of,
-    rotary_for,
-    rotary_of,
-)
+from weft.models.layers import Beside, Cache, RMSNorm, dispatcher_of, layer_class, rotary_of
 from weft.models.pattern import LAYER_KEYS, TERMINAL, LogicalLayer
 from weft.moe import Dispatcher
 from weft.moe.source import WeightSource
@@ -33,8 +20,7 @@ from weft.overlap.layer import beside_forward
 class Layer(nn.Module):
     """One logical layer: a lone block or a group of blocks, each under its own checkpoint key.
 
-    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`. `attention`: how
-    many layers `*` stand before it.
+    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`.
     """
 
     def __init__(
@@ -42,16 +28,14 @@ class Layer(nn.Module):
         cfg: HybridConfig,
         layer: LogicalLayer,
         source: WeightSource,
-        rotary: RotaryEmbedding | None,
-        dispatcher: Dispatcher | None,
-        attention: int = 0,
+        beside: Beside,
     ) -> None:
         super().__init__()
         self.symbols = layer.symbols
         self.recompute = frozenset(cfg.recompute)
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
-            block = _block(symbol, cfg, source / str(number), rotary, dispatcher, attention)
+            block = layer_class(symbol)(cfg, source / str(number), beside)
             self.add_module(LAYER_KEYS[symbol], block)
 
     def forward(
@@ -161,7 +145,8 @@ class Stack(nn.Module):
         self.layers: Any = Layers()
         for number in range(len(layers)) if here is None else here:
             attentions = symbols[: layers[number].physical - 1].count("*")
-            self.layers.add_module(str(number), Layer(cfg, layers[number], source, rotary, dispatcher, attentions))
+            beside = Beside(rotary, dispatcher, attentions)
+            self.layers.add_module(str(number), Layer(cfg, layers[number], source, beside))
         self.final_layernorm: Any = None
         if ends:
             self.final_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, zero_centered=cfg.zero_centered_norm)
@@ -180,20 +165,3 @@ class Stack(nn.Module):
 
 def _given(**beside: Any) -> dict[str, Any]:
     return {name: value for name, value in beside.items() if value is not None}
-
-
-def _block(
-    symbol: str,
-    cfg: HybridConfig,
-    source: WeightSource,
-    rotary: RotaryEmbedding | None,
-    dispatcher: Dispatcher | None,
-    attention: int,
-) -> nn.Module:
-    if symbol == "E":
-        return Experts(cfg, source, dispatcher)
-    if symbol == "*":
-        return Attention(cfg, source, rotary_for(cfg, rotary, attention), cfg.window_of(attention))
-    if symbol == "+":
-        return LatentAttention(cfg, source, rotary)
-    return {"M": Mamba2, "G": GatedDeltaNet, "-": MLP}[symbol](cfg, source)

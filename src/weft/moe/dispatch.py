@@ -28,7 +28,7 @@ from weft.comm import streams
 from weft.comm.collectives import all_to_all, all_to_all_counts
 from weft.comm.groups import group_of, next_channel, second_communicator
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.hang_detector import start_hang_detector
 from weft.moe.kinds import ROWS_PER
 from weft.moe.permutation import Permutation
 from weft.moe.require import require, require_size
@@ -200,7 +200,7 @@ class AllToAll:
         self._counts_group = second_communicator(group)
         self.channel = next_channel(group)
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
-        keep_lookout()
+        start_hang_detector()
 
     def __deepcopy__(self, memo: dict) -> "AllToAll":
         return self  # copies of a model talk over the same group

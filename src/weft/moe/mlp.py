@@ -17,7 +17,13 @@ from weft.moe.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
-    """A dense MLP of the kind `act`; [..., hidden] -> [..., hidden]."""
+    """A dense MLP of the kind `act`; [..., hidden] -> [..., hidden].
+
+    `gate_multiplier`, `out_multiplier`: what the gate and the result are multiplied with.
+    """
+
+    gate_multiplier: float = 1.0
+    out_multiplier: float = 1.0
 
     def __init__(
         self,
@@ -39,8 +45,13 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The MLP."""
-        gate = self.gate_proj(hidden) if self.act in GATED else None
-        return self.down_proj(activated(self.act, gate, self.up_proj(hidden), self.clamp))
+        gate = scaled(self.gate_proj(hidden), self.gate_multiplier) if self.act in GATED else None
+        return scaled(self.down_proj(activated(self.act, gate, self.up_proj(hidden), self.clamp)), self.out_multiplier)
+
+
+def scaled(tensor: Tensor, multiplier: float) -> Tensor:
+    """`tensor * multiplier`, and the tensor itself where that is 1."""
+    return tensor if multiplier == 1 else tensor * multiplier
 
 
 def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor:

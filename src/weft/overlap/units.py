@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.comm.watch.lookout import lookout
+from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.driver import DrivenUnit, Engine, Hold
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
@@ -176,7 +176,7 @@ class ModelUnits:
         """The step `what` ended in `error`: tell ranks that wait for this one."""
         if self.engine is not None:
             self.engine.note_failure(what, error)
-        elif (watch := lookout()) is not None:
+        elif (watch := hang_detector()) is not None:
             watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
 

@@ -86,6 +86,7 @@ SCHEDULES = {
     "dualpipev": Schedule(dualpipev, 2, any_chunks=False, microbatches_per_rank=2),
     "zbv": Schedule(zbv, 2, any_chunks=False),
 }
+"""The published schedules by name. An entry that a program adds is a schedule as any other."""
 
 
 def table(name: str, *, ranks: int | None = None, microbatches: int | None = None, chunks: int | None = None) -> Table:

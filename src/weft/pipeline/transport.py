@@ -25,7 +25,7 @@ from weft.comm.collectives import receive, send
 from weft.comm.groups import end_transfers, host_group, next_channel, pair_groups, tag_of
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.control import TAGS
-from weft.comm.watch.lookout import watching
+from weft.comm.watch.hang_detector import watching
 from weft.pipeline.placement import Cut
 
 FORWARD, BACKWARD = "forward", "backward"

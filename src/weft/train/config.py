@@ -91,7 +91,7 @@ class TrainConfig:
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.pp", self.sharding.pp, 1),
-            ("train.schedule", self.train.schedule, ""),
+            ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),
             ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
         ):
@@ -141,8 +141,8 @@ class TrainConfig:
     @property
     def schedule_name(self) -> str:
         """Of the microbatches over the stages."""
-        if self.train.schedule:
-            return self.train.schedule
+        if self.train.pipeline_schedule:
+            return self.train.pipeline_schedule
         return "combined" if self.train.overlap else "interleaved" if self._own_chunks > 1 else "1f1b"
 
     @property
@@ -166,14 +166,14 @@ class TrainConfig:
             return table(self.schedule_name, ranks=pp, microbatches=count, chunks=self.chunks)
         except ValueError as error:
             raise ConfigError(
-                f"train.schedule = {show(self.schedule_name)} with sharding.pp = {pp}, {self.chunks} chunks and "
-                f"{count} microbatches of each pipeline in a step: {error}"
+                f"train.pipeline_schedule = {show(self.schedule_name)} with sharding.pp = {pp}, {self.chunks} chunks "
+                f"and {count} microbatches of each pipeline in a step: {error}"
             ) from error
 
     def _check_stages(self) -> None:
         pp, segments, loop = self.sharding.pp, len(self.hybrid.parsed.segments), self.train
         without = "has no effect with sharding.pp = 1; leave it out"
-        require("train.schedule", loop.schedule, pp > 1 or not loop.schedule, without)
+        require("train.pipeline_schedule", loop.pipeline_schedule, pp > 1 or not loop.pipeline_schedule, without)
         require(
             "sharding.pp",
             pp,

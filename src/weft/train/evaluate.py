@@ -33,6 +33,7 @@ _WITH_EFFECT = (
     "train.global_batch_size",
     "train.microbatch_size",
     "train.precision",
+    "train.unquantized_ends",
     "train.validation_batches",
 )
 """Beside [model] and [data], the settings on which the loss of a validation set depends."""
@@ -94,7 +95,7 @@ def evaluate(
     _refuse_without_effect(overrides, config)
     require_trust(run, config, overrides, trust=trust, asked=str(run))
     loop = dataclasses.replace(
-        config.train, schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
+        config.train, pipeline_schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
     )
     config = dataclasses.replace(config, sharding=ShardingConfig(), train=loop)
     config.validate(1)

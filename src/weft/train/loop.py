@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,7 +19,6 @@ from torch import nn
 import weft
 from weft.checkpoint import (
     CheckpointError,
-    CheckpointManager,
     CheckpointMismatch,
     ModelState,
     OptimizerState,
@@ -42,13 +42,16 @@ from weft.train.record.metrics import Metrics
 from weft.train.record.names import is_own
 from weft.train.record.profile import ProfilerWindow
 from weft.train.record.progress import Progress
+from weft.train.record.samples import Samples, in_one_line
 from weft.train.report.account import Account
+from weft.train.report.live import LiveReport
 from weft.train.run.changes import changed
 from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line
 from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone
+from weft.train.saves import Saves
 from weft.train.schedule import Schedule
 from weft.train.source import Source
 from weft.train.spikes import Spikes
@@ -63,7 +66,7 @@ class Trainer:
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
     goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
     another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given;
-    `command`: as in `open_run`.
+    `command`: as in `open_run`; `memory`: the folder of copies, as in `Saves`.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Trainer:
         say: Callable[[str], None] | None = None,
         watchdog: Watchdog | None = None,
         command: str | None = None,
+        memory: Path | None = None,
     ) -> None:
         self.config, self.run_place, self.command = config, run, command
         self.device = device or torch.device("cpu")
@@ -97,6 +101,8 @@ class Trainer:
         )
         self._is_optimizer_configured = optimizer is None
         self.average: WeightAverage | None = None
+        self.samples = Samples(config, self.model, self.device) if config.train.sample else None
+        self.live = LiveReport(run.directory, config.run.report_every, self._note, enabled=self.rank == 0)
         self.buffers = buffers_of(self.model, config.train.buffers)
         self.spikes = Spikes(config.train.skip_spikes)
         self.window = ProfilerWindow(run.directory, config.train.profile_step, config.train.profile_steps, self.rank)
@@ -109,19 +115,18 @@ class Trainer:
         _seed_all(config.train.seed, self.rank)
 
         self._tell = self.say  # until there is a progress to keep out of the way of
-        self.checkpoints = CheckpointManager(run.checkpoints, keep=config.checkpoint.keep, progress=self._note)
-        self.saved_step = 0
+        self.saves = Saves(config.checkpoint, run.checkpoints, memory, state=self.state, say=self._note)
         try:
-            self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here may have saved another one
             if run.step is None and config.run.weights:
                 Source(config.run.weights, self.say).load(self.model)
             if config.train.ema_decay:
                 self.average = WeightAverage(self.model, config.train.ema_decay)  # starts at the weights that there are
             self._check_state()
+            self.saves.check_room()
             if run.step is not None:
                 self._go_on()
         except BaseException:
-            self.checkpoints.close()
+            self.saves.close()
             raise
         self.progress = Progress(
             config.train.steps,
@@ -171,16 +176,16 @@ class Trainer:
             state = self.state()
             if isinstance(self.model, HybridModel):  # an earlier part of the run may have grouped its layers otherwise
                 state = renumbered(state, self.model.cfg)
-            self.saved_step = self.checkpoints.load(state)
+            step = self.saves.load(state)
         except (ConfigError, CheckpointMismatch):
             changed(self.run_place.directory, self.config, 0)  # knows which setting made it another
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
         if self.config.checkpoint.keep_best:
-            self.checkpoints.protected = {self.position.best_step}
-        told = changed(self.run_place.directory, self.config, self.saved_step)
-        self.say(f"going on with {self.run_place.directory} from step {self.saved_step}")
+            self.saves.checkpoints.protected = {self.position.best_step}
+        told = changed(self.run_place.directory, self.config, step)
+        self.say(f"going on with {self.run_place.directory} from step {step}")
         for line in told:
             self.say(line)
 
@@ -202,7 +207,7 @@ class Trainer:
         finally:
             try:
                 with suppress(CheckpointError) if sys.exc_info()[0] else nullcontext():
-                    self.checkpoints.close()
+                    self.saves.close()
             finally:
                 self.watchdog.__exit__()
 
@@ -231,7 +236,7 @@ class Trainer:
             settings=to_dict(config, own_task=self._has_own_task),
         )
         with (
-            self.checkpoints,
+            self.saves.checkpoints,
             recording as metrics,
             self.progress,
         ):
@@ -248,15 +253,20 @@ class Trainer:
                     metrics.log_experts(position.step, loads, self.experts.exchanged)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
+                self.live.after_step()
                 last = position.step == config.train.steps
                 best = (last or _due(config.train.validate_every, position.step)) and self._validate(metrics)
                 last |= self._is_settled()
                 if last or stopping or best or _due(config.checkpoint.every, position.step):
                     self.watchdog.at(f"the save of step {position.step}", loosely=True)
                     self._save()
+                if not (last or stopping):
+                    self.watchdog.at(f"the copy of step {position.step} to memory", loosely=True)
+                    self.saves.copy(position.step)
             self.watchdog.at("the end of the run", loosely=True)
             self.window.close(self.progress.note)
-            self.checkpoints.wait()
+            self.live.close()
+            self.saves.checkpoints.wait()
         complete = position.step == config.train.steps or self._is_settled()
         if self._is_settled():
             self.say(f"ended early: {self._settled()}")
@@ -358,7 +368,7 @@ class Trainer:
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
-            f"since step {self.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
+            f"since step {self.saves.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
         )
 
     def _validate(self, metrics: Metrics) -> bool:
@@ -380,24 +390,18 @@ class Trainer:
         values[self.task.unit] = position.tokens
         metrics.log(position.step, "validation", **values)
         self.moment("validation", values)
+        if self.samples is not None:
+            text = self.samples.write()
+            metrics.log_sample(position.step, text)
+            self.progress.note(in_one_line(position.step, text))
         own = {f"validation_{name}": value for name, value in values.items() if is_own(name)}
         self.progress.update(position.step, **own, validation_loss=loss)
         return best
 
     def _save(self) -> None:
-        if self.saved_step == self.position.step:
-            return
-        if self.config.checkpoint.keep_best:
-            self.checkpoints.wait()  # the one that was the best stays until this one is complete
-            self.checkpoints.protected = {self.position.best_step}
-        self.checkpoints.save(
-            self.position.step,
-            self.state(),
-            asynchronous=self.config.checkpoint.asynchronous,
-            committed=self.account.keep_start,
-        )
-        self.saved_step = self.position.step
-        self.moment("save", {"step": self.saved_step})
+        step = self.position.step
+        if self.saves.save(step, best_step=self.position.best_step, committed=self.account.keep_start):
+            self.moment("save", {"step": step})
 
 
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:

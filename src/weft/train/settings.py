@@ -58,12 +58,13 @@ def as_markdown() -> str:
 
 
 def _lines(fields: type) -> dict[str, str]:
-    """What stands below each field of a dataclass."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(fields))).body
-    assert isinstance(definition, ast.ClassDef)
+    """What stands below each field of a dataclass and of its bases."""
     found = {}
-    for statement, below in zip(definition.body, definition.body[1:]):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            found[statement.target.id] = " ".join(str(below.value.value).split())
+    for each in filter(dataclasses.is_dataclass, fields.__mro__):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in zip(definition.body, definition.body[1:]):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                found[statement.target.id] = " ".join(str(below.value.value).split())
     return found

@@ -115,6 +115,7 @@ class Trainer(loop.Trainer):
             self.stop.release()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
+        """Calls the callback of this moment, if there is one."""
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
 

@@ -28,7 +28,7 @@ from tests.fsdp.seams.truth import (
 )
 from tests.pairs import all_pairs
 from tests.pool import distributed
-from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.hang_detector import start_hang_detector
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -337,7 +337,7 @@ def test_ranks_with_different_pasts_hear_each_other(tmp_path):
     sharded(batch.chunk(4)[rank], rank).square().mean().backward()
     (sum(plain(rows, each).square().mean() for each, rows in enumerate(batch.chunk(4))) / 4).backward()
     assert_gradients(sharded, plain)
-    assert rank > 1 or keep_lookout().joins > 0
+    assert rank > 1 or start_hang_detector().joins > 0
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from transformers.models.bamba import BambaConfig, BambaForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.falcon_h1 import FalconH1Config, FalconH1ForCausalLM
 from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+from transformers.models.kimi_linear import KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.nemotron_h import NemotronHConfig, NemotronHForCausalLM
@@ -278,6 +280,72 @@ KINDS = {
             "no bias, no window": {"attention_bias": False, "layer_types": ["full_attention"] * 2, **rope()},
             "other limits": {"swiglu_limit": 0.3, "swiglu_alpha": 1.1},
             "windows in the other": {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 1},
+        },
+    ),
+}
+KINDS |= {
+    "falcon_h1": Kind(
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        {
+            **COMMON,
+            "num_hidden_layers": 2,
+            "intermediate_size": 40,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 8,
+            **rope(),
+        },
+        {
+            "plain": {},
+            "multipliers": {
+                "embedding_multiplier": 3.1,
+                "lm_head_multiplier": 0.3,
+                "mlp_multipliers": [0.8, 0.6],
+                "key_multiplier": 0.4,
+                "attention_in_multiplier": 1.3,
+                "attention_out_multiplier": 0.9,
+                "ssm_multipliers": [0.35, 0.25, 0.6, 0.5, 0.7],
+                "ssm_in_multiplier": 1.2,
+                "ssm_out_multiplier": 0.2,
+            },
+            "norm and then gate": {"mamba_rms_norm": True, "attention_bias": True, "mlp_bias": True},
+            "gate and then norm": {
+                "mamba_rms_norm": True,
+                "mamba_norm_before_gate": False,
+                "mamba_proj_bias": True,
+                "projectors_bias": True,
+            },
+        },
+    ),
+    "kimi_linear": Kind(
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            **COMMON,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "linear_attn_config": {
+                "full_attn_layers": [2],
+                "kda_layers": [1, 3],
+                "head_dim": 8,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+            "intermediate_size": 40,
+            "moe_intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_token": 3,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+        },
+        {
+            "plain": {},
+            "query latent": {"q_lora_rank": 12, "num_expert_group": 4, "topk_group": 2, "num_shared_experts": 2},
         },
     ),
 }

@@ -20,11 +20,9 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 REFUSED = {
     "deepseek-r1": r"quantized by 'fp8'",
     "deepseek-v3": r"quantized by 'fp8'",
-    "falcon-h1-0.5b-base": r"model_type='falcon_h1'",
     "gpt-oss-20b": r"quantized by 'mxfp4'",
     "granite-3.1-1b-a400m-base": r"attention_dropout=0\.1",
     "kimi-k2-instruct": r"model_type='kimi_k2'",
-    "kimi-linear-48b-a3b-base": r"model_type='kimi_linear'",
     "minimax-m2": r"quantized by 'fp8'",
 }
 """Releases that are refused as they are, and for what."""
@@ -36,6 +34,18 @@ READ = [name for name in NAMES if name not in REFUSED or name in IGNORED]
 def config(name):
     """The content of its config.json."""
     return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def _of_each_family():
+    """model_type -> the family and one release of it."""
+    found = {}
+    for name in READ:
+        kind = text_of(config(name))["model_type"]
+        found.setdefault(kind, (hf.families.FAMILIES[kind], name))
+    return found
+
+
+FAMILIES = _of_each_family()
 
 
 def make(name, directory, dtype=torch.float32):

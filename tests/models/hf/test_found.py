@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.models.hf.families import KINDS
 from tests.models.hf.released import make, tensors
@@ -227,24 +227,6 @@ def with_company(directory):
     fast.save_pretrained(directory)
     fields = {"eos_token_id": [7, 11], "bos_token_id": 1, "do_sample": False, "max_new_tokens": 40}
     (directory / "generation_config.json").write_text(json.dumps(fields))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "nemotron_h", "gpt_oss"])
-def test_a_model_that_is_trained_and_saved_keeps_its_ends_its_context_and_its_tokenizer(tmp_path, kind):
-    KINDS[kind].make().save_pretrained(tmp_path / "theirs")
-    rewrite(tmp_path / "theirs", max_position_embeddings=4321, eos_token_id=7)
-    with_company(tmp_path / "theirs")
-    model = hf.from_pretrained(tmp_path / "theirs").train()
-    model(TOKENS, labels=TOKENS).backward()
-    torch.optim.SGD(model.parameters(), lr=1e-6).step()
-    hf.save_pretrained(model, tmp_path / "again")
-    both = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("theirs", "again")]
-    assert [each.config.max_position_embeddings for each in both] == [4321, 4321]
-    assert [each.generation_config.eos_token_id for each in both] == [[7, 11], [7, 11]]
-    words = AutoTokenizer.from_pretrained(tmp_path / "again")
-    assert words("w3 w4")["input_ids"] == [3, 4] and words.chat_template.startswith("{% for message")
-    texts = [each.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), pad_token_id=0).tolist() for each in both]
-    assert texts[0] == texts[1]
 
 
 def test_what_a_model_came_with_goes_into_another_family_as_far_as_it_has_meaning_there(tmp_path):

@@ -19,6 +19,8 @@ KINDS = {
     "M": {"mamba_n_groups": 2, "time_step_limit_min": 0.01, "time_step_limit_max": 0.5, "mamba_bias": True},
     "G": {"linear_num_value_heads": 4, "linear_num_key_heads": 2},
     "*": {"sliding_window": 5, "qk_norm": "head", "attention_output_gate": True, "partial_rotary_factor": 0.5},
+    "K": {"kda_head_dim": 8},
+    "P-": {"ssm_multipliers": (0.5, 0.6, 0.7, 0.8, 0.9), "attention_out_multiplier": 0.5, "mamba_norm": "none"},
     "+": {"q_lora_rank": 12, "rope_interleave": True, "attention_bias": "all"},
     "[M*E][G-]": {},
     "[*E][*E]": {

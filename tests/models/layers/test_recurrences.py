@@ -42,6 +42,12 @@ def delta_inputs(positions, groups, shared, with_state):
     return [None if each is None else each.double() for each in inputs]
 
 
+def channel_inputs(positions, groups, shared, with_state):
+    """The same with a decay for each channel of a key, some of them almost 0."""
+    inputs = delta_inputs(positions, groups * shared, 1, with_state)
+    return [*inputs[:3], -torch.rand(2, positions, groups * shared, 3).double() * 4, *inputs[4:]]
+
+
 def results(form, inputs, **options):
     """Outputs, and the gradients of all inputs, of a function of both outputs."""
     leaves = [None if each is None else each.clone().requires_grad_() for each in inputs]
@@ -65,11 +71,14 @@ def test_the_chunked_state_space_is_the_recurrence_with_all_gradients(positions,
 @given(positions=st.integers(1, 2 * CHUNK + 10), counts=COUNTS, with_state=st.booleans())
 def test_the_chunked_delta_rule_is_the_recurrence_with_all_gradients(positions, counts, with_state):
     torch.manual_seed(positions)
-    inputs = delta_inputs(positions, *counts, with_state)
-    assert_close(results(delta_chunked, inputs), results(delta_stepwise, inputs))
+    for make in (delta_inputs, channel_inputs):
+        inputs = make(positions, *counts, with_state)
+        assert_close(results(delta_chunked, inputs), results(delta_stepwise, inputs))
 
 
-@pytest.mark.parametrize("form, make", [(ssd_chunked, mamba_inputs), (delta_chunked, delta_inputs)])
+@pytest.mark.parametrize(
+    "form, make", [(ssd_chunked, mamba_inputs), (delta_chunked, delta_inputs), (delta_chunked, channel_inputs)]
+)
 def test_a_sequence_in_two_parts_is_the_sequence(form, make):
     """The state of the first part is where the second starts; the cut is at no border of chunks."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft.comm import streams
 from weft.comm.backends import is_pretended
 from weft.comm.groups import host_group, tag_of
-from weft.comm.watch.lookout import watching
+from weft.comm.watch.hang_detector import watching
 
 TAGS = 200
 """The first of those of the messages, one for each moment, apart from those of the lanes."""

@@ -23,8 +23,9 @@ from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
 from weft.fsdp.construction.originals import retire
 from weft.fsdp.construction.parameters import checked_parameter
+from weft.fsdp.construction.quantized import demands, recipe_of, uncut
 from weft.fsdp.construction.start import equalize
-from weft.fsdp.gradients.direct import home_of, settle
+from weft.fsdp.gradients.direct import home_of, register_owner
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
 from weft.fsdp.plan import GroupPlan
@@ -60,7 +61,13 @@ class Members:
             )
             for parameter, slot in self._own.items()
         }
-        self._cutting = {p: granularity_of(p, slot.name, choices[p][0]) for p, slot in self._own.items()}
+        self._recipes = {
+            p: recipe_of(p, slot.name, slot.owners, self._parallel[p], request.policy) for p, slot in self._own.items()
+        }
+        self._cutting = {
+            p: uncut(p, slot.name, granularity_of(p, slot.name, choices[p][0]), self._recipes[p].quantization)
+            for p, slot in self._own.items()
+        }
         self._real: dict[nn.Parameter, Any] = {}
         self._members: list[list[nn.Parameter]] = []
 
@@ -79,6 +86,15 @@ class Members:
         """Raise for a parameter of another unit that computes in another dtype: it is gathered once, in one dtype."""
         for parameter, (unit, group, number) in self._tied.items():
             asked = self._request.policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
+            policy, slot = self._request.policy, self._found[parameter]
+            narrow = group.recipe.quantization
+            if narrow != policy.param_quantization and (narrow is not None or demands(policy, slot.name, parameter)):
+                raise ValueError(
+                    f"parameter {slot.name!r} of {kind_of(self._request.modules[0])} is shared with "
+                    f"{group.slots[number].name!r} of {unit.kind}, a unit with param_quantization={narrow}, and here "
+                    f"mp_policy has {policy.param_quantization}: what is shared is gathered once. Give both units one "
+                    "mp_policy, or let `quantize` leave it out of both"
+                )
             if asked != group.recipe.compute:
                 raise ValueError(
                     f"parameter {self._found[parameter].name!r} of {kind_of(self._request.modules[0])} is shared with "
@@ -105,7 +121,7 @@ class Members:
         """What becomes one group each; those with tensor-parallel slices come first."""
         kinds: dict[tuple[DeviceMesh, torch.dtype, Recipe, bool], list[nn.Parameter]] = {}
         for parameter in sorted(self._own, key=lambda p: not ((tp := self._parallel[p]) and tp.is_spread)):
-            recipe = self._request.policy.resolve(parameter.dtype, keep=keeps_dtype(parameter))
+            recipe = self._recipes[parameter]
             key = (self._meshes[parameter], parameter.dtype, recipe, parameter.requires_grad)
             kinds.setdefault(key, []).append(parameter)
         return kinds
@@ -123,7 +139,7 @@ class Members:
     def register(self, unit: Unit) -> None:
         """Put the sharded parameters of `unit`, which has the groups, in the place of the original ones."""
         for group, members in zip(unit.groups, self._members):
-            settle(unit, group, [members])
+            register_owner(unit, group, [members])
             for original in members:
                 retire(original)
             equalize(group)

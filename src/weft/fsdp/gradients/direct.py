@@ -37,7 +37,7 @@ from weft.graphs.capture import refuse_in_capture
 _homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
 
 
-def settle(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+def register_owner(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     """Say whose the parameters of `group` are; `parameters`: in each of their forms, in one order."""
     for form in parameters:
         for number, parameter in enumerate(form):

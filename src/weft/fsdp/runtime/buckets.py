@@ -64,9 +64,9 @@ class Bucket:
                 fulls.append(group.open_full(self._channels) if comes else None)
         ticket = self._start(fulls)
         for unit in coming:
-            unit.come_by(ticket)
+            unit.gather_started(ticket)
 
-    def take_part(self) -> Ticket:
+    def serve(self) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result nobody uses here.
 
         Whatever was gathered here: those who ask may be in another pass.

@@ -16,6 +16,7 @@ def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
     return UnitFacts(
         unit.name,
         gathered=tuple(group.transient.nbytes if group.transient is not None else 0 for group in unit.groups),
+        sent=sum(group.payload.sent for group in unit.groups),
         refreshed=sum(group.refreshed_bytes for group in unit.groups),
         staging=sum(group.staging_bytes for group in unit.groups),
         pieces=sum(group.piece.transient.nbytes for group in unit.groups if group.piece is not None),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.comm.watch.control import agree
 from weft.fsdp.channels import Channels
+from weft.fsdp.runtime.maxima import agree_on_maxima
 from weft.fsdp.unit import Unit
 
 
@@ -45,6 +46,7 @@ class Freshness:
         if changed:
             for group in following:
                 group.outdate()
+            agree_on_maxima(following)  # before the first of them is quantized
         self.ahead.update(dict.fromkeys(inside))
 
     def expect_change(self) -> None:

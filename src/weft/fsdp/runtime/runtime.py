@@ -31,7 +31,7 @@ from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
 from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
-from weft.fsdp.runtime.joins import Joins
+from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward
 from weft.fsdp.runtime.reductions import Reductions
@@ -91,7 +91,7 @@ class Runtime:
             gathers=self.gathers,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
-        self._joins = Joins(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
+        self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._place = units[0].place
         _runtimes.add(self)
@@ -171,7 +171,7 @@ class Runtime:
             unit.forget()
         unit.prefetch()
 
-    def hold_for_user(self, unit: Unit) -> None:
+    def finish_unshard(self, unit: Unit) -> None:
         """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
         if USER not in unit.holders:
             unit.acquire(USER)
@@ -217,7 +217,7 @@ class Runtime:
         units, groups = self.units, self._process_groups
         trains = None
         if self._agrees:
-            trains = self._joins.begin_pass(units, self._agreement, groups)
+            trains = self._helper.begin_pass(units, self._agreement, groups)
         for unit in units:  # of all units first: a holder of one holds those that it is tied to
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
@@ -232,7 +232,7 @@ class Runtime:
             if unit.holders and unit.is_stale:
                 unit.renew()
             elif unit.holders:
-                unit.tell_version()
+                unit.sync_versions()
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
             first_backwards.append((weakref.ref(units[0]), 0))
@@ -280,7 +280,7 @@ class Runtime:
     def _leave_by(self, error: BaseException) -> None:
         """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
         if self._failure is not None and self._failure[0] is error:
-            self._joins.failed(self._failure[1], error)
+            self._helper.failed(self._failure[1], error)
         self._failure = None
         self.reset()
 
@@ -348,12 +348,12 @@ class Runtime:
         self.passes.begin(Pass.BACKWARD)
         self._makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
-            unit.tell_version()
+            unit.sync_versions()
         self.gathers.begin("backward", inside=inside)
         self.reductions.waits_for_room = streams.has_streams(self.device) or not self._may_share_backward()
         self.reductions.begin()
 
-    def settle(self) -> None:
+    def finish_unnoticed(self) -> None:
         """Autograd has run a backward after this model's last forward: if it left gradients here that no hook noticed,
         the model's own backward is over, too."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
@@ -519,7 +519,7 @@ class Runtime:
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
             self._drop_gradients()
         for unit in self.units:
-            unit.stand_back()
+            unit.drop_holders()
 
     def _drop_gradients(self) -> None:
         for group in self.groups:
@@ -544,7 +544,7 @@ class Runtime:
         """Nothing of the failed pass stays: units are at rest but for the user's holds, reductions add to nothing."""
         self.reductions.abandon()
         self.reductions.begin(taking_turns=False)
-        self._joins.collect()
+        self._helper.collect()
         self._freshness.forget()
         for call in self._calls:
             call.abandon()
@@ -558,13 +558,13 @@ class Runtime:
             for group in self.groups:
                 group.gradients.discard()
         for unit in self.units:
-            unit.rest()
+            unit.reset()
         self.passes.recover()
 
     def _come_to_rest(self, stays: Callable[[Unit], bool] | None = None) -> None:
         """What the pass has started ends, and the memory of all units goes but for those of which `stays` says so.
         Raises RuntimeError if somebody who computes still holds weights."""
-        self._joins.collect()
+        self._helper.collect()
         self._finish_uploads()
         units = self.units
         if self._depth == 0:
@@ -617,7 +617,7 @@ class Runtime:
             self._freshness.reach(unit)
         if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
             for group in unit.groups:
-                if group.transient is not None:
+                if group.plan.moves:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
 
@@ -629,10 +629,10 @@ def _refuse_leaks(units: Iterable[Unit]) -> None:
             raise RuntimeError(f"{unit}: its weights are still held by {leaked} when the pass is over")
 
 
-def settle_unnoticed() -> None:
+def finish_backwards() -> None:
     """A backward has run. It may have come into a model by tensors that no forward returned, and by none whose weights
     must be gathered: what it left is reduced as well, in the same order on all ranks."""
     if not in_backward():
         waiting = [runtime for runtime in list(_runtimes) if runtime._forward > runtime._settled]
         for runtime in sorted(waiting, key=lambda runtime: runtime._place):
-            runtime.settle()
+            runtime.finish_unnoticed()

@@ -60,7 +60,13 @@ def write_mamba(cfg: HybridConfig) -> Raw:
 def read(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
-    ours = rope.read(raw, partial=0.5)
+    ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
+    part = ours["partial_rotary_factor"]
+    if raw.get("partial_rotary_factor") not in (None, part):
+        raise ConversionError(
+            f"partial_rotary_factor={raw['partial_rotary_factor']}: transformers reads {part} in its place; "
+            "put it into rope_parameters"
+        )
     rotated = raw.get("attn_rotary_emb")  # older files have it, and nobody reads it
     width = raw.get("hidden_size", 4096) // raw.get("num_attention_heads", 32)
     if rotated not in (None, int(width * ours["partial_rotary_factor"])):

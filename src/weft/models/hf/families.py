@@ -9,6 +9,7 @@ from weft.models.config import HybridConfig
 from weft.models.hf.bamba import BAMBA
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, names_in, read_json
+from weft.models.hf.falcon_h1 import FALCON_H1
 from weft.models.hf.family import Family, Raw, tensor_names
 from weft.models.hf.gemma3 import GEMMA3
 from weft.models.hf.glm4_moe import GLM4_MOE
@@ -16,6 +17,7 @@ from weft.models.hf.glm4_moe_lite import GLM4_MOE_LITE
 from weft.models.hf.gpt_oss import GPT_OSS
 from weft.models.hf.granite import GRANITE, GRANITE_MOE
 from weft.models.hf.granite_hybrid import GRANITE_HYBRID
+from weft.models.hf.kimi_linear import KIMI_LINEAR
 from weft.models.hf.llama import LLAMA
 from weft.models.hf.mamba2 import MAMBA2
 from weft.models.hf.minimax_m2 import MINIMAX_M2
@@ -35,9 +37,12 @@ from weft.models.hf.spelling import Spelled, Spelling, full_text_of, spelling_of
 QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 GLM = (GLM4_MOE, GLM4_MOE_LITE)
 GRANITES = (BAMBA, GRANITE_HYBRID, GRANITE, GRANITE_MOE)
-OTHERS = (NEMOTRON_H, MAMBA2, GPT_OSS, MINIMAX_M2, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, GEMMA3)
+OTHERS = (NEMOTRON_H, MAMBA2, FALCON_H1, KIMI_LINEAR, GPT_OSS, MINIMAX_M2, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, GEMMA3)
 ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
+"""The families by the `model_type` of their config.json. An entry that a program adds is a family as any other."""
+_NEAREST = 3
+"""Families whose reasons are printed where none can hold a model."""
 
 
 def raw_of(directory: Path) -> Raw:
@@ -120,4 +125,13 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
             return FAMILIES[name], FAMILIES[name].raw(cfg)
         except (ValueError, KeyError) as error:
             reasons.append(str(error))
-    raise ConversionError(f"no family can hold this model: {'. '.join(reasons)}")
+    nearest = sorted(reasons, key=_distance)[:_NEAREST]
+    among = f"; the nearest of {len(reasons)}" if len(reasons) > _NEAREST else ""
+    raise ConversionError(f"no family can hold this model{among}: {'. '.join(nearest)}")
+
+
+def _distance(reason: str) -> tuple[int, int]:
+    """How much of a model keeps a family from holding it: fields, then the order of layers, then their kinds."""
+    kinds = ("cannot hold", "", "has no layer")
+    far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
+    return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

@@ -15,6 +15,7 @@ from weft.models.hf.errors import listed
 from weft.models.hf.fields import KEPT, MEANINGLESS, Raw, check_values
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.hf.rope import FULL, SLIDING
+from weft.models.kinds import fields_of
 from weft.models.model import HybridModel
 from weft.models.pattern import LAYER_KEYS, TERMINAL
 from weft.moe.kinds import GATED
@@ -26,28 +27,6 @@ Table = Mapping[str, str | Bound]
 
 OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
 REQUIRED = {"attention_dropout": 0.0}
-TRAINING = frozenset(
-    (
-        *("recompute", "mtp_loss_coef", "aux_loss_coef", "z_loss_coef", "time_step_min", "time_step_max"),
-        *("time_step_floor", "chunk_size", "mamba_kernel", "delta_kernel", "moe_rows_per"),
-    )
-)
-"""Our fields that no result depends on."""
-OF_SYMBOLS = {
-    "*": "num_key_value_heads head_dim attention_output_gate qk_norm sliding_window windowed attention_sinks "
-    "partial_rotary_factor unrotated rope_local_theta",
-    "*+": "num_attention_heads attention_bias attention_scale rope_theta rope_interleave rope_scaling",
-    "+": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
-    "M": "mamba_num_heads mamba_head_dim ssm_state_size mamba_n_groups conv_kernel conv_bias mamba_bias "
-    "time_step_limit_min time_step_limit_max",
-    "G": "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
-    "-": "intermediate_size",
-    "-E": "hidden_act swiglu_limit swiglu_alpha mlp_bias",
-    "E": "num_experts num_experts_per_tok moe_intermediate_size moe_latent_size shared_expert_intermediate_size "
-    "shared_expert_gate experts_bias router_bias router_score norm_topk_prob routed_scaling_factor n_group topk_group "
-    "expert_bias capacity_factor",
-}
-"""Our fields that matter to some symbols only."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +210,7 @@ def flat(cfg: HybridConfig) -> str:
 
 def relevant(cfg: HybridConfig) -> list[str]:
     """The fields that the result of a model of `cfg` depends on."""
-    symbols = set("".join(cfg.parsed.symbols[:2]))
-    apart = {name: set(which) for which, names in OF_SYMBOLS.items() for name in names.split()}
-    names = [each.name for each in dataclasses.fields(cfg) if each.name not in TRAINING]
-    return [name for name in names if name not in apart or apart[name] & symbols]
+    return [field.name for field in fields_of("".join(cfg.parsed.symbols[:2])) if field.metadata["rule"].result]
 
 
 def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:

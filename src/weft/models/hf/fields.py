@@ -53,15 +53,36 @@ WHOLE = LAYERS | frozenset(
         *("mamba_n_heads", "mamba_expand", "shared_intermediate_size", "intermediate_size", "hidden_size"),
         *("max_window_layers", "rotary_dim", "max_position_embeddings", "original_max_position_embeddings"),
         *("moe_intermediate_size", "sliding_window", "no_rope_layer_interval", "qk_nope_head_dim"),
-        *("qk_rope_head_dim", "head_dim", "expand", "num_heads", "attn_rotary_emb", "attention_head_dim"),
+        *(
+            "qk_rope_head_dim",
+            "head_dim",
+            "expand",
+            "num_heads",
+            "attn_rotary_emb",
+            "attention_head_dim",
+            "mamba_d_ssm",
+            "linear_head_dim",
+        ),
     )
 )
-NUMBERS = frozenset(("rope_theta", "partial_rotary_factor", "time_step_min", "rope_local_base_freq"))
+NUMBERS = frozenset(
+    (
+        *("rope_theta", "partial_rotary_factor", "time_step_min", "rope_local_base_freq", "lm_head_multiplier"),
+        *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "ssm_in_multiplier"),
+    )
+)
 TRUTHS = frozenset(("attention_bias", "use_qk_norm", "use_sliding_window", "tie_word_embeddings", "qkv_bias"))
 LISTS = frozenset(
     (
         *("layer_types", "layers_block_type", "mlp_only_layers", "attn_layer_indices", "time_step_limit"),
-        *("no_rope_layers", "mtp_layers_block_type", "attn_type_list", "mlp_layer_types"),
+        *(
+            "no_rope_layers",
+            "mtp_layers_block_type",
+            "attn_type_list",
+            "mlp_layer_types",
+            "ssm_multipliers",
+            "mlp_multipliers",
+        ),
     )
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))

@@ -20,6 +20,7 @@ def read(raw: Raw) -> Raw:
         "attention_bias": "all" if raw.get("attention_bias") else "none",
         "attention_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
         "embedding_multiplier": math.sqrt(raw.get("hidden_size", 2304)),
+        "embedding_multiplier_rounded": True,
         "hidden_act": "gelu_tanh",
         "qk_norm": "head",
         "norm_order": "both",

@@ -112,6 +112,9 @@ GRANITE_HYBRID = Family(
     write=write,
     required={"normalization_function": "rmsnorm"},
     kept=frozenset(
-        ("init_method", "intermediate_size", "num_experts_per_tok", "position_embedding_type", "rope_parameters")
+        (
+            *("init_method", "intermediate_size", "num_experts_per_tok", "position_embedding_type"),
+            *("rope_parameters", "time_step_limit"),
+        )
     ),
 )

@@ -40,7 +40,8 @@ def write_3(cfg: HybridConfig) -> Raw:
 
 def read_moe(raw: Raw) -> Raw:
     """What the table of fields cannot."""
-    return {**llama.read(raw), "pattern": "[*E]" * raw.get("num_hidden_layers", 16), "qk_norm": "full"}
+    ours = llama.read({"num_attention_heads": 16, **raw})
+    return {**ours, "pattern": "[*E]" * raw.get("num_hidden_layers", 16), "qk_norm": "full"}
 
 
 FIELDS = {

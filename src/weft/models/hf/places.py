@@ -6,10 +6,12 @@
     Half        one of two that are one tensor there, one behind the other or by turns
     Part        some rows of one tensor, whose others are other tensors of ours
     Turned      [experts, in, out] from one tensor [experts, out, in]
+    Flat        one dimension of one tensor that has more, all others 1
 
 All are read by rows, so that a rank reads what it keeps, and nothing is computed: what is written is what was read.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -178,6 +180,32 @@ class Turned:
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """See `Place`."""
         yield self.name, tensor.mT
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One tensor of the shape `there`, ours in one dimension."""
+
+    name: str
+    there: tuple[int, ...]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See `Place`."""
+        return [self.name]
+
+    def shape(self, files: Any) -> list[int]:
+        """See `Place`."""
+        shape = files[self.name].get_shape()
+        return [math.prod(shape)] if tuple(shape) == self.there else shape
+
+    def rows(self, files: Any, start: int, end: int) -> Tensor:
+        """See `Place`."""
+        return files[self.name][...].flatten()[start:end]
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """See `Place`."""
+        yield self.name, tensor.view(self.there)
 
 
 @dataclass(frozen=True)

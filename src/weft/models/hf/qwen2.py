@@ -19,7 +19,7 @@ def read(raw: Raw) -> Raw:
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     return {
         "pattern": "[*-]" * layers,
-        "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
+        "num_key_value_heads": raw.get("num_key_value_heads", 32) or raw.get("num_attention_heads", 32),
         "attention_bias": "qkv",
         **windows_of(raw, layers, "qwen2", lambda number: number >= first, window),
         **rope.read(raw),
@@ -36,7 +36,8 @@ def write(cfg: HybridConfig) -> Raw:
 def read_moe(raw: Raw) -> Raw:
     """What the table of fields cannot."""
     layers = raw.get("num_hidden_layers", 24)
-    ours = read({"num_hidden_layers": layers, **raw, "use_sliding_window": False})
+    defaults = {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16}
+    ours = read({**defaults, **raw, "use_sliding_window": False})
     return {
         **ours,
         "pattern": "".join(f"[*{end}]" for end in ends(raw, layers)),

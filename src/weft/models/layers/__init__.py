@@ -3,30 +3,30 @@
 Shapes in names: B batch, S sequence, T positions that are seen, D hidden size, H heads, C width of a head.
 """
 
-from weft.models.layers.attention import Attention
-from weft.models.layers.block import Block, Cache, Embedding, State
-from weft.models.layers.delta_net import GatedDeltaNet
-from weft.models.layers.experts import Experts, dispatcher_of
-from weft.models.layers.latent_attention import LatentAttention
-from weft.models.layers.mamba2 import Mamba2
-from weft.models.layers.mlp import MLP
+from importlib import import_module
+from typing import Any
+
+from weft.models.kinds import KINDS
+from weft.models.layers.block import Beside, Block, Cache, Embedding, State
+from weft.models.layers.experts import dispatcher_of
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rotary import RotaryEmbedding, rotary_for, rotary_of
+from weft.models.layers.rotary import RotaryEmbedding, rotary_of
 
 __all__ = [
-    "Attention",
+    "Beside",
     "Block",
     "Cache",
     "Embedding",
-    "Experts",
-    "GatedDeltaNet",
-    "LatentAttention",
-    "MLP",
-    "Mamba2",
     "RMSNorm",
     "RotaryEmbedding",
     "State",
     "dispatcher_of",
-    "rotary_for",
+    "layer_class",
     "rotary_of",
 ]
+
+
+def layer_class(symbol: str) -> Any:
+    """The class that implements a kind of layer; it takes a configuration, a source of weights and a `Beside`."""
+    module, _, name = KINDS[symbol].layer.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.documents import Documents
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rotary import RotaryEmbedding
+from weft.models.layers.rotary import rotary_for
 from weft.moe.linear import Linear
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -30,15 +30,13 @@ class Attention(Block):
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
-    def __init__(
-        self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None, window: int | None
-    ) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         width, bias = cfg.attention_head_dim, cfg.attention_bias
         self.heads = cfg.num_attention_heads
         self.key_value_heads = cfg.num_key_value_heads
         self.scale = cfg.attention_scale
-        self.window = window
+        self.window = cfg.window_of(beside.attentions)
         self.gated = cfg.attention_output_gate
         queries, keys = self.heads * width, self.key_value_heads * width
         of_queries = queries * (2 if self.gated else 1)
@@ -48,7 +46,7 @@ class Attention(Block):
         self.o_proj = Linear(queries, cfg.hidden_size, source / "o_proj", bias=bias == "all")
         self.norm_of = cfg.qk_norm
         self.q_norm, self.k_norm = (self._norm(cfg, size) for size in (queries, keys))
-        self.rotary = rotary
+        self.rotary = rotary_for(cfg, beside.rotary, beside.attentions)
         self.source = source
         self.sinks = nn.Parameter(torch.empty(self.heads)) if cfg.attention_sinks else None
         self.reset_parameters()
@@ -171,6 +169,9 @@ def causal_attention(
     each head that takes part in the softmax and has no value. -> [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
+    if queries == 1 < seen and sinks is None:
+        begin = 0 if window is None else max(0, seen - window)
+        return _step(q_BSHC, k_BTHC[:, begin:], v_BTHC[:, begin:], scale)
     windowed = window is not None and window < seen
     plain = queries == seen and not windowed and sinks is None
     mask = None
@@ -192,6 +193,13 @@ def causal_attention(
         enable_gqa=q_BSHC.shape[2] != k_BTHC.shape[2],
     )
     return o_BHSC.transpose(1, 2)
+
+
+def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -> Tensor:
+    """One position that sees all of `k`: the queries that share a key are rows of one product, without a mask."""
+    shared = q_B1HC[:, 0].unflatten(1, (k_BTHC.shape[2], -1))
+    o_BGRC = F.scaled_dot_product_attention(shared, k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), scale=scale)
+    return o_BGRC.flatten(1, 2).unsqueeze(1)
 
 
 def _with_sinks(sinks: Tensor, mask: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

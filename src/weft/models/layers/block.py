@@ -1,16 +1,32 @@
 """What all layers share: the residual stream, and what they keep of the positions before."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
+from weft.models.layers.rotary import RotaryEmbedding
+from weft.moe import Dispatcher
+from weft.moe.mlp import scaled
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
 """What one block keeps of the positions before, by name, to go on after them; empty before the first."""
 Cache = dict[nn.Module, State]
 """The state of each block of a model."""
+
+
+class Beside(NamedTuple):
+    """What a layer has from its stack."""
+
+    rotary: RotaryEmbedding | None
+    """The rotation that the stack's attention shares."""
+    dispatcher: Dispatcher | None
+    """What moves tokens to experts on other ranks."""
+    attentions: int
+    """How many layers `*` stand before it."""
 
 
 class Embedding(nn.Embedding):
@@ -31,7 +47,7 @@ class Embedding(nn.Embedding):
 class Block(nn.Module):
     """A residual layer: `x + post_norm(mix(norm(x)))`, with the norms that `norm_order` names.
 
-    The residual stream passes through `forward` only.
+    The residual stream passes through `forward` only. Each kind of layer is made as `kind(cfg, source, beside)`.
     """
 
     def __init__(self, cfg: HybridConfig) -> None:
@@ -71,4 +87,4 @@ def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
 
 def added(residual: Tensor, part: Tensor, multiplier: float) -> Tensor:
     """The residual stream and what a layer adds to it, `multiplier` times."""
-    return residual + (part if multiplier == 1 else part * multiplier)
+    return residual + scaled(part, multiplier)

@@ -9,7 +9,10 @@ chunk write depends on each other by a triangular system (the UT transform, arXi
 solved for all chunks at once; then only the states go from chunk to chunk. With the numbers of documents, the decay
 into the first position of each is 0.
 
-Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values.
+The decay g is a number for each head, or a vector with one for each channel of its key (`kimi_delta`).
+
+Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values, D
+decays of a head: 1 or C.
 """
 
 import math
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_rule
@@ -31,6 +34,8 @@ from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
 CHUNK = 64
+CHUNK_OF_CHANNELS = 16
+"""Where each channel has a decay: between two positions of a chunk stands a vector, not a number."""
 TINY = 1e-6
 """Added to the squared length of a key or query before its root."""
 
@@ -45,7 +50,7 @@ class GatedDeltaNet(Block):
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         keys, self.value_heads = cfg.linear_num_key_heads, cfg.linear_num_value_heads
         of_keys, of_values = keys * cfg.linear_key_head_dim, self.value_heads * cfg.linear_value_head_dim
@@ -99,8 +104,9 @@ def delta_stepwise(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence, position after position.
 
-    q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; g <= 0, beta: [B, S, value heads]; value head j reads key
-    head j // (value heads / key heads). -> o [B, S, value heads, dv] fp32, and the last state [B, value heads, dk, dv].
+    q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; beta: [B, S, value heads]; g <= 0: the same, or with dk
+    more; value head j reads key head j // (value heads / key heads). -> o [B, S, value heads, dv] fp32, and the last
+    state [B, value heads, dk, dv].
     """
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
     q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
@@ -110,7 +116,7 @@ def delta_stepwise(
         if numbers_BS is not None:
             begins_B = (numbers_BS[:, t] != numbers_BS[:, t - 1]) if t else torch.ones_like(numbers_BS[:, 0]).bool()
             S = S.masked_fill(begins_B[:, None, None, None], 0.0)
-        S = g[:, t, :, None, None].exp() * S
+        S = g[:, t, ..., None].exp() * S
         missing = v[:, t] - (S * key).sum(-2)
         S = S + key * (beta[:, t, :, None] * missing)[..., None, :]
         outputs.append((S * q[:, t, :, :, None]).sum(-2))
@@ -136,37 +142,39 @@ def delta_chunked(
         numbers_BS, before_B = slices.numbers(q_BSHC.device), slices.before(q_BSHC.device)
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
     positions, heads, width = v.shape[1], k.shape[2], v.shape[-1]
-    length = min(CHUNK, positions)
+    length = min(CHUNK if g.shape[-1] == 1 else CHUNK_OF_CHANNELS, positions)
     # Positions that are added at the end have g = 0 and beta = 0: they neither fade nor write.
     q_BHKLC, k_BHKLC = (chunks(each, length).permute(0, 3, 1, 2, 4) for each in (q, k))
     v_BHRKLC = chunks(v, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5)
-    g_BHRKL, beta_BHRKL = (chunks(e, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2) for e in (g, beta))
-    numbers_B11KL = states_BK = None
+    g_BHRKDL = chunks(g, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 5, 2)
+    beta_BHRKL1 = chunks(beta, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2)[..., None]
+    numbers_B11K1L = states_BK = None
     if numbers_BS is not None:
         numbers_BKL = chunked_numbers(numbers_BS, length)
-        numbers_B11KL, states_BK = numbers_BKL[:, None, None], entering(numbers_BKL, before_B)
+        numbers_B11K1L, states_BK = numbers_BKL[:, None, None, :, None], entering(numbers_BKL, before_B)
     # The log of the decay since the start of the chunk or, inside of it, of the document.
-    fade_BHRKL = summed(g_BHRKL, numbers_B11KL)
-    total_BHRK1 = fade_BHRKL[..., -1:]
-    decay_BHRKLL = between(fade_BHRKL, numbers_B11KL)
-    from_start_BHRKL, to_end_BHRKL, across_BHRK1 = fade_BHRKL, total_BHRK1 - fade_BHRKL, total_BHRK1
-    if numbers_B11KL is not None and states_BK is not None:  # masked before exp, as in `between`
-        before, after = (each[:, None, None, :, None] for each in (states_BK[:, :-1], states_BK[:, 1:]))
-        from_start_BHRKL = from_start_BHRKL.where(numbers_B11KL == before, -math.inf)
-        to_end_BHRKL = to_end_BHRKL.where(numbers_B11KL == after, -math.inf)
-        across_BHRK1 = across_BHRK1.where(before == after, -math.inf)
-    from_start_BHRKL, to_end_BHRKL, across_BHRK1 = (e.exp() for e in (from_start_BHRKL, to_end_BHRKL, across_BHRK1))
+    fade_BHRKDL = summed(g_BHRKDL, numbers_B11K1L)
+    total_BHRKD1 = fade_BHRKDL[..., -1:]
+    decay_BHRKDLL = between(fade_BHRKDL, numbers_B11K1L)
+    from_start_BHRKDL, to_end_BHRKDL, across_BHRKD1 = fade_BHRKDL, total_BHRKD1 - fade_BHRKDL, total_BHRKD1
+    if numbers_B11K1L is not None and states_BK is not None:  # masked before exp, as in `between`
+        before, after = (each[:, None, None, :, None, None] for each in (states_BK[:, :-1], states_BK[:, 1:]))
+        from_start_BHRKDL = from_start_BHRKDL.where(numbers_B11K1L == before, -math.inf)
+        to_end_BHRKDL = to_end_BHRKDL.where(numbers_B11K1L == after, -math.inf)
+        across_BHRKD1 = across_BHRKD1.where(before == after, -math.inf)
+    from_start_BHRKLD, to_end_BHRKLD = from_start_BHRKDL.exp().mT, to_end_BHRKDL.exp().mT
+    across_BHRKD1 = across_BHRKD1.exp()
 
-    # What a chunk writes is u - w S: (1 + tril(beta k k^T * decay, -1)) [u, w] = [beta v, beta decay k].
-    k_BH1KLC, beta_BHRKL1 = k_BHKLC.unsqueeze(2), beta_BHRKL[..., None]
-    system = beta_BHRKL1 * (k_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL
-    right = torch.cat((beta_BHRKL1 * v_BHRKLC, (beta_BHRKL * from_start_BHRKL)[..., None] * k_BH1KLC), dim=-1)
+    # What a chunk writes is u - w S: (1 + tril(beta (k decay k^T), -1)) [u, w] = [beta v, beta decay k].
+    k_BH1KLC = k_BHKLC.unsqueeze(2)
+    system = beta_BHRKL1 * _products(k_BH1KLC, k_BH1KLC, decay_BHRKDLL)
+    right = torch.cat((beta_BHRKL1 * v_BHRKLC, (beta_BHRKL1 * from_start_BHRKLD) * k_BH1KLC), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split((width, solved.shape[-1] - width), dim=-1)
 
     # From chunk to chunk.
-    to_end = (to_end_BHRKL[..., None] * k_BH1KLC).mT.unbind(3)
-    fades = across_BHRK1[..., None].unbind(3)
+    to_end = (to_end_BHRKLD * k_BH1KLC).mT.unbind(3)
+    fades = across_BHRKD1.unbind(3)
     S = S.unflatten(1, (heads, -1))
     states, written = [], []
     for u_L, w_L, k_L, fade in zip(u.unbind(3), w.unbind(3), to_end, fades):
@@ -185,23 +193,32 @@ def delta_chunked(
 
     # What the state before a chunk and its own positions give.
     q_BH1KLC = q_BHKLC.unsqueeze(2)
-    scores_BHRKLL = (q_BH1KLC @ k_BH1KLC.mT) * decay_BHRKLL
+    scores_BHRKLL = _products(q_BH1KLC, k_BH1KLC, decay_BHRKDLL)
     states_BHRKCC, written_BHRKLC = torch.stack(states, dim=3), torch.stack(written, dim=3)
     if slices is not None:
         more_BHRKCC = torch.stack(of_first, dim=3) @ others()[:, :, :, None]
         states_BHRKCC, written_BHRKLC = states_BHRKCC + more_BHRKCC, written_BHRKLC - w @ more_BHRKCC
-    from_start = (from_start_BHRKL[..., None] * q_BH1KLC) @ states_BHRKCC
+    from_start = (from_start_BHRKLD * q_BH1KLC) @ states_BHRKCC
     o_BHRKLC = from_start + scores_BHRKLL @ written_BHRKLC
     o_BSHC = o_BHRKLC.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
     return o_BSHC[:, :positions], S.flatten(1, 2)
 
 
+def _products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
+    """[..., L, C] twice and the decay between positions, [..., D, L, L] -> the products of positions, [..., L, L]."""
+    if decay.shape[-3] == 1:
+        return (rows @ columns.mT) * decay.squeeze(-3)
+    return torch.einsum("...ic,...jc,...cij->...ij", rows, columns, decay)
+
+
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In fp32 at least, queries and keys scaled to their lengths, with a state of zeros if there is none."""
+    """In fp32 at least, queries and keys scaled to their lengths, with a state of zeros if there is none, and with all
+    decays of a head in a dimension."""
     dtype = torch.promote_types(g.dtype, torch.float32)
     q, k = (each * (each.square().sum(-1, keepdim=True) + TINY).rsqrt() for each in (q.to(dtype), k.to(dtype)))
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
-    return q * q.shape[-1] ** -0.5, k, v.to(dtype), g.to(dtype), beta.to(dtype), state.to(dtype)
+    g = g.to(dtype) if g.dim() == 4 else g.to(dtype)[..., None]
+    return q * q.shape[-1] ** -0.5, k, v.to(dtype), g, beta.to(dtype), state.to(dtype)

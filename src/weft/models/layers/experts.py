@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers.block import added, normed, norms_of
+from weft.models.layers.block import Beside, added, normed, norms_of
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.dispatch import Halves
 from weft.moe.permutation import Permutation
@@ -19,13 +19,13 @@ class Experts(MoE):
 
     graph_scopes: ClassVar = {**MoE.graph_scopes, "_joined": ("finish", ("latent_out", "post_norm"))}
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource, dispatcher: Dispatcher | None) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
             cfg.hidden_size,
             cfg.moe_intermediate_size,
             cfg.num_experts,
             cfg.num_experts_per_tok,
-            dispatcher=dispatcher,
+            dispatcher=beside.dispatcher,
             act=cfg.hidden_act,
             clamp=cfg.clamp,
             bias=cfg.mlp_bias,

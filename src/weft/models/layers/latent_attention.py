@@ -17,9 +17,8 @@ from torch import Tensor
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.layers.attention import Where, attention_over, attention_within, positions_of, remembered
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rotary import RotaryEmbedding
 from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
@@ -35,7 +34,7 @@ class LatentAttention(Block):
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource, rotary: RotaryEmbedding | None) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         self.heads = cfg.num_attention_heads
         self.scale = cfg.attention_scale
@@ -55,7 +54,7 @@ class LatentAttention(Block):
         self.kv_b_proj = Linear(cfg.kv_lora_rank, self.heads * sum(self.up_widths), source / "kv_b_proj")
         self.o_proj = Linear(self.heads * cfg.v_head_dim, hidden, source / "o_proj", bias=bias)
         self.low_rank_queries = rank is not None
-        self.rotary = rotary
+        self.rotary = beside.rotary
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""

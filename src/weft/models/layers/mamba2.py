@@ -11,6 +11,7 @@ Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L posi
 """
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from weft.fsdp import keep_dtype
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
-from weft.models.layers.block import Block, State
+from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.chunks import between, chunked_numbers, chunks, entering, summed
 from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.kernels import fast_scan
@@ -36,8 +37,10 @@ class Mamba2(Block):
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
+    multipliers: Sequence[float] | None = None
+    """Of the parts of the projection: gate, x, B, C and step."""
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
         heads, width = cfg.mamba_num_heads, cfg.mamba_head_dim
         inner, shared = heads * width, cfg.mamba_n_groups * cfg.ssm_state_size
@@ -54,7 +57,10 @@ class Mamba2(Block):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.gated_norm = GatedNorm(inner, cfg.rms_norm_eps, groups=self.groups, gate_first=True)
+        self.gated_norm = None
+        if cfg.mamba_norm != "none":
+            gate_first = cfg.mamba_norm == "gate_first"
+            self.gated_norm = GatedNorm(inner, cfg.rms_norm_eps, groups=self.groups, gate_first=gate_first)
         self.out_proj = Linear(inner, cfg.hidden_size, source / "out_proj", bias=cfg.mamba_bias)
         self.reset_parameters()
 
@@ -72,7 +78,7 @@ class Mamba2(Block):
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
-        z, xBC, dt_BSH = self.in_proj(x_BSD).split(self.widths, dim=-1)
+        z, xBC, dt_BSH = self._projected(x_BSD)
         x, B, C = self.conv1d(xBC, state, documents).split(self.inner_widths, dim=-1)
         x_BSHP = x.unflatten(-1, (self.heads, -1))
         B_BSGN, C_BSGN = (each.unflatten(-1, (self.groups, -1)) for each in (B, C))
@@ -86,7 +92,18 @@ class Mamba2(Block):
         if state is not None:
             state["ssm"] = last
         y_BSHP = y_BSHP + self.D[:, None] * x_BSHP
-        return self.out_proj(self.gated_norm(y_BSHP.flatten(-2), z))
+        y = y_BSHP.flatten(-2)
+        return self.out_proj(
+            (y * F.silu(z.to(y.dtype))).to(z.dtype) if self.gated_norm is None else self.gated_norm(y, z)
+        )
+
+    def _projected(self, x_BSD: Tensor) -> Sequence[Tensor]:
+        """The gate, what is convolved, and the steps."""
+        if self.multipliers is None:
+            return self.in_proj(x_BSD).split(self.widths, dim=-1)
+        parts = self.in_proj(x_BSD).split((self.widths[0], *self.inner_widths, self.widths[2]), dim=-1)
+        z, x, B, C, dt = (part * multiplier for part, multiplier in zip(parts, self.multipliers))
+        return z, torch.cat((x, B, C), dim=-1), dt
 
 
 def ssd_stepwise(

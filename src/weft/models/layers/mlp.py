@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
-from weft.models.layers.block import added, normed, norms_of
+from weft.models.layers.block import Beside, added, normed, norms_of
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
 from weft.moe.source import WeightSource
@@ -18,10 +18,11 @@ class MLP(FeedForward):
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
 
-    def __init__(self, cfg: HybridConfig, source: WeightSource) -> None:
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
             cfg.hidden_size, cfg.intermediate_size, source, act=cfg.hidden_act, clamp=cfg.clamp, bias=cfg.mlp_bias
         )
+        self.gate_multiplier, self.out_multiplier = cfg.mlp_multipliers
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
 

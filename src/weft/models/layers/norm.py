@@ -34,17 +34,19 @@ class RMSNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate, in fp32; Mamba-2 and the gated delta net end in one.
+    """A norm with a gate, in fp32; recurrent layers end in one.
 
     gate first   y = w * norm(x * silu(gate))     Mamba-2: the mean over each of `groups` equal parts
     norm first   y = w * norm(x) * silu(gate)     gated delta net: the last dimension is one head
+    sigmoid      y = w * norm(x) * sigmoid(gate)  Kimi delta attention
     """
 
-    def __init__(self, width: int, eps: float, *, groups: int = 1, gate_first: bool) -> None:
+    def __init__(self, width: int, eps: float, *, groups: int = 1, gate_first: bool, sigmoid: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.groups = groups
         self.gate_first = gate_first
+        self.opens = torch.sigmoid if sigmoid else F.silu
         self.weight = nn.Parameter(torch.empty(width))
         self.reset_parameters()
 
@@ -55,7 +57,7 @@ class GatedNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """[..., width] twice -> [..., width] in the dtype of `gate`."""
         wide = torch.promote_types(gate.dtype, torch.float32)
-        x, opened = x.to(wide), F.silu(gate.to(wide))
+        x, opened = x.to(wide), self.opens(gate.to(wide))
         x = (x * opened if self.gate_first else x).unflatten(-1, (self.groups, -1))
         x = F.rms_norm(x, x.shape[-1:], None, self.eps).flatten(-2) * self.weight.to(wide)
         return (x if self.gate_first else x * opened).to(gate.dtype)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
+from weft.models.kinds import classes_of
+from weft.models.kinds.attention import AnyAttention, Attention
 
 FIRST_POSITIONS = 1024
 BY_LENGTH = ("dynamic", "longrope")
@@ -126,9 +128,10 @@ class RotaryEmbedding(nn.Module):
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
     """What the attention layers among `symbols` share; None without such layers, or without rotation."""
-    if not cfg.rope_theta or not set("*+") & set(symbols):
+    used = classes_of(symbols)
+    if not cfg.rope_theta or AnyAttention not in used:
         return None
-    width = cfg.rotary_width if "*" in symbols else cfg.qk_rope_head_dim
+    width = cfg.rotary_width if Attention in used else cfg.qk_rope_head_dim
     rotary = RotaryEmbedding(width, cfg.rope_theta, scaling=cfg.rope_scaling, interleave=cfg.rope_interleave)
     if cfg.rope_local_theta is not None:
         rotary.local = RotaryEmbedding(width, cfg.rope_local_theta, interleave=cfg.rope_interleave)

@@ -1,8 +1,9 @@
-"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and loggers beside it.
+r"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and loggers beside it.
 
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
 {"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}, "exchanged": {...}}
+{"step": 100, "kind": "sample", "text": "def read(self):\n ..."}
 {"step": 100, "kind": "norms", "weight": {"lm_head.weight": 31.2, ...}, "gradient": {"lm_head.weight": 0.1, ...}}
 """
 
@@ -82,6 +83,11 @@ class Metrics:
         for what, norms in (("weight", weights), ("gradient", gradients)):
             self._scalars(step, {f"{what}_norm/{name}": norm for name, norm in norms.items()})
 
+    def log_sample(self, step: int, text: str) -> None:
+        """One line for `step` with what the model wrote."""
+        if self._file is not None:
+            self._write({"step": step, "kind": "sample", "text": text})
+
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
         for logger in self._loggers:
             logger.scalars(step, values)
@@ -136,6 +142,8 @@ def _is_whole(record: dict[str, Any]) -> bool:
     rest = [value for name, value in record.items() if name not in ("step", "kind")]
     if kind in ("experts", "norms"):
         return all(isinstance(value, dict) and _are_numbers(list(value.values())) for value in rest)
+    if kind == "sample":
+        return list(record) == ["step", "kind", "text"] and isinstance(record["text"], str)
     return _are_numbers(rest)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+import weft
 from weft.train.files import parse_json, read_bounded, replace_text
 
 FILE = "facts.json"
@@ -41,7 +42,7 @@ def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 
 def versions() -> str:
     """Of what a run is made with, for a person."""
-    return f"weft {version('weft')}, torch {version('torch')}, Python {python_version()}"
+    return f"weft {weft.__version__}, torch {version('torch')}, Python {python_version()}"
 
 
 def commit() -> str | None:

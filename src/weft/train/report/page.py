@@ -15,21 +15,24 @@ from weft.train.record.metrics import read_metrics
 from weft.train.record.progress import format_bytes, format_count, format_step, format_time
 from weft.train.report.facts import read_facts
 from weft.train.report.numbers import counted, curve, loss_unit, losses, median, own_names, units_of
-from weft.train.report.settings import in_use
+from weft.train.report.settings import in_use, steps_of
 from weft.train.run.runs import CONFIG
 
 BASELINE = "bigram table"
+_SAMPLES = 6
+"""Texts that a page shows: the first one, and the last ones."""
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 
-def write_report(run_directory: str | Path) -> Path:
+def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
 
     All that it says comes from the metrics, the configuration and the facts there. What is missing is left out; without
-    matplotlib, the pictures. The same files give the same bytes. Raises ConfigError where it cannot be written.
+    matplotlib, the pictures. The same files give the same bytes. live_s: of a run that trains; the page loads itself
+    again after so many seconds. Raises ConfigError where it cannot be written.
     """
     try:
-        return _written(Path(run_directory))
+        return _written(Path(run_directory), live_s)
     except OSError as error:
         why = str(error)  # names the file
         if not isinstance(error, StorageError):
@@ -37,7 +40,7 @@ def write_report(run_directory: str | Path) -> Path:
         raise ConfigError(f"{run_directory}: its report cannot be written ({why}); make room for it there") from error
 
 
-def _written(folder: Path) -> Path:
+def _written(folder: Path, live_s: float) -> Path:
     records, facts = read_metrics(folder), read_facts(folder)
     baselines = {BASELINE: float(facts["baseline"])} if facts.get("baseline") is not None else {}
     pictures = [f"<p>{NO_PICTURES}</p>"]
@@ -47,14 +50,17 @@ def _written(folder: Path) -> Path:
         pictures = [_picture(*drawn) for drawn in draw_all(folder, records, facts, baselines)]
     own_units = units_of(facts)
     config = folder / CONFIG
+    settings = config.read_text(encoding="utf-8") if config.exists() else ""
     page = _page(
         folder.resolve().name,
-        about=_about(records, facts),
+        about=_about(records, facts, steps_of(settings) if live_s else 0),
         tiles=_tiles(records, baselines, own_units),
         rows=_rows(records, baselines, own_units),
         pictures=pictures,
+        samples=[(each["step"], each["text"]) for each in records if each["kind"] == "sample"],
         units=facts.get("description", ""),
-        config=in_use(config.read_text(encoding="utf-8")) if config.exists() else "",
+        config=in_use(settings),
+        live_s=live_s,
     )
     path = folder / "report.html"
     replace_text(path, page)
@@ -70,10 +76,15 @@ def can_draw() -> bool:
     return True
 
 
-def _about(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, value): first what this page is, then where the run ran and with what."""
+def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int) -> list[tuple[str, str]]:
+    """(label, value): first what this page is, then where the run ran and with what.
+
+    coming: the steps of a run that trains; 0 for one that has ended.
+    """
     steps = max((record["step"] for record in records), default=0)
     what = f"A training run of weft, {steps:,} steps"
+    if coming:
+        what = f"A run of weft that trains, at step {steps:,} of {coming:,},"
     if "parameters" in facts:
         what += f" of a model with {format_count(facts['parameters'])} parameters"
     found = [("", what)]
@@ -184,7 +195,7 @@ dt { color: var(--quiet); }
 dd { margin: 0; overflow-wrap: anywhere; }
 h2 { margin: 40px 0 12px; font-size: 17px; }
 .tiles, .figures { display: grid; gap: 16px; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-bottom: 16px; }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin-bottom: 16px; }
 .figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
 .tile, figure, table, pre { background: var(--paper); border: 1px solid var(--line); border-radius: 12px; }
 .tile { padding: 14px 18px; }
@@ -201,6 +212,8 @@ thead th { color: var(--quiet); font-size: 13px; font-weight: 500; }
 tbody td { border-top: 1px solid var(--line); }
 pre { margin: 0; padding: 16px 18px; overflow-x: auto;
       font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
+.samples p { margin: 12px 0 4px; color: var(--quiet); font-size: 13px; }
+.samples pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 summary { cursor: pointer; }
 summary h2 { display: inline-block; }
 """
@@ -213,8 +226,10 @@ def _page(
     tiles: list[tuple[str, str, str]],
     rows: list[tuple[str, ...]],
     pictures: list[str],
+    samples: list[tuple[int, str]],
     units: str,
     config: str,
+    live_s: float,
 ) -> str:
     title = html.escape(name)
     facts = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd>" for label, value in about[1:])
@@ -239,6 +254,10 @@ def _page(
             f'<h2>Final numbers</h2><div class="table"><table><thead>{head}</thead>'
             f"<tbody>{''.join(lines)}</tbody></table></div>"
         )
+    if samples:
+        shown = samples if len(samples) <= _SAMPLES else [samples[0], *samples[1 - _SAMPLES :]]
+        parts = (f"<p>step {step:,}</p><pre>{html.escape(text)}</pre>" for step, text in shown)
+        body.append(f'<h2>Samples</h2><section class="samples">{"".join(parts)}</section>')
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
@@ -249,7 +268,8 @@ def _page(
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title} · weft</title><style>{_STYLE}</style></head>\n<body>\n"
+        + (f'<meta http-equiv="refresh" content="{live_s:g}">' if live_s else "")
+        + f"<title>{title} · weft</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )

@@ -1,5 +1,6 @@
 """The settings of a run that its report shows: what the run used."""
 
+from weft.models.kinds import KINDS, fields_of
 from weft.train.config import TrainConfig, to_dict
 from weft.train.files import parse_toml
 from weft.train.toml_values import show
@@ -13,15 +14,6 @@ ALWAYS = {
     "sharding": ("strategy",),
     "run": ("name",),
 }
-OF_LAYERS = {
-    "*": ("num_attention_heads", "num_key_value_heads"),
-    "+": ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    "M": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "mamba_n_groups", "chunk_size"),
-    "G": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "-": ("intermediate_size",),
-    "E": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
-}
-"""Symbol -> the sizes of its layers, which mean nothing where a pattern has none of them."""
 
 
 def in_use(text: str) -> str:
@@ -35,11 +27,11 @@ def in_use(text: str) -> str:
         return text
     defaults = to_dict(TrainConfig())
     pattern = str(tables.get("model", {}).get("pattern", ""))
-    sizes = {name for symbol, names in OF_LAYERS.items() if symbol in pattern for name in names}
-    idle = {name for names in OF_LAYERS.values() for name in names} - sizes
+    every = _sizes("".join(KINDS))
+    sizes = _sizes(pattern)
 
     def is_used(section: str, name: str, value: object) -> bool:
-        if section == "model" and name in sizes | idle:
+        if section == "model" and name in every:
             return name in sizes
         return name in ALWAYS.get(section, ()) or value != defaults.get(section, {}).get(name)
 
@@ -48,3 +40,18 @@ def in_use(text: str) -> str:
         if kept := {name: value for name, value in values.items() if is_used(section, name, value)}:
             parts.append("\n".join([f"[{section}]", *(f"{name} = {show(value)}" for name, value in kept.items())]))
     return "\n\n".join(parts) + "\n"
+
+
+def _sizes(pattern: str) -> set[str]:
+    """The sizes of the layers of a pattern: the whole numbers that only some kinds have."""
+    of_all = {field.name for field in fields_of("")}
+    return {field.name for field in fields_of(pattern) if type(field.default) is int and field.name not in of_all}
+
+
+def steps_of(text: str) -> int:
+    """`train.steps` of a whole configuration as TOML; 0 where it is none."""
+    try:
+        steps = parse_toml(text)["train"]["steps"]
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return steps if isinstance(steps, int) else 0

@@ -48,6 +48,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.steps",
             "train.global_batch_size",
             "train.precision",
+            "train.unquantized_ends",
             "train.validation_batches",
             "train.gradient_clip",
             "train.stop_after",

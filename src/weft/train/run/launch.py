@@ -24,8 +24,10 @@ from types import FrameType
 from typing import Any, Literal
 
 from weft.checkpoint.directory import committed_steps
+from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS, WRONG_CALL
+from weft.train.run.memory import MEMORY, folder_in_memory
 from weft.train.run.runs import LOGS, Run, remove_if_unused
 from weft.train.run.stop import Requests, on_stop_signals
 from weft.train.run.world import STORE
@@ -52,6 +54,7 @@ def launch(
     *,
     restarts: int = 0,
     restart_ranks: int | None = None,
+    keeps_copies: bool = False,
 ) -> int:
     """Run `python -m weft *arguments` as `ranks` local processes; returns the exit code for a person.
 
@@ -61,17 +64,25 @@ def launch(
     and that did not begin, leaves no directory behind; that of another failure stays, for its logs.
 
     restarts: how often all ranks are started again from the newest checkpoint where it would be 1; `restart_ranks` of
-    them.
+    them. keeps_copies: whether ranks copy their state to memory, from where they start again if that is newer.
     """
-    for number in range(restarts + 1):
-        supervisor = _Supervisor(arguments, ranks, run, resume_command)
-        code = supervisor.run_all()
-        if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
-            break
-        steps = committed_steps(run.checkpoints)
-        ranks, run = restart_ranks or ranks, replace(run, step=steps[-1] if steps else None)
-        start = f"step {steps[-1]}" if steps else "the beginning"
-        supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
+    with ExitStack() as stack:
+        try:
+            memory = stack.enter_context(folder_in_memory()) if keeps_copies else None
+        except ConfigError:
+            remove_if_unused(run)
+            raise
+        for number in range(restarts + 1):
+            supervisor = _Supervisor(arguments, ranks, run, resume_command, memory)
+            code = supervisor.run_all()
+            if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
+                break
+            saved = [0, *committed_steps(run.checkpoints)][-1]
+            copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
+            step = max(saved, copied)
+            ranks, run = restart_ranks or ranks, replace(run, step=step or None)
+            start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"
+            supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
     return code
 
 
@@ -106,7 +117,10 @@ class _Rank:
 
 
 class _Supervisor:
-    def __init__(self, arguments: Sequence[str], ranks: int, run: Run, resume_command: str) -> None:
+    def __init__(
+        self, arguments: Sequence[str], ranks: int, run: Run, resume_command: str, memory: Path | None
+    ) -> None:
+        self.memory = memory
         self.arguments, self.count, self.run, self.resume_command = arguments, ranks, run, resume_command
         self.logs = run.directory / LOGS
         self.ranks: list[_Rank] = []
@@ -151,6 +165,7 @@ class _Supervisor:
             STORE: store,
             RUN: json.dumps({"directory": str(self.run.directory), "step": self.run.step, "note": self.run.note}),
             CONTROL: str(reading),
+            **({MEMORY: str(self.memory)} if self.memory is not None else {}),
         }
         with ExitStack() as stack:
             stack.callback(os.close, reading)

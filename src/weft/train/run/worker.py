@@ -26,6 +26,7 @@ from weft.train.run.failures import (
     in_one_line,
 )
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
+from weft.train.run.memory import MEMORY
 from weft.train.run.runs import Run
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
@@ -53,7 +54,9 @@ def work(
             run = open_run_together(config, resume, command, or_start=or_start)
         # The process that started this rank has logs of the others in the run's directory, and removes it by itself.
         with nullcontext() if rank.supervised else beginning(run):
-            trainer = Trainer(config, run, device=device, stop=stop, watchdog=rank.watchdog, command=command)
+            memory = Path(os.environ[MEMORY]) if MEMORY in os.environ else None
+            watchdog = rank.watchdog
+            trainer = Trainer(config, run, device=device, stop=stop, watchdog=watchdog, command=command, memory=memory)
         rank.trains = True
         complete = trainer.run()
         dist.destroy_process_group()

@@ -16,14 +16,20 @@ class LoopConfig:
     """Sequences per optimizer step, over all ranks and microbatches."""
     microbatch_size: int = 8
     """Sequences that one rank takes through the model at once."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute and communication dtype; the weights that the optimizer updates are fp32 in both cases."""
+    precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
+    """Compute and communication dtype, or bf16 with quantized weights; those that the optimizer updates are fp32."""
+    unquantized_ends: int = 0
+    """With a quantized `precision`: at either end of the model, weights of so many layers travel in bf16."""
     seed: int = 0
     """Seed of the initial weights and of every other random choice but the data order."""
     validate_every: int = 100
     """Steps between two validations; 0: only at the end."""
     validation_batches: int = 4
     """Size of the fixed validation set, in global batches."""
+    sample: str = ""
+    """Text that the model continues after each validation, for the terminal and the report; empty: none."""
+    sample_tokens: int = 64
+    """With `sample`: how many tokens it adds, each the most likely one."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
     stop_after: int = 0
@@ -44,7 +50,7 @@ class LoopConfig:
     """What one device can do, in 10^12 operations per second: the part of it that is used is logged as mfu; 0: not."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
-    schedule: str = ""
+    pipeline_schedule: str = ""
     """With `sharding.pp`: a name, or a file; empty: "combined" with `overlap`, else "interleaved" or "1f1b"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: of so many layers, one."""
@@ -75,6 +81,10 @@ class LoopConfig:
             without = "has no effect without train.activation_checkpointing = true; set that, or leave it out"
             require(f"train.{name}", value, self.activation_checkpointing or value == off, without)
         require("train.recompute_every", self.recompute_every, self.recompute_every >= 1, "must be at least 1")
+        rule = "must be at least 1"
+        require("train.sample_tokens", self.sample_tokens, self.sample_tokens >= 1, rule)
+        rule = "has no effect without train.sample; set that, or leave it out"
+        require("train.sample_tokens", self.sample_tokens, self.sample != "" or self.sample_tokens == 64, rule)
         require(
             "train.compile",
             self.compile,
@@ -114,6 +124,12 @@ class LoopConfig:
         require("train.seed", self.seed, self.seed < 1 << 40, "must be below 2**40; choose a smaller number")
         require("train.ema_decay", self.ema_decay, 0 <= self.ema_decay < 1, "must be at least 0 and less than 1")
         require("train.expert_bias_rate", self.expert_bias_rate, self.expert_bias_rate > 0, "must be positive")
+        require(
+            "train.unquantized_ends",
+            self.unquantized_ends,
+            self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
+            'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
+        )
         for name in ("delay_wgrad", "early_release"):
             value = getattr(self, name)
             require(f"train.{name}", value, self.overlap or not value, "has no effect without train.overlap = true")

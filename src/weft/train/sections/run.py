@@ -20,9 +20,12 @@ class CheckpointConfig:
     """Save where a validation is better than all before, and keep the best one beside the newest."""
     asynchronous: bool = True
     """Write while training goes on."""
+    memory_every: int = 0
+    """Steps between two copies in the host's memory, from which `weft train --restarts` resumes; 0: none."""
 
     def __post_init__(self) -> None:
         require("checkpoint.every", self.every, self.every >= 0, "must not be negative")
+        require("checkpoint.memory_every", self.memory_every, self.memory_every >= 0, "must not be negative")
         require("checkpoint.keep", self.keep, self.keep >= 1, "must be at least 1")
 
 
@@ -38,6 +41,8 @@ class RunConfig:
     """Go on from the newest intact checkpoint of the newest run of that name."""
     patience: float = 1800.0
     """Seconds that a rank waits for the others at the start."""
+    report_every: float = 60.0
+    """Seconds between two reports while the run trains, each written by a process beside it; 0: one at the end."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Where numbers go beside metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
     units: dict = field(default_factory=dict)
@@ -56,6 +61,7 @@ class RunConfig:
         wrong = [name for name, unit in self.units.items() if not is_own(name) or not isinstance(unit, str)]
         rule = f'must give each number that a loss gives a text, such as {{accuracy = "%"}}; {wrong} is none'
         require("run.units", self.units, not wrong, rule)
+        require("run.report_every", self.report_every, self.report_every >= 0, "must not be negative")
         require("run.patience", self.patience, self.patience > 0, "must be positive")
         require(
             "run.name",

@@ -1,11 +1,14 @@
 """[sharding] and what belongs to it, as `weft.fully_shard` and the meshes take it."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 import weft
+from weft import quantize
 from weft.train.config import TrainConfig
 from weft.train.optimizers import whole_matrices
 
@@ -26,7 +29,8 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
 def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
     """The options of every unit of `model`, which is not sharded yet, apart from its mesh."""
     sharding = config.sharding
-    options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": mixed_precision(config.train.precision)}
+    policy = mixed_precision(config.train.precision, config.train.unquantized_ends)
+    options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": policy}
     if sharding.dp_replicate > 1:
         options["outer_strategy"] = sharding.outer_strategy
     if sharding.reshard_after_forward is not None:
@@ -49,8 +53,21 @@ def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
     return options
 
 
-def mixed_precision(name: str) -> weft.MixedPrecisionPolicy:
-    """ "fp32", or "bf16": computed and gathered in bf16, reduced and kept in fp32."""
+_RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
+    "fp8": quantize.tensorwise,
+    "fp8_rowwise": quantize.rowwise,
+    "fp8_blockwise": quantize.blockwise,
+    "mxfp8": quantize.mx,
+    "nvfp4": quantize.nvfp4,
+}
+
+
+def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
+    """ "fp32", "bf16": computed and gathered in bf16, reduced and kept in fp32; or the same with quantized weights."""
+    if name == "fp32":
+        return weft.MixedPrecisionPolicy()
+    policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if name == "bf16":
-        return weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return weft.MixedPrecisionPolicy()
+        return policy
+    ends = quantize.except_ends(unquantized_ends, unquantized_ends) if unquantized_ends else None
+    return replace(policy, param_quantization=_RECIPES[name](), quantize=ends)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-def waits_elsewhere(*threads: int | None) -> tuple[str, str]:
+def outside_waits(*threads: int | None) -> tuple[str, str]:
     """Where the first of `threads` that waits in a collective outside of weft does so, and what changes as soon as it
     moves; both empty without one."""
     for thread in dict.fromkeys(threads):

@@ -18,7 +18,7 @@ from tests.programs import run_programs
 from weft.comm import collectives
 from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
-from weft.comm.watch import lookout, rules
+from weft.comm.watch import hang_detector, rules
 from weft.comm.watch.control import agree
 from weft.errors import CollectiveMismatch
 from weft.moe.dispatch import AllToAll
@@ -36,7 +36,7 @@ def step(net: nets.Net) -> None:
 
 @contextmanager
 def patience(**seconds: float) -> Iterator[None]:
-    """Other times to wait than the lookout's own, which the workers of later tests have again."""
+    """Other times to wait than the detector of hangs's own, which the workers of later tests have again."""
     own = {name: getattr(rules, name) for name in seconds}
     vars(rules).update(seconds)
     try:
@@ -79,7 +79,7 @@ def test_a_rank_that_stops_a_step_earlier_is_named_with_the_place_where_it_waits
         net = shard(strategy=strategy)
         step(net)
         if dist.get_rank() == 0:
-            with pytest.raises(CollectiveMismatch, match=r"rank 1 never began; rank 1: barrier at .*test_lookout\.py"):
+            with pytest.raises(CollectiveMismatch, match=r"rank 1 never began; rank 1: barrier at .*hang_detector\.py"):
                 step(net)
         dist.barrier()
 
@@ -94,7 +94,7 @@ def test_a_slow_rank_is_waited_for():
                 time.sleep(1.5)
             step(net)
         dist.barrier()
-    assert not lookout.lookout().verdict and not lookout.lookout().joins
+    assert not hang_detector.hang_detector().verdict and not hang_detector.hang_detector().joins
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_slow_rank_is_waited_for():
 def test_a_rank_that_caught_an_exception_and_computes_is_waited_for():
     """As a parent does that goes another way when its child fails."""
     with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2):
-        watch, lane, rank = lookout.keep_lookout(), Lane("gather", torch.device("cpu")), dist.get_rank()
+        watch, lane, rank = hang_detector.start_hang_detector(), Lane("gather", torch.device("cpu")), dist.get_rank()
         if rank == 1:
             watch.fail("left the forward of blocks.1 by Oops: no such token")
             time.sleep(2)
@@ -115,7 +115,7 @@ def test_a_rank_that_caught_an_exception_and_computes_is_waited_for():
 @distributed(2)
 def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
     with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2, ABANDONED_S=1.0):
-        group, watch = dist.new_group([0, 1]), lookout.keep_lookout()
+        group, watch = dist.new_group([0, 1]), hang_detector.start_hang_detector()
         if dist.get_rank() == 1:
             watch.fail("left the forward of blocks.1 by Oops: no such token")
             store = dist.distributed_c10d._get_default_store()
@@ -130,7 +130,7 @@ def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
 @pytest.mark.slow
 @distributed(2)
 def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
-    group, watch = dist.new_group([0, 1]), lookout.keep_lookout()
+    group, watch = dist.new_group([0, 1]), hang_detector.start_hang_detector()
     watch.fail("left the forward of blocks.1 by Oops: no such token")
     watch.begin_pass()
     with pytest.raises(CollectiveMismatch, match="wait for different things") as told:
@@ -166,7 +166,7 @@ def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that(
         for mine in range(len(names)):
             other = (mine + 1) % len(names)
             group = dist.new_group([0, 1])
-            lookout.keep_lookout()
+            hang_detector.start_hang_detector()
             said = f"rank 0: {names[mine]}, which rank 1 never began; rank 1: {names[other]}, which rank 0 never began"
             with pytest.raises(CollectiveMismatch, match=said):
                 WAITS[names[mine] if dist.get_rank() == 0 else names[other]](group)
@@ -174,25 +174,25 @@ def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that(
 
 
 @distributed(2)
-def test_a_lookout_that_has_said_goodbye_is_still_that_of_its_world_and_explains_after_it(tmp_path):
-    watch, other = lookout.keep_lookout(), 1 - dist.get_rank()
+def test_a_detector_that_has_said_goodbye_is_still_that_of_its_world_and_explains_after_it(tmp_path):
+    watch, other = hang_detector.start_hang_detector(), 1 - dist.get_rank()
     call = watch.issue("key", "gather of a unit", dist.group.WORLD)
     watch.leave()
     watch.let_go()
-    assert lookout.keep_lookout() is watch  # a last evaluation while the program ends starts no thread again
+    assert hang_detector.start_hang_detector() is watch  # a last evaluation at the end starts no thread
     dist.barrier()
     dist.destroy_process_group()
-    assert lookout.lookout() is None and not watch._ranks
+    assert hang_detector.hang_detector() is None and not watch._ranks
     assert f"rank {other} has gone" in watch._note(RuntimeError("Connection reset"), call)
     store = dist.FileStore(str(tmp_path / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 
 
 def restart() -> None:
-    """Another lookout, as if nobody had been told of anything."""
+    """Another detector of hangs, as if nobody had been told of anything."""
     dist.barrier()
-    lookout._current.leave()
-    lookout._current = None
+    hang_detector._current.leave()
+    hang_detector._current = None
     dist.barrier()
 
 
@@ -232,10 +232,10 @@ def test_experts_of_a_model_that_nobody_sharded_are_watched_too():
 RAISES = """
 import datetime, sys, torch, torch.distributed as dist
 from weft.comm import collectives
-from weft.comm.watch.lookout import keep_lookout
+from weft.comm.watch.hang_detector import start_hang_detector
 rank = {rank}
 dist.init_process_group("gloo", store=dist.FileStore({store!r}, 2), rank=rank, world_size=2)
-watch = keep_lookout()
+watch = start_hang_detector()
 collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD)
 if rank == 1:
     {end}
@@ -263,10 +263,10 @@ def test_a_rank_whose_program_ends_ends_the_others_with_its_reason(tmp_path):
 
 LEAVES = """
 import time, torch.distributed as dist
-from weft.comm.watch import lookout
-lookout.DELAY_S = lookout.SLOWEST_S = 1e-5
+from weft.comm.watch import hang_detector
+hang_detector.DELAY_S = hang_detector.SLOWEST_S = 1e-5
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-watch = lookout.keep_lookout()
+watch = hang_detector.start_hang_detector()
 wait = watch.waiting(watch.issue("key", "a wait", dist.group.WORLD))
 wait.__enter__()
 time.sleep(0.05)

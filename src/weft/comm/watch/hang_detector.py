@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from weft.comm.gloo.sends import break_waits
 from weft.comm.watch import rules
-from weft.comm.watch.elsewhere import waits_elsewhere
+from weft.comm.watch.outside_waits import outside_waits
 from weft.comm.watch.rules import Picture, State, mismatch
 from weft.errors import CollectiveMismatch
 
@@ -68,7 +68,7 @@ class Call:
     ranks: tuple[int, ...]
 
 
-class Lookout:
+class HangDetector:
     """Watches the waits of this process in one world."""
 
     def __init__(self) -> None:
@@ -83,8 +83,8 @@ class Lookout:
         # Earlier worlds may have left what they said in the same store. What the process has seen before does not
         # count: others may have seen something else, and ranks that look in different places hear nothing.
         pretended = dist.get_backend() == "fake"  # with a store that keeps nothing
-        world = 1 if pretended else self._store.add(f"weft/lookout/worlds of {self._rank}", 1)
-        self._prefix = f"weft/lookout/{world}/"
+        world = 1 if pretended else self._store.add(f"weft/hangs/worlds of {self._rank}", 1)
+        self._prefix = f"weft/hangs/{world}/"
         self._world_ranks = range(dist.get_world_size())
         self._all_joins = 0
         self._haste_until = 0.0
@@ -106,7 +106,7 @@ class Lookout:
         self._saying = threading.Lock()
         self._process = os.getpid()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="weft-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="weft-hang-detector", daemon=True)
         self._thread.start()
 
     # --- what this rank does ------------------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ class Lookout:
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
         """Around a wait for `call`. Raises CollectiveMismatch if it never ends."""
-        self.check()
+        if self.verdict:
+            self.check()
         outer = self._call
         self._waiter, self._since = threading.get_ident(), time.monotonic()
         self._token += 1
@@ -178,7 +179,7 @@ class Lookout:
                 self._token += 1
 
     def _explain(self, error: RuntimeError, call: Call) -> None:
-        """A wait was broken: by this lookout, or by another rank's, or because a rank has gone."""
+        """A wait was broken: by this detector of hangs, or by another rank's, or because a rank has gone."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
@@ -291,7 +292,7 @@ class Lookout:
             if time.monotonic() - self._since < self.delay():
                 return None
             return State("waits", before + call.name, issued, call.key, call.number, call.ranks, str(self._token))
-        place, token = waits_elsewhere(self._waiter, threading.main_thread().ident)
+        place, token = outside_waits(self._waiter, threading.main_thread().ident)
         token = f"{token}/{self._token}"
         if place and token == self._place_token:
             return State("elsewhere", before + place, issued, token=token, failed=self._failed)
@@ -346,26 +347,26 @@ class Lookout:
         break_waits(call.group)
 
 
-_current: Lookout | None = None
+_current: HangDetector | None = None
 
 
-def lookout() -> Lookout | None:
-    """The lookout of this world, if anybody asked for one."""
+def hang_detector() -> HangDetector | None:
+    """The detector of hangs of this world, if anybody asked for one."""
     if _current is None or _current.world is dist.group.WORLD:
         return _current
     _current.let_go()
     return None
 
 
-def keep_lookout() -> Lookout:
-    """The lookout of this world, from now on."""
+def start_hang_detector() -> HangDetector:
+    """The detector of hangs of this world, from now on."""
     global _current
-    if lookout() is None:
+    if hang_detector() is None:
         if _current is not None:
             _current.leave()
         else:
             atexit.register(_leave)
-        _current = Lookout()
+        _current = HangDetector()
     assert _current is not None
     return _current
 
@@ -377,15 +378,15 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
-    """Around a wait for `call`, if there is a lookout."""
-    watch = lookout()
+    """Around a wait for `call`, if there is a detector of hangs."""
+    watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 
 
 def explain(error: RuntimeError, call: Call | None) -> None:
     """Say where `error`, by which the transfers of `call` could not even begin, comes from. Raises CollectiveMismatch
     if another rank has told the reason."""
-    watch = lookout()
+    watch = hang_detector()
     if call is not None and watch is not None:
         watch._explain(error, call)
 
@@ -393,7 +394,7 @@ def explain(error: RuntimeError, call: Call | None) -> None:
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
     """Around a collective that this rank waits for where it begins it. `kind`: what may pair with what; `name`: what a
     person calls it."""
-    watch = lookout()
+    watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()
     return watch.waiting(watch.issue(f"{group.group_name}/{kind}", name, group))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.watch.agreement import Agreement
-from weft.comm.watch.lookout import Lookout, keep_lookout
+from weft.comm.watch.hang_detector import HangDetector, start_hang_detector
 from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
@@ -18,14 +18,14 @@ from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
 
 
-class Joins:
+class GatherHelper:
     """The part that this rank takes in what only others need."""
 
     def __init__(self, channels: Channels, freshness: Freshness, buckets: Sequence[Bucket]) -> None:
         self._channels = channels
         self._buckets = buckets
         self._freshness = freshness
-        self._watched_by: Lookout | None = None
+        self._watched_by: HangDetector | None = None
         self._tickets: list[Ticket] = []
 
     def begin_pass(
@@ -33,7 +33,7 @@ class Joins:
     ) -> list[bool] | None:
         """Watch the waits of the pass that begins. Before the first one, returns which parameter groups any rank
         trains."""
-        watch = keep_lookout()
+        watch = start_hang_detector()
         watch.begin_pass()
         if self._watched_by is watch:
             return None
@@ -49,7 +49,7 @@ class Joins:
                 if not transport_of(group.groups[-1], group.device).capabilities.helpers:
                     continue
                 join = functools.partial(weakly(self._join), weakref.ref(unit))
-                if group.transient is not None:
+                if group.plan.moves:
                     key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
                     watch.can_join(self, key, functools.partial(join, number))
                 if group.refreshes and group.model_weight.axes:
@@ -61,7 +61,7 @@ class Joins:
             if not transport_of(bucket.group, units[0].device).capabilities.helpers:
                 continue
             key = self._channels.gathers.key(bucket.group, bucket.channel)
-            watch.can_join(self, key, functools.partial(weakly(self.take_part_in_bucket), number))
+            watch.can_join(self, key, functools.partial(weakly(self.serve_bucket), number))
         return trains
 
     def failed(self, what: str, error: BaseException) -> None:
@@ -76,21 +76,21 @@ class Joins:
             ticket.wait()
 
     def _join(self, ref: "weakref.ref[Unit]", number: int | None) -> bool:
-        return (unit := ref()) is not None and self.take_part(unit, number)
+        return (unit := ref()) is not None and self.serve(unit, number)
 
-    def take_part(self, unit: Unit, number: int | None) -> bool:
+    def serve(self, unit: Unit, number: int | None) -> bool:
         """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
-        there was anything to do. Called by the lookout, while this rank waits for something else."""
+        there was anything to do. Called by the detector of hangs, while this rank waits for something else."""
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)
         self._freshness.reach(unit)
         if number is None:
             return was_due
-        self._tickets.append(unit.groups[number].take_part(self._channels))
+        self._tickets.append(unit.groups[number].serve(self._channels))
         return True
 
-    def take_part_in_bucket(self, number: int) -> bool:
-        """Take part in a gather of bucket `number`, like `take_part`."""
-        self._tickets.append(self._buckets[number].take_part())
+    def serve_bucket(self, number: int) -> bool:
+        """Take part in a gather of bucket `number`, like `serve`."""
+        self._tickets.append(self._buckets[number].serve())
         return True

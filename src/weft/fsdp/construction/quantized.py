@@ -1,0 +1,84 @@
+"""Which parameters are quantized, and what does not go together with a recipe.
+
+a parameter                                  under `param_quantization`
+-------------------------------------------  ------------------------------------------------------------------------
+of one dimension, of an `nn.Embedding`       stays as it is, unless `quantize` accepts it
+marked by `weft.keep_dtype`                  stays as it is
+that `quantize` accepts and has no blocks    ValueError
+a slice that divides blocks                  ValueError: the whole weight would be quantized otherwise
+cut along another dimension than the first   ValueError, but for `tensorwise()` of a matrix
+"""
+
+import math
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from weft.dtensor.tensor_parallel import TensorParallel
+from weft.dtensor.uneven import local_of
+from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
+from weft.quantize import Quantization
+
+
+def recipe_of(
+    parameter: nn.Parameter,
+    name: str,
+    owners: Sequence[tuple["weakref.ref[nn.Module]", str]],
+    parallel: TensorParallel | None,
+    policy: MixedPrecisionPolicy,
+) -> Recipe:
+    """The dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError for one that cannot be."""
+    keep, recipe = keeps_dtype(parameter), policy.param_quantization
+    quantized = False
+    if recipe is not None and not keep and parameter.dtype.is_floating_point:
+        if policy.quantize is not None:
+            quantized = bool(policy.quantize(name, parameter))
+        else:
+            quantized = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
+    if quantized and recipe is not None:
+        shape = tuple(local_of(parameter).shape)
+        recipe.check(shape, f"parameter {name!r}")
+        if parallel is not None and parallel.slices > 1:
+            _refuse_divided_blocks(recipe, shape, parallel, name)
+    return policy.resolve(parameter.dtype, keep=keep, quantized=quantized)
+
+
+def demands(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a user has asked for this parameter to be quantized, by a function that accepts it."""
+    return policy.quantize is not None and bool(policy.quantize(name, parameter))
+
+
+def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: Quantization | None) -> tuple[int, int]:
+    """`cutting`, the granularity and dimension of the cuts of a parameter, with no cut inside a block of `recipe`."""
+    step, dim = cutting
+    if recipe is None:
+        return cutting
+    shape = tuple(local_of(parameter).shape)
+    if dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
+        raise ValueError(
+            f"shard_placement_fn returned Shard({dim}) for parameter {name!r} of shape {shape}, which travels as "
+            f"{recipe}: blocks lie along rows; choose None, or let `quantize` leave it out"
+        )
+    if step >= math.prod(shape):
+        return cutting
+    return math.lcm(step, recipe.cut_between(shape)), dim
+
+
+def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
+    """Raise ValueError if a border between slices of tensor parallelism, `shape` each, lies inside a block."""
+    for placement in parallel.beyond:
+        if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
+            continue
+        from_last = len(shape) - 1 - placement.dim % len(shape)
+        if from_last > 1:
+            continue
+        side, here = recipe.block[1 - from_last], shape[placement.dim]
+        if not side or here % side:
+            fits = f"a multiple of {side * parallel.slices}" if side else "whole on each rank"
+            raise ValueError(
+                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices} ranks {here} "
+                f"along dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, "
+                "or choose tensorwise()"
+            )

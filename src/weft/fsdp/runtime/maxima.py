@@ -1,0 +1,40 @@
+"""The maxima of whole matrices, for recipes with one scale for each: one packed message per mesh axis and step."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.collectives import reduce_now
+from weft.fsdp.group import ParameterGroup
+from weft.fsdp.narrow import Narrow
+
+
+def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
+    """Let all ranks know the largest magnitude of each matrix of `groups` that is quantized with one scale.
+
+    Collective where some group has such matrices: before their weights are quantized, and after they have changed.
+    """
+    found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
+    with torch.no_grad():
+        for group in groups:
+            payload = group.payload
+            if not isinstance(payload, Narrow) or payload.maxima is None:
+                continue
+            payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
+            found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
+            for number, slices in enumerate(group.slice_groups):
+                if slices is not None and _divides_matrices(group, number):
+                    found.append((payload.maxima_of(number), slices))
+        for ranks in dict.fromkeys(each for _, each in found):
+            parts = [part for part, own in found if own is ranks]
+            packed = reduce_now(torch.cat(parts), dist.ReduceOp.MAX, ranks, "the maxima of quantized weights")
+            for part, whole in zip(parts, packed.split([part.numel() for part in parts])):
+                part.copy_(whole)
+
+
+def _divides_matrices(group: ParameterGroup, number: int) -> bool:
+    """Whether slices of parameter `number` on other ranks are parts of the same matrices; else they are other ones."""
+    parallel, dims = group.tensor_parallel[number], len(group.layout.extents[number].shape)
+    assert parallel is not None
+    return any(each.is_shard() and each.dim % dims >= dims - 2 for each in parallel.beyond)  # type: ignore[attr-defined]

@@ -1,0 +1,132 @@
+"""Self-attention `*`, and what it has in common with latent attention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.models.kinds.fields import (
+    amount,
+    any_value,
+    choice,
+    declared,
+    is_number,
+    is_whole,
+    optional_positive,
+    optional_size,
+    require,
+    size,
+    switch,
+)
+from weft.models.kinds.trunk import Kind, Trunk
+from weft.models.rope_scaling import check_rope_scaling
+
+
+@dataclass(frozen=True)
+class AnyAttention(Trunk):
+    """Fields of all attention."""
+
+    num_attention_heads: int = size(4)
+    """Query heads of `*`; heads of `+`."""
+    attention_bias: str = choice("none", ("none", "qkv", "all"))
+    """Which projections of attention have a bias: "none", "qkv" or "all"; in `+` those from and to the hidden size."""
+    attention_scale: float | None = optional_positive()
+    """What products of queries and keys are multiplied with; None: (width of a key)^-0.5."""
+    rope_theta: float = amount(10000.0)
+    """Base of the rotary position embedding's wavelengths; 0: no rotation."""
+    rope_interleave: bool = switch(False)
+    """Whether neighbours are rotated as a pair, not the elements of two halves."""
+    rope_scaling: dict | None = declared(  # noqa: RUF009
+        None, lambda table: table is None or isinstance(table, Mapping), "a table with a rope_type, or None"
+    )
+    """Rotation for longer contexts: rope_type "linear", "llama3", "yarn", "dynamic" or "longrope", and its numbers, as
+    in transformers."""
+
+    @property
+    def rotated(self) -> int:
+        """How many elements of a head are rotated."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        if self.rope_scaling is None:
+            return
+        require(self, "rope_scaling", self.rope_theta > 0, "None where rope_theta is 0")
+        check_rope_scaling(self.rope_scaling, self.rotated // 2)
+
+
+KIND = Kind("*", "self-attention", "self_attention", "attention:Attention")
+
+
+@dataclass(frozen=True)
+class Attention(AnyAttention, kind=KIND):
+    """Fields of `*`."""
+
+    num_key_value_heads: int = size(2)
+    """Key and value heads of `*`; divides the query heads, which share them in equal groups."""
+    head_dim: int | None = optional_size()
+    """Width of one head of `*`, even if it is rotated; None: hidden_size / num_attention_heads."""
+    attention_output_gate: bool = switch(False)
+    """Whether a sigmoid, computed beside the queries of `*`, multiplies what its heads give."""
+    qk_norm: str = choice("none", ("none", "head", "full"))
+    """Norms of queries and keys of `*` before rotation: "none", over each "head", or "full", over all heads."""
+    sliding_window: int | None = optional_size()
+    """How many positions one position of `*` sees, itself included; None: all before."""
+    windowed: tuple[int, ...] | None = any_value(None)
+    """Which layers `*` of a part have that window, counted from 0; None: all."""
+    attention_sinks: bool = switch(False)
+    """Whether each head of `*` has a learned score that takes part in the softmax and gives nothing."""
+    partial_rotary_factor: float = declared(
+        1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
+    )
+    """Part of a head of `*` that is rotated, its first elements."""
+    rope_local_theta: float | None = optional_positive()
+    """Base of the rotation, without scaling, of layers `*` with a window; None: that of all layers."""
+    unrotated: tuple[int, ...] = any_value(())
+    """Which layers `*` of a part have no rotation, counted from 0."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Width of one attention head, `head_dim` or what follows from the hidden size."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """How many elements of a head of `*` are rotated."""
+        return int(self.attention_head_dim * self.partial_rotary_factor)
+
+    def window_of(self, number: int) -> int | None:
+        """How many positions the layer `*` of that number in its part sees; None: all before."""
+        return self.sliding_window if self.windowed is None or number in self.windowed else None
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        layers, heads = self.count("*"), self.num_attention_heads
+        if self.windowed is not None:
+            window = self.sliding_window is not None
+            require(self, "windowed", window, "None where there is no sliding_window; set one")
+            rule = f"different numbers from 0 to {layers - 1} of layers '*', or None"
+            self._order("windowed", layers, rule)
+        self._order("unrotated", layers, f"different numbers of the {layers} layers '*', from 0")
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, so a "
+                f"head has no whole width; change one of them or set head_dim"
+            )
+        if heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={heads}; "
+                f"choose it from {[size for size in range(1, heads + 1) if heads % size == 0]}"
+            )
+        if self.rope_theta and (self.rotary_width % 2 or not self.rotary_width):
+            raise ValueError(
+                f"a head is {self.attention_head_dim} wide (head_dim={self.head_dim}, hidden_size={self.hidden_size}, "
+                f"num_attention_heads={self.num_attention_heads}), of which {self.rotary_width} are rotated "
+                f"(partial_rotary_factor={self.partial_rotary_factor}); rotation needs an even width: set an even "
+                "head_dim"
+            )
+
+    def _order(self, name: str, layers: int, rule: str) -> None:
+        given = getattr(self, name)
+        whole = isinstance(given, list | tuple) and all(is_whole(each, 0) for each in given)
+        fits = whole and len(set(given)) == len(given) and max(given, default=-1) < layers
+        require(self, name, fits, rule)
+        object.__setattr__(self, name, tuple(sorted(given)))

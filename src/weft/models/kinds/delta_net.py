@@ -1,0 +1,32 @@
+"""The gated delta net `G`."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.fields import choice, require, size
+from weft.models.kinds.trunk import Kind, Trunk
+
+KIND = Kind("G", "gated delta net", "mixer", "delta_net:GatedDeltaNet")
+
+
+@dataclass(frozen=True)
+class DeltaNet(Trunk, kind=KIND):
+    """Fields of `G`."""
+
+    linear_num_key_heads: int = size(4)
+    """Key heads of `G`."""
+    linear_num_value_heads: int = size(4)
+    """Value heads of `G`, a multiple of its key heads."""
+    linear_key_head_dim: int = size(32)
+    """Width of a key head of `G`."""
+    linear_value_head_dim: int = size(32)
+    """Width of a value head of `G`."""
+    linear_conv_kernel_dim: int = size(4)
+    """Positions that the convolution of `G` sees."""
+    delta_kernel: str = choice("auto", ("auto", "torch", "fla"), result=False)
+    """What computes the delta rule of `G`: "fla", "torch", or "auto", the first where it runs."""
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        keys = self.linear_num_key_heads
+        fits = self.linear_num_value_heads % keys == 0
+        require(self, "linear_num_value_heads", fits, f"a multiple of linear_num_key_heads={keys}")

@@ -1,0 +1,82 @@
+"""The mixture of experts `E`."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.fields import (
+    amount,
+    choice,
+    declared,
+    is_whole,
+    optional_positive,
+    optional_size,
+    positive,
+    require,
+    size,
+    switch,
+)
+from weft.models.kinds.mlp import AnyMLP
+from weft.models.kinds.trunk import Kind
+from weft.moe.kinds import ROWS_PER
+
+KIND = Kind("E", "mixture of experts", "mlp", "experts:Experts")
+
+
+@dataclass(frozen=True)
+class Experts(AnyMLP, kind=KIND):
+    """Fields of `E`."""
+
+    num_experts: int = size(8)
+    """Experts of `E`."""
+    num_experts_per_tok: int = size(2)
+    """Experts that one token visits."""
+    moe_intermediate_size: int = size(64)
+    """Inner width of one expert."""
+    moe_rows_per: str = choice("rank", ROWS_PER, result=False)
+    """What a token travels to once where experts are spread over ranks: "rank", each rank that has experts of it; or
+    "expert", each of its experts: more rows, added up as in one process, bit for bit."""
+    moe_latent_size: int | None = optional_size()
+    """Width in which tokens travel to experts and are computed there; None: hidden_size."""
+    shared_expert_intermediate_size: int = declared(
+        0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
+    )
+    """Inner width of the expert that every token visits; 0: none."""
+    shared_expert_gate: bool = switch(False)
+    """Whether a sigmoid, one number per token, multiplies what that expert gives."""
+    experts_bias: bool = switch(False)
+    """Whether the projections of the experts have a bias."""
+    router_bias: bool = switch(False)
+    """Whether the router's logits have a learned bias."""
+    router_score: str = choice("softmax", ("softmax", "sigmoid"))
+    """How router logits become scores: "softmax" or "sigmoid"."""
+    norm_topk_prob: bool = switch(True)
+    """Whether the scores of a token's experts are scaled to sum to 1."""
+    routed_scaling_factor: float = positive(1.0)
+    """What those scores are multiplied with."""
+    n_group: int = size(1)
+    """Groups of experts: a token's experts are chosen among the best groups only."""
+    topk_group: int = size(1)
+    """Groups that one token may choose from."""
+    expert_bias: bool = switch(False)
+    """Whether a bias balances the load without a loss; the training loop updates it."""
+    aux_loss_coef: float = amount(0.0, result=False)
+    """Weight of the load-balancing loss."""
+    z_loss_coef: float = amount(0.0, result=False)
+    """Weight of the router's z-loss."""
+    capacity_factor: float | None = optional_positive()
+    """Room per expert relative to a balanced load; None: no token is ever dropped."""
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        experts, groups, visited = self.num_experts, self.n_group, self.num_experts_per_tok
+        require(self, "num_experts_per_tok", visited <= experts, f"at most num_experts={experts}")
+        has_shared = self.shared_expert_intermediate_size > 0
+        rule = "False where there is no shared expert; set shared_expert_intermediate_size"
+        require(self, "shared_expert_gate", has_shared or not self.shared_expert_gate, rule)
+        require(self, "n_group", experts % groups == 0, f"a divisor of num_experts={experts}")
+        require(self, "topk_group", self.topk_group <= groups, f"at most n_group={groups}")
+        room = self.topk_group * (experts // groups)
+        rule = (
+            f"at most {room}, the experts of topk_group={self.topk_group} groups of {experts // groups}; choose fewer, "
+            "or more groups"
+        )
+        require(self, "num_experts_per_tok", visited <= room, rule)

@@ -1,0 +1,20 @@
+"""Kimi delta attention `K`."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.fields import size
+from weft.models.kinds.trunk import Kind, Trunk
+
+KIND = Kind("K", "Kimi delta attention", "mixer", "kimi_delta:KimiDelta")
+
+
+@dataclass(frozen=True)
+class KimiDelta(Trunk, kind=KIND):
+    """Fields of `K`."""
+
+    kda_num_heads: int = size(4)
+    """Heads of `K`."""
+    kda_head_dim: int = size(32)
+    """Width of the keys and values of a head of `K`, and of the latents of its decay and its gate."""
+    kda_conv_kernel: int = size(4)
+    """Positions that the convolution of `K` sees."""

@@ -1,0 +1,30 @@
+"""Multi-head latent attention `+`."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.attention import AnyAttention
+from weft.models.kinds.fields import optional_size, require, size
+from weft.models.kinds.trunk import Kind
+
+KIND = Kind("+", "multi-head latent attention", "self_attention", "latent_attention:LatentAttention")
+
+
+@dataclass(frozen=True)
+class LatentAttention(AnyAttention, kind=KIND):
+    """Fields of `+`."""
+
+    q_lora_rank: int | None = optional_size()
+    """Width of the latent of the queries of `+`; None: no latent."""
+    kv_lora_rank: int = size(32)
+    """Width of the latent of keys and values of `+`."""
+    qk_nope_head_dim: int = size(32)
+    """Width of the part of a head's key in `+` that is not rotated."""
+    qk_rope_head_dim: int = size(16)
+    """Width of the part of a key in `+` that is rotated, even; all heads share it."""
+    v_head_dim: int = size(32)
+    """Width of a head's value in `+`."""
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        even = not self.rope_theta or self.qk_rope_head_dim % 2 == 0
+        require(self, "qk_rope_head_dim", even, "even: pairs are rotated")

@@ -1,0 +1,45 @@
+"""The dense MLP `-`, and what it has in common with experts."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.fields import choice, numbers, positive, require, size, switch
+from weft.models.kinds.trunk import Kind, Trunk
+from weft.moe.kinds import ACTS, GATED, Clamp
+
+
+@dataclass(frozen=True)
+class AnyMLP(Trunk):
+    """Fields of all MLPs."""
+
+    hidden_act: str = choice("silu", ACTS)
+    """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, "gelu_tanh", with a
+    gate (GEGLU, GELU by its tanh formula), or "relu2", squared ReLU without one."""
+    swiglu_limit: float = positive(7.0)
+    """What gate and up of "clamped_swiglu" stay within."""
+    swiglu_alpha: float = positive(1.702)
+    """The factor inside the sigmoid of "clamped_swiglu"."""
+    mlp_bias: bool = switch(False)
+    """Whether projections of `-`, of the shared expert and of the latent of `E` have a bias."""
+
+    @property
+    def clamp(self) -> Clamp:
+        """The numbers of a clamped SwiGLU."""
+        return Clamp(self.swiglu_limit, self.swiglu_alpha)
+
+
+KIND = Kind("-", "dense MLP", "mlp", "mlp:MLP")
+
+
+@dataclass(frozen=True)
+class MLP(AnyMLP, kind=KIND):
+    """Fields of `-`."""
+
+    intermediate_size: int = size(256)
+    """Inner width of `-`."""
+    mlp_multipliers: tuple[float, ...] = numbers(2)
+    """What the gate of `-` and its result are multiplied with."""
+
+    def check(self) -> None:
+        """See `Trunk.check`."""
+        gated = self.hidden_act in GATED or self.mlp_multipliers[0] == 1
+        require(self, "mlp_multipliers", gated, f"1 for the gate where hidden_act={self.hidden_act!r} has none")

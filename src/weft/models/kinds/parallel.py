@@ -1,0 +1,22 @@
+"""Attention and Mamba-2 side by side `P`."""
+
+from dataclasses import dataclass
+
+from weft.models.kinds.attention import Attention
+from weft.models.kinds.fields import number, numbers
+from weft.models.kinds.mamba2 import Mamba2
+from weft.models.kinds.trunk import Kind
+
+KIND = Kind("P", "attention and Mamba-2 side by side", "mixer", "parallel:Parallel")
+
+
+@dataclass(frozen=True)
+class Parallel(Mamba2, Attention, kind=KIND):
+    """Fields of `P`, beside those of `*` and `M`."""
+
+    attention_out_multiplier: float = number(1.0)
+    """What the attention of `P` is multiplied with before both parts are added."""
+    ssm_out_multiplier: float = number(1.0)
+    """What the Mamba-2 part of `P` is multiplied with before that."""
+    ssm_multipliers: tuple[float, ...] = numbers(5)
+    """What the parts of the Mamba-2 projection in `P` are multiplied with: gate, x, B, C and step."""

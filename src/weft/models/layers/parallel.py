@@ -1,0 +1,34 @@
+"""Attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448): both read the same normalised input.
+
+y = a attention(norm(x)) + m mamba(norm(x))      with two fixed multipliers a and m
+"""
+
+from torch import Tensor
+
+from weft.models.config import HybridConfig
+from weft.models.context import Borders
+from weft.models.layers.attention import Attention
+from weft.models.layers.block import Beside, Block, State
+from weft.models.layers.mamba2 import Mamba2
+from weft.moe.mlp import scaled
+from weft.moe.source import WeightSource
+
+
+class Parallel(Block):
+    """Its state is that of both parts."""
+
+    def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
+        super().__init__(cfg)
+        self.attention = Attention(cfg, source / "attention", beside)
+        self.mamba = Mamba2(cfg, source / "mamba", beside)
+        self.mamba.multipliers = None if set(cfg.ssm_multipliers) == {1} else cfg.ssm_multipliers
+        self.multipliers = cfg.attention_out_multiplier, cfg.ssm_out_multiplier
+        for part in (self.attention, self.mamba):  # the norms are those of this block
+            part.norm = part.post_norm = None
+
+    def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
+        """See `Block.mix`."""
+        # Attention first: it takes a state that holds anything for one with its own keys.
+        attended, scanned = (part.mix(x_BSD, state, documents) for part in (self.attention, self.mamba))
+        of_attention, of_mamba = self.multipliers
+        return scaled(attended, of_attention) + scaled(scanned, of_mamba)

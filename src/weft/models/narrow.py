@@ -1,0 +1,65 @@
+"""Which weights of a hybrid model are quantized.
+
+quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
+left as they are norms, biases, convolutions, decays, routers and other gates, embedding, head, projections of depths
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from torch import nn
+
+from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.models.model import HybridModel
+from weft.models.pattern import LAYER_KEYS
+from weft.moe.experts import GroupedExperts
+from weft.quantize import ExceptEnds
+
+_MARK = "is_quantized"
+
+
+def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """`policy` with a function that knows which weights of `model` are quantized, unless the user has passed one.
+
+    Raises ValueError for `except_ends` that leaves no layer.
+    """
+    if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
+        return policy
+    ends = policy.quantize or ExceptEnds(0, 0)
+    parsed = model.cfg.parsed
+    count = sum(len(each.symbols) for each in parsed.layers)
+    count += parsed.depths * sum(len(each.symbols) for each in parsed.prediction)
+    if ends.first + ends.last >= count:
+        raise ValueError(
+            f"except_ends({ends.first}, {ends.last}) of a model with {count} layers: none is left to quantize; choose "
+            "smaller numbers"
+        )
+    for number, block in _blocks(model):
+        if ends.first <= number < count - ends.last:
+            for weight in _weights(block):
+                vars(weight)[_MARK] = True  # which stays when experts are spread over ranks
+    return replace(policy, quantize=lambda name, parameter: _MARK in vars(parameter))
+
+
+def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
+    """The blocks that this rank has, with the numbers of their physical layers in the whole model, from 0 on."""
+    parsed = model.cfg.parsed
+    of_main = sum(len(each.symbols) for each in parsed.layers)
+    of_depth = sum(len(each.symbols) for each in parsed.prediction)
+    stacks = [(0, model.decoder.layers, parsed.layers)]
+    stacks += [(of_main + n * of_depth, depth.layers, parsed.prediction) for n, depth in enumerate(model.depths)]
+    for start, layers, logical in stacks:
+        for key, layer in layers._modules.items():
+            before = sum(len(each.symbols) for each in logical[: int(key)])
+            for member, symbol in enumerate(logical[int(key)].symbols):
+                yield start + before + member, getattr(layer, LAYER_KEYS[symbol])
+
+
+def _weights(block: nn.Module) -> Iterator[nn.Parameter]:
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            if module.out_features > 1:  # else it is a gate
+                yield cast(nn.Parameter, module.weight)
+        elif isinstance(module, GroupedExperts):
+            yield from (each for each in module.parameters(recurse=False) if each.ndim == 3)

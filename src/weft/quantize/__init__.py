@@ -1,0 +1,20 @@
+"""Narrow formats for weights: recipes, and the pure functions that carry them out."""
+
+from weft.quantize.choice import ExceptEnds, except_ends
+from weft.quantize.formats import dequantize, largest_of, quantize, wide_scales
+from weft.quantize.recipe import Quantization, blockwise, mx, nvfp4, rowwise, tensorwise
+
+__all__ = [
+    "ExceptEnds",
+    "Quantization",
+    "blockwise",
+    "dequantize",
+    "except_ends",
+    "largest_of",
+    "mx",
+    "nvfp4",
+    "quantize",
+    "rowwise",
+    "tensorwise",
+    "wide_scales",
+]

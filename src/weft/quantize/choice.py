@@ -1,0 +1,34 @@
+"""Which weights of a model are quantized, said in numbers of layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExceptEnds:
+    """All but the first and the last layers; made by `except_ends`. Only a model that numbers its layers knows them:
+    `weft.models.shard` asks for `first` and `last`."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("first", self.first), ("last", self.last)):
+            if value < 0:
+                raise ValueError(f"except_ends({name}={value}): a number of layers is not negative")
+
+    def __call__(self, name: str, parameter: Any) -> bool:
+        raise ValueError(
+            f"quantize=except_ends({self.first}, {self.last}) for parameter {name!r}: fully_shard does not know which "
+            "layers are the first and the last; shard a model of weft.models with weft.models.shard, or pass a "
+            "function of (name, parameter)"
+        )
+
+
+def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
+    """For `MixedPrecisionPolicy(quantize=...)` with `weft.models.shard`: layers at the ends stay in the compute dtype.
+
+    Physical layers of the whole model are counted, on all stages of a pipeline: each member of a group counts, and
+    prediction depths come last.
+    """
+    return ExceptEnds(first, last)

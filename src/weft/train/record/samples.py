@@ -1,0 +1,47 @@
+"""Text that a model writes while it trains: after each validation, what follows `train.sample`."""
+
+from itertools import islice
+
+import numpy as np
+import torch
+
+from weft.models import HybridConfig, HybridModel
+from weft.models.generate import Sampling, generate
+from weft.train.config import TrainConfig
+from weft.train.sections.rules import require
+from weft.train.tokenizer import load_tokenizer
+from weft.train.toml_values import show
+
+
+class Samples:
+    """Those of one run; all ranks write the same text together. Raises ConfigError for a model that writes none."""
+
+    def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
+        prompt, sharding = config.train.sample, config.sharding
+        rule = "needs a model of [model] and [data] with a tokenizer; leave it out"
+        require("train.sample", prompt, isinstance(config.model, HybridConfig) and config.data.kind != "tokens", rule)
+        for name, value in (("pp", sharding.pp), ("cp", sharding.cp)):
+            rule = f"each rank needs the whole model and whole sequences, and sharding.{name} = {value}; leave it out"
+            require("train.sample", prompt, value == 1, rule)
+        self._model, self._tokens = model, config.train.sample_tokens
+        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._prompt = torch.tensor(self._tokenizer.prompt(prompt).astype(np.int64), device=device)[None]
+        require("train.sample", prompt, self._prompt.numel() > 0, "has no token; give some text")
+        self._among = torch.tensor(self._tokenizer.ids, device=device)
+
+    def write(self) -> str:
+        """The prompt and the tokens that the model finds most likely behind it."""
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            chosen = generate(self._model, self._prompt, sampling=Sampling(temperature=0), among=self._among)
+            tokens = [int(token) for token in islice(chosen, self._tokens)]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return self._tokenizer.decode(np.array([*self._prompt[0].tolist(), *tokens]))
+
+
+def in_one_line(step: int, text: str) -> str:
+    """For a terminal."""
+    return f"sample of step {step}: {show(text)}"

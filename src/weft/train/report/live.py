@@ -1,0 +1,69 @@
+"""The report of a run that trains, written now and then by a process of its own.
+
+Pictures take seconds of processor time, which no step should wait for.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_SHARE = 20
+"""A page that took a second is not written again for so many."""
+_LAST_S = 60.0
+
+
+class LiveReport:
+    """That of the run in `folder`. every: seconds between two pages; 0: none. `say` is told once when one fails."""
+
+    def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
+        self._folder, self._every, self._say, self._enabled = folder, every, say, enabled and every > 0
+        self._writer: subprocess.Popen | None = None
+        self._started = time.monotonic()
+        self._pause = every
+        self._has_failed = False
+
+    def after_step(self) -> None:
+        """Begin to write a page, if it is time."""
+        if not self._enabled:
+            return
+        now = time.monotonic()
+        if self._writer is not None:
+            if (status := self._writer.poll()) is None:
+                return
+            self._note(status)
+            self._writer = None
+            self._pause = max(self._every, _SHARE * (now - self._started))
+        if now - self._started >= self._pause:
+            self._started = now
+            self._writer = self._start()
+
+    def close(self) -> None:
+        """Wait for a page that is being written: it must not take the place of the last one."""
+        if self._writer is None:
+            return
+        try:
+            self._note(self._writer.wait(_LAST_S))
+        except subprocess.TimeoutExpired:
+            self._writer.kill()
+            self._writer.wait()
+        self._writer = None
+
+    def _start(self) -> subprocess.Popen:
+        ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        return subprocess.Popen(
+            [sys.executable, "-m", "weft", "report", str(self._folder), "--live", f"{self._every:g}"],
+            env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C of a terminal is not for it
+        )
+
+    def _note(self, status: int) -> None:
+        if status and not self._has_failed:
+            self._has_failed = True
+            self._say(f"the report could not be written while the run trains (exit code {status}); training continues")

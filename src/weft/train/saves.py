@@ -1,0 +1,148 @@
+"""What a run saves, and where it resumes: checkpoints on disk, and copies in the memory of the host between them.
+
+checkpoint.every           a checkpoint on disk, which outlives everything
+checkpoint.memory_every    a copy in memory, which outlives the ranks alone
+
+A restart by `weft train --restarts` resumes from the newer one.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import CheckpointError, CheckpointManager
+from weft.checkpoint.directory import committed_steps, discard, path_of
+from weft.checkpoint.manager import readable_size
+from weft.checkpoint.staging import flatten
+from weft.checkpoint.state import Stateful
+from weft.comm.groups import exchange_objects, first_rank_s
+from weft.train.config import CheckpointConfig
+from weft.train.errors import ConfigError
+
+_MOMENTS = 2
+"""Tensors that most optimizers keep for each parameter, once they have stepped."""
+
+
+class Saves:
+    """Those of one rank; every method is called by all ranks. `memory`: the folder of copies, where there is one.
+
+    Raises ConfigError where copies are asked for and cannot be made.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        memory: Path | None,
+        *,
+        state: Callable[[], Mapping[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        if config.memory_every and memory is None:
+            raise ConfigError(
+                f"checkpoint.memory_every = {config.memory_every}: only `weft train --ranks N --restarts M` keeps "
+                "copies while ranks start again; start the run with it, or set checkpoint.memory_every = 0"
+            )
+        self._config, self._state, self._say = config, state, say
+        self.checkpoints = CheckpointManager(folder, keep=config.keep, progress=say)
+        self.copies: CheckpointManager | None = None
+        self.saved_step = 0
+        """Of the newest checkpoint on disk that this run wrote or read."""
+        try:
+            self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here may have saved another one
+            if config.memory_every and memory is not None:
+                self.copies = CheckpointManager(memory, keep=1)
+                self.copies.claim()
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self, state: Mapping[str, Any]) -> int:
+        """Fill `state` from the newest intact checkpoint or copy; returns its step."""
+        newest = self.checkpoints.latest() or 0
+        copied = self.copies.latest() or 0 if self.copies is not None else 0
+        if self.copies is not None and copied > newest:
+            try:
+                step = self.copies.load(state, copied)
+            except CheckpointError as error:
+                self._say(f"{error}; this copy in memory is removed, and the newest checkpoint on disk is loaded")
+                self._remove_copies(self.copies)
+            else:
+                self.saved_step = newest
+                self._say(f"step {step} is in memory, the newest checkpoint on disk is that of step {newest}")
+                return step
+        self.saved_step = self.checkpoints.load(state)
+        return self.saved_step
+
+    def check_room(self) -> None:
+        """Raise ConfigError where the memory has no room for a copy beside the one before it.
+
+        An optimizer that has not stepped is counted with two tensors for each parameter.
+        """
+        if self.copies is None:
+            return
+        sizes: dict[str, int] = {}
+        for each in exchange_objects(_sizes(self._state()), None, "the sizes of a state"):
+            sizes |= each
+        weights = sum(size for name, size in sizes.items() if name.startswith("model."))
+        moments = sum(size for name, size in sizes.items() if name.startswith("optimizer."))
+        needed = sum(sizes.values()) + (0 if moments else _MOMENTS * weights)
+        free = first_rank_s([shutil.disk_usage(self.copies.directory).free], what="the room in memory")[0]
+        if 2 * needed > free:
+            raise ConfigError(
+                f"checkpoint.memory_every = {self._config.memory_every}: two copies of {readable_size(needed)} do not "
+                f"fit into the {readable_size(free)} that are free in {self.copies.directory.parent}; make room there, "
+                "or set checkpoint.memory_every = 0"
+            )
+
+    def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
+        """Write the checkpoint of `step`, unless there is one; returns whether there was none."""
+        if self.saved_step == step:
+            return False
+        if self._config.keep_best:
+            self.checkpoints.wait()  # the one that was the best stays until this one is complete
+            self.checkpoints.protected = {best_step}
+        self.checkpoints.save(step, self._state(), asynchronous=self._config.asynchronous, committed=committed)
+        self.saved_step = step
+        return True
+
+    def copy(self, step: int) -> None:
+        """Copy the state to memory where that is due at `step`. A copy that fails is a line, and the run trains on."""
+        every = self._config.memory_every
+        if self.copies is None or step % every:
+            return
+        if self._config.keep_best:
+            self.checkpoints.wait()  # what the copy calls the best must be on disk
+        self._finish_copy(self.copies)
+        self.copies.save(step, self._state())
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        try:
+            if self.copies is not None:
+                self._finish_copy(self.copies)
+                self.copies.close()
+        finally:
+            self.checkpoints.close()
+
+    def _finish_copy(self, copies: CheckpointManager) -> None:
+        try:
+            copies.wait()
+        except CheckpointError as error:
+            self._say(f"a copy in memory failed, and the one before it stays: {error}")
+
+    @staticmethod
+    def _remove_copies(copies: CheckpointManager) -> None:
+        if copies.rank == 0:
+            discard(path_of(copies.directory, step) for step in committed_steps(copies.directory))
+
+
+def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of each tensor of the whole state, by its key."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        flat |= flatten(value.state_dict() if isinstance(value, Stateful) else value, f"{name}.")
+    return {key: each.numel() * each.element_size() for key, each in flat.items() if isinstance(each, torch.Tensor)}

@@ -1,0 +1,189 @@
+"""Toy extensions from outside of the package, and how many files of `src` each would touch if it were added there.
+
+An extension is code of its own, here, and entries in the tables of `src` that know such things. The code would be a
+file of its own in `src` unless it belongs into the file of the table, as a schedule does.
+"""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.fsdp import nets
+from tests.overlap.small import config, gradients, plain
+from tests.pool import distributed
+from weft.cli import main
+from weft.comm import backends
+from weft.comm.pending import Pending
+from weft.comm.transport import Capabilities
+from weft.models import HybridConfig, HybridModel, hf
+from weft.models.hf import families, llama
+from weft.models.hf.family import Family
+from weft.overlap import forward_backward
+from weft.pipeline import Action, Table, schedules
+
+
+class Tables:
+    """Puts extensions into tables of `src` while a test runs, and knows in which files these are."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self._undo: list[Callable[[], Any]] = []
+
+    def add(self, module: Any, table: str, key: str, value: Any) -> None:
+        known: MutableMapping[str, Any] = getattr(module, table)
+        before = known.get(key)
+        known[key] = value
+        self.files.add(module.__file__)
+        self._undo.append(lambda: known.pop(key) if before is None else known.__setitem__(key, before))
+
+    def __enter__(self) -> "Tables":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+
+TOY = Family(
+    model_type="toy",
+    architecture="ToyForCausalLM",
+    layer="toy.blocks.{}.",
+    outer={"embedding": "toy.embed", "decoder.final_layernorm": "toy.norm", "output_layer": "toy.head"},
+    tensors={"*": llama.ATTENTION, "-": {**llama.MLP, "up_proj": "mlp.widen", "down_proj": "mlp.narrow"}},
+    fields={**llama.LLAMA.fields, "width": ("hidden_size", 32), "intermediate_size": ("intermediate_size", 48)},
+    read=llama.read,
+    write=llama.write,
+)
+
+
+def test_a_family_touches_two_files_its_own_and_the_list_of_families(tmp_path):
+    torch.manual_seed(0)
+    cfg = HybridConfig(pattern="[*-][*-]", hidden_size=32, intermediate_size=48, vocab_size=61, head_dim=8)
+    model = HybridModel(cfg)
+    with Tables() as tables:
+        tables.add(families, "FAMILIES", "toy", TOY)
+        hf.save(model, tmp_path / "toy", "toy")
+        names = set(hf.directory.TensorFiles(tmp_path / "toy"))
+        assert {"toy.embed.weight", "toy.blocks.1.mlp.narrow.weight", "toy.blocks.0.self_attn.q_proj.weight"} < names
+        found = hf.from_pretrained(tmp_path / "toy")
+        assert main(["convert", str(tmp_path / "toy"), str(tmp_path / "ours")]) == 0
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(found(tokens), model(tokens), rtol=0, atol=0)
+    again = hf.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(again(tokens), model(tokens), rtol=0, atol=0)
+    assert len({__file__} | tables.files) <= 2
+
+
+def backwards_in_turn(ranks: int, chunks: int, microbatches: int) -> Table:
+    """One microbatch at a time: its forward on every stage, and its backward."""
+    row = [(Action(kind, m, 0),) for m in range(microbatches) for kind in "FB"]
+    return Table("toy", (tuple(row),) * ranks, chunks, microbatches)
+
+
+@distributed(2)
+def test_a_schedule_touches_one_file():
+    cfg = config("[*-]*-")
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randint(cfg.vocab_size, (2, 2, 6), generator=generator).unbind() for _ in range(3)]
+    torch.manual_seed(0)
+    whole = HybridModel(cfg)
+    expected = plain(whole, data)
+    torch.manual_seed(0)
+    model = HybridModel(cfg, weft.init_meshes("cpu", pp=2))
+    trace: list[Any] = []
+    with Tables() as tables:
+        tables.add(schedules, "SCHEDULES", "toy", schedules.Schedule(backwards_in_turn, 1, any_chunks=False))
+        losses = forward_backward(model, data, schedule="toy", trace=trace)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+    theirs = gradients(whole, whole=True)
+    for name, gradient in gradients(model, whole=True).items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=0)
+    order = [step.microbatch for step in trace if step.slot not in ("send", "receive")]
+    assert order == sorted(order)  # no other schedule ends a microbatch before it begins the next
+    assert len(tables.files) <= 1
+
+
+def test_the_command_line_draws_and_checks_a_schedule_that_was_added(capsys):
+    with Tables() as tables:
+        tables.add(schedules, "SCHEDULES", "toy", schedules.Schedule(backwards_in_turn, 1, any_chunks=False))
+        assert main(["schedule", "toy", "--pp", "2", "--microbatches", "3"]) == 0
+        assert "toy" in capsys.readouterr().out
+        assert main(["schedule", "toy", "--pp", "2", "--microbatches", "3", "--chunks", "2"]) == 2
+
+
+class Plain:
+    """Every collective by the plainest call of torch, done when it returns."""
+
+    capabilities = Capabilities(
+        tags=False, helpers=False, bundles=False, averages=False, direct_sends=False, latency=1e-4, bandwidth=1e9
+    )
+
+    def __init__(self) -> None:
+        self.calls: set[str] = set()
+
+    def all_gather(self, full, source, group, tag):
+        self.calls.add("all_gather")
+        parts = [torch.empty_like(source) for _ in range(group.size())]
+        dist.all_gather(parts, source.clone(), group=group)
+        full.copy_(torch.cat(parts))
+        return Pending()
+
+    def all_gather_uneven(self, parts, rank, group, tag):
+        self.calls.add("all_gather_uneven")
+        for peer, part in enumerate(parts):
+            dist.broadcast(part, group_src=peer, group=group)
+        return Pending()
+
+    def reduce_scatter(self, output, partial, group, tag, *, scale, accumulate, inbox, sum_only):
+        self.calls.add("reduce_scatter")
+        dist.all_reduce(partial, group=group)
+        own = partial.view(group.size(), -1)[dist.get_rank(group)] * scale
+        output.copy_(output + own if accumulate else own)
+        return Pending()
+
+    def all_reduce(self, output, partial, group, tag, *, scale, accumulate, inbox):
+        self.calls.add("all_reduce")
+        dist.all_reduce(partial, group=group)
+        output.copy_(output + partial * scale if accumulate else partial * scale)
+        return Pending()
+
+    def all_to_all(self, output, source, output_sizes, source_sizes, group, tag):
+        self.calls.add("all_to_all")
+        dist.all_to_all_single(output, source, list(output_sizes), list(source_sizes), group=group)
+        return Pending()
+
+    def inbox_numel(self, partial_numel, size, *, scatters):
+        return 0
+
+
+def trained(transport: Plain | None) -> list[torch.Tensor]:
+    """The weights after two steps on this rank's rows."""
+    with Tables() as tables:
+        if transport is not None:
+            tables.add(backends, "TRANSPORTS", "gloo", transport)
+        net = nets.shard(nets.make())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for batch in nets.data(2, 4):
+            nets.loss_of(net, batch[dist.get_rank() :: dist.get_world_size()]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len({__file__} | tables.files) <= 2
+        return [each.full_tensor() for each in net.parameters()]
+
+
+@distributed(2)
+def test_a_transport_is_a_file_and_a_line_where_the_others_are():
+    toy = Plain()
+    torch.testing.assert_close(trained(toy), trained(None))
+    assert {"all_gather", "reduce_scatter"} <= toy.calls
+
+
+def test_a_name_that_no_table_has_is_refused():
+    with pytest.raises(ValueError, match="no schedule and no file"):
+        weft.pipeline.table("toy", ranks=2, microbatches=2)
+    with pytest.raises(ValueError, match="toy"):
+        families.family_of({"model_type": "toy"})

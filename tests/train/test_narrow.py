@@ -1,0 +1,51 @@
+"""Runs whose weights travel quantized."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train.command import write_config
+from tests.train.test_loop import train_on
+from weft import quantize
+from weft.train.config import TrainConfig
+from weft.train.errors import ConfigError
+from weft.train.sections.loop import LoopConfig
+from weft.train.task.sharding import options_of
+
+
+def test_a_precision_is_a_recipe():
+    recipes = {
+        "fp8": quantize.tensorwise(),
+        "fp8_rowwise": quantize.rowwise(),
+        "fp8_blockwise": quantize.blockwise(128, 128),
+        "mxfp8": quantize.mx(32),
+        "nvfp4": quantize.nvfp4(),
+        "bf16": None,
+        "fp32": None,
+    }
+    for name, recipe in recipes.items():
+        config = dataclasses.replace(TrainConfig(), train=LoopConfig(precision=name))
+        policy = options_of(config, nn.Linear(2, 2))["mp_policy"]
+        assert policy.param_quantization == recipe and policy.quantize is None
+        assert policy.param_dtype == (None if name == "fp32" else torch.bfloat16)
+    config = dataclasses.replace(TrainConfig(), train=LoopConfig(precision="fp8", unquantized_ends=2))
+    assert options_of(config, nn.Linear(2, 2))["mp_policy"].quantize == quantize.except_ends(2, 2)
+    with pytest.raises(ConfigError, match=r"train\.unquantized_ends.*no effect without a quantized train\.precision"):
+        LoopConfig(precision="bf16", unquantized_ends=1)
+
+
+@pytest.mark.slow
+def test_a_quantized_run_goes_on_bit_for_bit_and_under_another_recipe(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=2, train__precision="nvfp4")
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
+    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=6, resume_from=3)[0]
+    assert parts[:2] == whole[:2]
+    for mine, theirs in zip(parts[2:4], whole[2:4]):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    changed = pool.run(2, train_on, path, tmp_path / "parts", ["train.precision=fp8"], stop_at=8, resume_from=6)[0]
+    assert [each["step"] for each in changed[0]] == list(range(1, 9))
+    assert changed[0][-1]["loss"] < whole[0][0]["loss"]
