@@ -105,7 +105,7 @@ MUTATIONS = [
         "graphs/test_settings.py::test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd",
     ),
     Mutation(
-        "nobody asks whether weights moved",
+        "a backward does not ask whether weights moved",
         "graphs/captured.py",
         "if self._places.addresses() != self.addresses:",
         "if False:",
