@@ -5,6 +5,9 @@
 A step is forward, backward and nothing more; the time of the same layers without sharding is taken off. CPU time of the
 process, which counts what the host has to do and no other process.
 
+The last line is about graphs: the host time of one replayed scope, forward and backward, whose kernels are replaced by
+nothing, beside the operators that an eager call of it launches.
+
 Besides: how many Python functions a steady step of three layers and a root calls, in the files of each side, a number
 that does not depend on the machine.
 """
@@ -16,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import weft
+from weft.graphs.tape import Tape
 
 UNITS, WIDTH = 64, 8
 FILES = {"weft": (weft.__path__[0],), "FSDP2": (f"{torch.distributed.fsdp.__path__[0]}/_fully_shard",)}
@@ -50,6 +55,38 @@ def seconds(net: nn.Module, steps: int) -> float:
         net.zero_grad()
         net(rows).sum().backward()
     return (time.process_time() - begin) / steps
+
+
+class Block(nn.Module):
+    """A residual MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, WIDTH] -> the same."""
+        return rows + self.down(nn.functional.gelu(self.up(self.norm(rows))))
+
+
+def replayed(steps: int) -> tuple[float, int]:
+    """Microseconds of the host per replayed scope, and the operators that it replaces."""
+    calls = 0
+    seconds_of = []
+    for scopes in (UNITS, 0):  # what is around them is in both
+        net = nn.Sequential(*(Block() for _ in range(UNITS)), nn.Linear(WIDTH, WIDTH))
+        chosen = [str(number) for number in range(scopes)] or [str(UNITS)]
+        graphs = weft.Graphs(modules=chosen, warmup=1, backend="tape")
+        weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
+        if not scopes:
+            for block in net[:-1]:
+                block.forward = lambda rows: rows  # type: ignore[method-assign]
+        seconds(net, 4)
+        lengths: list[int] = []
+        with patch.object(Tape, "replay", lambda tape, lengths=lengths: lengths.append(len(tape.calls))):
+            seconds_of.append(seconds(net, steps))
+        calls = calls or sum(lengths) // (steps * UNITS)
+    return (seconds_of[0] - seconds_of[1]) / UNITS * 1e6, calls
 
 
 def calls(net: nn.Module, files: tuple[str, ...]) -> int:
@@ -96,6 +133,10 @@ def main() -> None:
         for name in ("weft", "FSDP2"):
             ratio = statistics.median(ours / theirs for ours, theirs in zip(own["weft"], own[name]))
             print(f"{name:8}{statistics.median(own[name]) / UNITS * 1e6:22.0f}{ratio:13.2f}{called[name]:29}")
+        if dist.get_world_size() == 1:
+            rounds_of = [replayed(options.steps) for _ in range(3)]
+            taken = statistics.median(each for each, _ in rounds_of)
+            print(f"a replayed scope: {taken:.0f} us of the host in place of {rounds_of[0][1]} operators")
     dist.destroy_process_group()
 
 

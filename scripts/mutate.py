@@ -74,6 +74,8 @@ TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 
+GRAPHS = "graphs/test_hooks.py::"
+REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
     Mutation(
@@ -107,7 +109,7 @@ MUTATIONS = [
     Mutation(
         "a group of Mamba that ranks share is normed by each for itself",
         "models/layers/mamba2.py",
-        "        if groups < size:  # ranks share a group\n",
+        "        if groups < size and self.gated_norm is not None:  # ranks share a group\n",
         "        if False:\n",
         OF_KINDS,
     ),
@@ -124,6 +126,56 @@ MUTATIONS = [
         "return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank], None, None, None",
         "return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank] * ctx.ranks.size, None, None, None",
         TENSOR + "test_scores_are_those_of_one_process_and_so_are_losses_of_them[2]",
+    ),
+    # --- graphs -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "graphs are never replayed",
+        "graphs/call.py",
+        "captured.ready = True",
+        "captured.ready = False",
+        GRAPHS + "test_twenty_steps_with_graphs_are_those_without[2]",
+    ),
+    Mutation(
+        "a replay has the inputs of its capture",
+        "graphs/captured.py",
+        "            static.copy_(given)",
+        "            pass",
+        REPLAYS,
+    ),
+    Mutation(
+        "a replay skips the last operator",
+        "graphs/tape.py",
+        "for function, args, kwargs, results in self.calls:",
+        "for function, args, kwargs, results in self.calls[:-1]:",
+        REPLAYS,
+    ),
+    Mutation(
+        "static outputs change behind autograd's back",
+        "graphs/captured.py",
+        "torch.autograd.graph.increment_version(outputs)",
+        "pass",
+        "graphs/test_settings.py::test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd",
+    ),
+    Mutation(
+        "a backward does not ask whether weights moved",
+        "graphs/captured.py",
+        "if self._places.addresses() != self.addresses:",
+        "if False:",
+        "graphs/test_settings.py::test_weights_that_moved_are_no_address_of_a_replay",
+    ),
+    Mutation(
+        "buffers keep what a capture has done",
+        "graphs/places.py",
+        "buffer.copy_(values)",
+        "pass",
+        GRAPHS + "test_buffers_that_a_forward_changes_are_counted_once_per_call[2]",
+    ),
+    Mutation(
+        "a rank replays what failed elsewhere",
+        "graphs/table.py",
+        "if anywhere and call.refused is None:",
+        "if False:",
+        GRAPHS + "test_a_capture_that_fails_on_one_rank_is_used_on_none[2]",
     ),
     # --- context parallelism ------------------------------------------------------------------------------------------
     Mutation(
@@ -1418,7 +1470,7 @@ MUTATIONS = [
     Mutation(
         "sinks take no part in the softmax",
         "models/layers/attention.py",
-        '"sinks": self.sinks}',
+        '"sinks": part(self, "sinks")}',
         '"sinks": None}',
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[gpt_oss plain]",
     ),

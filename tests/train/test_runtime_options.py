@@ -19,6 +19,7 @@ CHOICES = {
     "allocator": "caching",
     "check_collectives": False,
 }
+GRAPHS = {"graphs": ("attn",), "graphs_backend": "tape"}
 
 
 def runtime_of(**sharding):
@@ -27,9 +28,24 @@ def runtime_of(**sharding):
 
 
 def test_settings_are_the_options_and_their_defaults_the_same():
-    assert {field.name for field in dataclasses.fields(weft.RuntimeOptions)} == set(CHOICES)
+    assert {field.name for field in dataclasses.fields(weft.RuntimeOptions)} == {*CHOICES, "graphs"}
+    assert runtime_of(**GRAPHS) == weft.RuntimeOptions(graphs=weft.Graphs(("attn",), backend="tape"))
     assert runtime_of() == weft.RuntimeOptions()
     assert runtime_of(**CHOICES) == weft.RuntimeOptions(**CHOICES)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"graphs": ("full_iteration",)},
+        {"graphs": ("moe_preprocess",)},
+        {"graphs": ("attn",), "allocator": "caching"},
+        {"graphs_backend": "tape"},
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ConfigError, match=rf"sharding\.{next(iter(wrong))} = "):
+        ShardingConfig(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"prefetch_bytes": -1}, {"bucket_bytes": -1}, {"max_live_reduce_buffers": 0}])

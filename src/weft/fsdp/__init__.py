@@ -37,11 +37,13 @@ from weft.fsdp.diagnostics import (
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
+from weft.fsdp.graphs import drop_graphs, graph_report
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
+from weft.graphs.settings import Graphs
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
@@ -51,6 +53,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DropIn",
     "FSDPModule",
+    "Graphs",
     "MixedPrecisionPolicy",
     "Nonfinite",
     "OffloadPolicy",
@@ -61,9 +64,11 @@ __all__ = [
     "UnshardHandle",
     "check_views",
     "describe",
+    "drop_graphs",
     "drop_in",
     "find_nonfinite",
     "fully_shard",
+    "graph_report",
     "keep_dtype",
     "memory_report",
     "padding_of",

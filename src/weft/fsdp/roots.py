@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from weft.fsdp.construction.inventory import Inventory
+from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.hooks import HookDriver
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
+from weft.graphs.table import GraphTable
 
 
 class UnitDriver(HookDriver):
@@ -83,10 +85,19 @@ class UnitDriver(HookDriver):
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"
                 )
-        runtime = self._own = Runtime(units, drivers, inventory, self.unit.device, self.options)
+        runtime = Runtime(units, drivers, inventory, self.unit.device, self.options)
+        if self.options.graphs is not None:
+            owns = lambda parameter: home_of(parameter) is not None  # noqa: E731
+            runtime.graphs = GraphTable(self.options.graphs, modules[0], runtime, _unit_of, owns, self.unit.device)
+        self._own = runtime
         for driver in drivers:
             driver._known = weakref.ref(runtime)
         return runtime
+
+
+def _unit_of(module: nn.Module) -> Unit | None:
+    driver = vars(module).get("_weft_driver")
+    return None if driver is None else driver.unit
 
 
 def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:

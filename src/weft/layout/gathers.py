@@ -128,6 +128,11 @@ class GatherOrder:
             self._gathered, self._wanted_at = self._around[5:]
             self._around = None
 
+    @property
+    def on_plan(self) -> bool:
+        """Whether the pass under way is as its record says, so far."""
+        return self._on_plan
+
     def forget(self) -> None:
         """Drop the records: a pass was not what a pass should be."""
         self.traces.clear()

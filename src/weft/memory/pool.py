@@ -118,9 +118,14 @@ class Pool:
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = _UNKNOWN
         """The stream that first took or foresaw memory: the slab is its own, on whatever stream a backward ends."""
-        self._step = 0
+        self._step = self._changed = 0
         self._step_peak = 0
         self.outdated = False
+
+    @property
+    def steady(self) -> int:
+        """How many steps ended since the last plan was made, or a buffer could not have its planned place."""
+        return self._step - self._changed
 
     @property
     def slab_bytes(self) -> int:
@@ -250,6 +255,7 @@ class Pool:
     def _adopt(self, plan: SlabPlan) -> None:
         self.plan = plan
         self.plans += 1
+        self._changed = self._step
         if self._slab is None:
             self._slab = torch.empty(0, dtype=torch.uint8, device=next(iter(self._met)).own.device)
         if self.slab_bytes != plan.nbytes:
@@ -282,9 +288,11 @@ class Pool:
             self.outdated = True
             if transient.is_fixed():
                 self.fallbacks += 1
+                self._changed = self._step
                 self._clear(transient)
                 return place
         self.fallbacks += 1
+        self._changed = self._step
         return None
 
     def _rivals(self, transient: Transient) -> list[Transient]:

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: router, exchange, experts, exchange back."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from weft.moe.experts import GroupedExperts
 from weft.moe.kinds import CLAMP, Clamp
 from weft.moe.linear import Linear
 from weft.moe.mlp import FeedForward
-from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
+from weft.moe.permutation import Permutation, by_expert, permutation, reorder, spread, weigh
 from weft.moe.require import require, require_size
 from weft.moe.router import Router, Routing, count
 from weft.moe.source import WeightSource
@@ -49,6 +49,11 @@ class MoE(nn.Module):
     `forward` is `send`, `exchange`, `run_experts`, `exchange`, `receive`: a schedule calls the parts itself.
     """
 
+    graph_scopes: ClassVar = {
+        "_sorted": ("moe_preprocess", ("latent_in",)),
+        "_shared": ("mlp", ("shared_expert", "shared_expert_gate")),
+    }
+    """What `weft.Graphs` may capture: methods, with the scope and the modules that each uses (None: all)."""
     load: Tensor
     exchanged: Tensor
     """Assignments to experts on other ranks, and the rows that travelled for them, of training forwards, [2] int64."""
@@ -109,6 +114,14 @@ class MoE(nn.Module):
         self.register_buffer("exchanged", torch.empty(2, dtype=torch.int64), persistent=False)
         self.reset_parameters()
 
+    def graph_refused(self, scope: str) -> str | None:
+        """Why `weft.Graphs` cannot capture this scope here."""
+        if scope != "moe_preprocess":
+            return None
+        if self.router.capacity_factor is not None:
+            return "with a capacity_factor the host reads how many rows are left"
+        return "with one row per rank the host reads how many there are" if self.dispatcher.rows_per == "rank" else None
+
     def reset_parameters(self) -> None:
         """Forget the statistics; the parts reset their own parameters."""
         nn.init.zeros_(self.load)
@@ -122,17 +135,23 @@ class MoE(nn.Module):
     def _send_per_expert(self, hidden: Tensor, routing: Routing) -> Sent:
         handle = self.dispatcher.plan(routing.counts)
         self._record(routing)
-        order = by_expert(routing.experts, routing.kept, self.router.num_experts)
-        shared = self._shared(hidden)
-        rows = order.numel()
+        shared = self._shared(hidden) if self.shared_expert is not None else None
+        rows = None
         if routing.kept is not None:  # how many are left is known with the sizes
             handle.ready()
             rows = handle.sent
-        handle.permutation = permutation(
-            order, rows, routing.kept, self.router.top_k, (hidden.shape[0], hidden.shape[1])
-        )
-        sent = spread(self._narrowed(hidden).flatten(0, 1), handle.permutation)
+        sent, assignments, places = self._sorted(hidden, routing.experts, routing.kept, rows)
+        handle.permutation = Permutation(assignments, places, routing.kept, (hidden.shape[0], hidden.shape[1]))
         return Sent(sent, routing.weights, shared, routing.loss, handle)
+
+    def _sorted(
+        self, hidden: Tensor, experts: Tensor, kept: Tensor | None, rows: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows to send, sorted by expert, with the assignment of each and the row of each assignment; `rows`: how
+        many are left, None for all."""
+        order, shape = by_expert(experts, kept, self.router.num_experts), (hidden.shape[0], hidden.shape[1])
+        places = permutation(order, order.numel() if rows is None else rows, kept, self.router.top_k, shape)
+        return spread(self._narrowed(hidden).flatten(0, 1), places), places.assignments, places.rows
 
     def _send_per_rank(self, hidden: Tensor, routing: Routing) -> Sent:
         local, shape = len(self.dispatcher.experts), (hidden.shape[0], hidden.shape[1])
@@ -143,7 +162,7 @@ class MoE(nn.Module):
         for each, goes, handle in zip(routings, visits, handles):
             handle.visits = goes
             self._record(each, goes.counts, losses=each is routings[0])
-        shared = self._shared(hidden)
+        shared = self._shared(hidden) if self.shared_expert is not None else None
         tokens = self._narrowed(hidden).flatten(0, 1).split(sizes)
         rows = [pack(some, each.weights, goes) for some, each, goes in zip(tokens, routings, visits)]
         if len(rows) == 1:
@@ -190,9 +209,10 @@ class MoE(nn.Module):
     def _narrowed(self, hidden: Tensor) -> Tensor:
         return hidden if self.latent_in is None else self.latent_in(hidden)
 
-    def _shared(self, hidden: Tensor) -> Tensor | None:
-        if self.shared_expert is None:
-            return None
+    def _shared(self, hidden: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        # Gradients of all uses of it here are added up before those of others, whether a graph replays them or not.
+        hidden = hidden.view_as(hidden)
         shared = self.shared_expert(hidden)
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(hidden).sigmoid() * shared

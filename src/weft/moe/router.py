@@ -8,7 +8,7 @@ weights = scores of the chosen (/ their sum) * scaling_factor
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,7 @@ class Router(nn.Module):
     (GShard, arXiv:2006.16668; per sequence, so that the result does not depend on what else is in the batch).
     """
 
+    graph_scopes: ClassVar = {"forward": ("moe_router", None)}
     expert_bias: Tensor | None
     added_loss: Tensor
     """The sum of the losses of training forwards since `weft.moe.router_losses` read it, fp32."""

@@ -27,7 +27,7 @@ class Agreed:
 
     `present`: per parameter, whether any rank has a gradient. `waiting`: the units that any rank packed without a turn
     in the agreed order. `same_order`: whether the units' backwards ended in the same order everywhere. `trains`: per
-    group of parameters, and `resharded`: per unit, whether any rank says so.
+    group of parameters, `resharded`: per unit, and `uncaptured`: per graph, whether any rank says so.
     """
 
     present: list[bool]
@@ -35,6 +35,7 @@ class Agreed:
     same_order: bool
     trains: list[bool] = field(default_factory=list)
     resharded: list[bool] = field(default_factory=list)
+    uncaptured: list[bool] = field(default_factory=list)
 
 
 class Agreement:
@@ -80,6 +81,7 @@ class Agreement:
         *,
         trains: Sequence[bool] = (),
         resharded: Sequence[bool] = (),
+        uncaptured: Sequence[bool] = (),
     ) -> Agreed:
         """Tell the other ranks, and hear what holds on all; the arguments are this rank's part of `Agreed`.
 
@@ -88,7 +90,7 @@ class Agreement:
         """
         log, self._log = self._log, []
         out_of_turn = set(waiting)
-        flags = [*present, *trains, *resharded, *map(out_of_turn.__contains__, range(len(names)))]
+        flags = [*present, *trains, *resharded, *uncaptured, *map(out_of_turn.__contains__, range(len(names)))]
         highest, union = agree(
             [*_both_ways(_fingerprint(log)), *_both_ways(_fingerprint(arrived))],
             _packed(flags),
@@ -103,8 +105,11 @@ class Agreement:
         said = iter(_unpacked(union, len(flags)))
         any_present = [*islice(said, len(present))]
         any_trains, any_resharded = [*islice(said, len(trains))], [*islice(said, len(resharded))]
+        any_uncaptured = [*islice(said, len(uncaptured))]
         any_waiting = [number for number, waits in enumerate(said) if waits]
-        return Agreed(any_present, any_waiting[::-1], highest[2] == -highest[3], any_trains, any_resharded)
+        return Agreed(
+            any_present, any_waiting[::-1], highest[2] == -highest[3], any_trains, any_resharded, any_uncaptured
+        )
 
 
 def _both_ways(word: int) -> tuple[int, int]:

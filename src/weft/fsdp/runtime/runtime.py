@@ -37,6 +37,7 @@ from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
+from weft.graphs.table import GraphTable
 from weft.layout.facts import Limits
 from weft.layout.gathers import GatherOrder
 from weft.layout.plan import Plan, compile_plan
@@ -109,6 +110,7 @@ class Runtime:
         """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
+        self.graphs: GraphTable | None = None
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""
@@ -455,6 +457,8 @@ class Runtime:
         """Start the reductions that are missing here, and hear from the other ranks what is missing elsewhere."""
         self.reductions.complete()
         groups = self.groups
+        if self.graphs is not None and not self.options.check_collectives:  # each rank for itself
+            self.graphs.agree(self.graphs.failed)
         if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
             for group in (group for group in groups if group.trainable):
                 own = group.gradients.present
@@ -468,7 +472,10 @@ class Runtime:
             self._process_groups,
             trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
             resharded=[unit.resharded for unit in units],
+            uncaptured=self.graphs.failed if self.graphs is not None else (),
         )
+        if self.graphs is not None:
+            self.graphs.agree(agreed.uncaptured)
         present = agreed.present
         for group in groups:
             group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
@@ -588,6 +595,11 @@ class Runtime:
         """What the next step will do, if its passes are those of the last one of their kind."""
         facts = facts_of(self.units, self._buckets)
         return compile_plan(self.gathers.traces, facts, self._limits(self.gathers.depth), self.gathers.off_plan)
+
+    @property
+    def steady_passes(self) -> int:
+        """How many passes ended since the plan of gathered weights changed; 0 in one that differs from its record."""
+        return self.channels.weights.steady if self.gathers.on_plan else 0
 
     def _limits(self, depth: int) -> Limits:
         options = self.options

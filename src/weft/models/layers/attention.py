@@ -7,7 +7,7 @@ y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ Where = tuple[int, Borders | None]
 
 class Attention(Block):
     """Grouped-query attention. Its state are the keys and values so far, [B, T, heads, C]."""
+
+    graph_scopes: ClassVar = {"forward": ("attn", None)}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)

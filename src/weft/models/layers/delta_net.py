@@ -16,6 +16,7 @@ decays of a head: 1 or C.
 """
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ class GatedDeltaNet(Block):
     softplus(a + dt_bias). Queries and keys have length 1, queries dk^-0.5. Its state is S [B, value heads, dk, dv] and
     the convolution's.
     """
+
+    graph_scopes: ClassVar = {"forward": ("mamba", None)}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)

@@ -1,5 +1,7 @@
 """The mixture of experts as a layer: `x + post_norm(moe(norm(x)))`, with the norms that `norm_order` names."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from weft.mesh import Meshes
@@ -7,6 +9,8 @@ from weft.models.config import HybridConfig
 from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
+from weft.moe.dispatch import Halves
+from weft.moe.permutation import Permutation
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing
 
@@ -15,6 +19,8 @@ class Experts(MoE):
     """It ends a logical layer. With `ranks` each computes a part of every expert, for all positions."""
 
     ranks: TensorRanks | None = None
+
+    graph_scopes: ClassVar = {**MoE.graph_scopes, "_joined": ("finish", ("latent_out", "post_norm"))}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -67,8 +73,27 @@ class Experts(MoE):
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""
-        output = self.receive(rows, kept.get("weights"), kept.get("shared"), handle)
-        return added(kept["residual"], normed(self.post_norm, scattered(self.ranks, output)), self.multiplier)
+        goes, residual, shared = handle.permutation, kept["residual"], kept.get("shared")
+        if goes is None or isinstance(handle, Halves) or self.ranks is not None:
+            return self._added(residual, self.receive(rows, kept.get("weights"), shared, handle))
+        return self._joined(rows, residual, kept["weights"], shared, goes.assignments, goes.rows, goes.kept)
+
+    def _joined(
+        self,
+        rows: Tensor,
+        residual: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        assignments: Tensor,
+        places: Tensor,
+        kept: Tensor | None,
+    ) -> Tensor:
+        handle = Handle()
+        handle.permutation = Permutation(assignments, places, kept, (residual.shape[0], residual.shape[1]))
+        return self._added(residual, self.receive(rows, weights, shared, handle))
+
+    def _added(self, residual: Tensor, output: Tensor) -> Tensor:
+        return added(residual, normed(self.post_norm, scattered(self.ranks, output)), self.multiplier)
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:

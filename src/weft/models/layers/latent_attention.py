@@ -9,6 +9,8 @@ Decoding keeps norm(c) and k_rope only, and expands none of them: W_kvb = [W_k; 
 q (W_k c) = (W_k^T q) c, and the values are W_v (softmax(...) c). A step costs T x rank for each head.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,8 @@ class LatentAttention(Block):
 
     Where `q_lora_rank` is None, queries come from x by one projection.
     """
+
+    graph_scopes: ClassVar = {"forward": ("attn", None)}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)

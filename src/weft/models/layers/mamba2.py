@@ -13,6 +13,7 @@ Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L posi
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ class Mamba2(Block):
     Its state is h [B, H, P, N] and the convolution's. dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`.
     """
 
+    graph_scopes: ClassVar = {"forward": ("mamba", None)}
     multipliers: Sequence[float] | None = None
     """Of the parts of the projection: gate, x, B, C and step."""
 

@@ -1,5 +1,7 @@
 """The dense MLP as a layer: `x + post_norm(mlp(norm(x)))`, with the norms that `norm_order` names."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
@@ -14,6 +16,7 @@ from weft.overlap import Crossing
 class MLP(FeedForward):
     """It ends a logical layer, whose `experts` it is."""
 
+    graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
     ranks: TensorRanks | None = None
 

@@ -134,6 +134,8 @@ class Account:
             units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))
         facts: dict[str, Any] = {"description": "\n\n".join(units), "baseline": baseline, "seconds": position.seconds}
         facts["memory"] = memories if len(memories) > 1 else memories[0]
+        if self._config.sharding.graphs:
+            facts["graphs"] = {**weft.graph_report(self._task.model), "scopes": {}}
         if passes.operations is not None:
             facts["operations"] = str(passes.operations)
         keep_facts(self._folder, facts)

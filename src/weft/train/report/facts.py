@@ -4,6 +4,7 @@ parameters, ranks, device, versions, command, commit, resumed, pattern    from t
 description: the text of `weft.describe`                                  from the end
 memory: what `weft.memory_report` gives, or a list of those of the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
+graphs: what `weft.graph_report` counts on the first rank
 operations, seconds
 """
 

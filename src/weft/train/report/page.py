@@ -94,6 +94,10 @@ def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int)
     found += [(name, str(facts[name])) for name in ("versions", "command", "commit") if facts.get(name)]
     if facts.get("seconds"):
         found.append(("time in steps", format_time(facts["seconds"])))
+    if graphs := facts.get("graphs"):
+        eager = sum(graphs["eager"].values())
+        counts = f"{graphs['captures']:,} captures, {graphs['replays']:,} replays, {eager:,} eager calls"
+        found.append(("graphs", f"{counts}, {format_bytes(graphs['bytes'])}"))
     if facts.get("resumed"):
         found.append(("resumed after step", ", ".join(f"{step:,}" for step in facts["resumed"])))
     return found

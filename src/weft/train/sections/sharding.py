@@ -44,6 +44,10 @@ class ShardingConfig:
     """ "trace" plans one slab of transient memory from the first step, "caching" asks torch each time."""
     check_collectives: bool = True
     """Compare after each backward what every rank issued."""
+    graphs: tuple[str, ...] = ()
+    """Parts of layers that are captured in graphs: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "finish"."""
+    graphs_backend: Literal["cuda", "tape"] = "cuda"
+    """With `graphs`: "cuda", or on the CPU "tape", which replays operators one by one and saves no time."""
 
     def __post_init__(self) -> None:
         require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
@@ -91,6 +95,17 @@ class ShardingConfig:
             require(f"sharding.{name}", size, size is None or size >= 0, "must be a number of bytes, 0 or more")
         most = self.max_live_reduce_buffers
         require("sharding.max_live_reduce_buffers", most, most >= 1, "must be at least 1")
+        known = ("attn", "mamba", "mlp", "moe_router", "moe_preprocess", "finish")
+        unknown = [scope for scope in self.graphs if scope not in known]
+        require(
+            "sharding.graphs", list(self.graphs), not unknown, f"must be of {list(known)}; {unknown} is none of them"
+        )
+        pair = "moe_preprocess" not in self.graphs or "moe_router" in self.graphs
+        require("sharding.graphs", list(self.graphs), pair, 'must have "moe_router" beside "moe_preprocess"')
+        fixed = not self.graphs or self.allocator == "trace"
+        require("sharding.graphs", list(self.graphs), fixed, 'needs sharding.allocator = "trace", with fixed places')
+        used = bool(self.graphs) or self.graphs_backend == "cuda"
+        require("sharding.graphs_backend", self.graphs_backend, used, "has no effect without sharding.graphs")
 
     def check(self, ranks: int) -> None:
         """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks, those of `cp` among them."""

@@ -38,7 +38,9 @@ def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
         options["reshard_after_forward"] = sharding.reshard_after_forward
     if sharding.offload:
         options["offload_policy"] = weft.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    chosen = {} if sharding.bucket_bytes is None else {"bucket_bytes": sharding.bucket_bytes}
+    chosen: dict[str, Any] = {} if sharding.bucket_bytes is None else {"bucket_bytes": sharding.bucket_bytes}
+    if sharding.graphs:
+        chosen["graphs"] = weft.Graphs(sharding.graphs, backend=sharding.graphs_backend)
     options["runtime"] = weft.RuntimeOptions(
         separate_all_gather_group=sharding.separate_all_gather_group,
         allocator=sharding.allocator,

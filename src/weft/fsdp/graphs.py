@@ -1,0 +1,32 @@
+"""What a user asks of the graphs of a sharded model."""
+
+from typing import Any
+
+from torch import nn
+
+from weft.fsdp.module import runtime_of
+from weft.graphs.table import GraphTable
+
+
+def graph_report(model: nn.Module) -> dict[str, Any]:
+    """How often parts of the model were captured, replayed and run eagerly, by reason, and the bytes of captures.
+
+    -> {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {name: the same}}. `model`: a
+    root. Raises ValueError for a model without `RuntimeOptions(graphs=...)`.
+    """
+    return _table(model).report()
+
+
+def drop_graphs(model: nn.Module) -> None:
+    """Give the memory of all captures back: from now on the model runs eagerly. Raises ValueError as `graph_report`."""
+    _table(model).drop()
+
+
+def _table(model: nn.Module) -> GraphTable:
+    table = runtime_of(model).graphs
+    if table is None:
+        raise ValueError(
+            f"{type(model).__name__} has no graphs: pass runtime=weft.RuntimeOptions(graphs=weft.Graphs()) to "
+            "fully_shard of the root"
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Partial graphs: parts of a model that are captured once and replayed."""

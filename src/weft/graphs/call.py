@@ -1,0 +1,228 @@
+"""A method of a module whose calls are replayed where that is possible: what decides between eager, capture and replay.
+
+call                                                  what happens
+----------------------------------------------------  ------------------------------------------------------------
+evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
+new shapes, numbers, structure or dtypes              eager; its gradients are remembered
+known ones, the plan of memory is steady              eager, and a capture beside it, which all ranks must have made
+captured, at the same addresses, nothing in flight    a replay
+captured, its last forward still waits for backward   eager under hooks; under a schedule another capture
+weights, buffers or what trains lie elsewhere         the capture goes, and a new one is made when all is steady
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from weft.graphs.capture import Backend, CaptureRefused
+from weft.graphs.captured import Captured, Sample
+from weft.graphs.places import Places
+
+MOST_SIGNATURES = 4
+"""Of one method: more differ from call to call, and each capture takes memory."""
+_NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_ONE = tree_flatten(((torch.empty(0),), {}))[1]
+
+
+class Owner(Protocol):
+    """What the calls of one model share."""
+
+    backend: Backend
+
+    def eager_because(self) -> str | None:
+        """Why nothing can be replayed now."""
+        ...
+
+    def may_capture(self) -> bool:
+        """Whether what is gathered lies where it will lie in further passes."""
+        ...
+
+    @property
+    def in_schedule(self) -> bool:
+        """Whether microbatches are in flight beside one another."""
+        ...
+
+
+class Signature:
+    """Calls with one key: the gradients that their outputs got, and the captures, one for each in flight."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Sample] = {}
+        self.captured: list[Captured] = []
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Remember the gradients that these get."""
+        for number, output in enumerate(outputs):
+            output.register_hook(self._remember(number))
+
+    def _remember(self, number: int) -> Callable[[Tensor], None]:
+        gradients = self.gradients
+
+        def remember(gradient: Tensor) -> None:
+            gradients[number] = Sample.of(gradient)
+
+        return remember
+
+
+class GraphedCall:
+    """In place of the method `name` of `module`. `scope`: what it is counted as. `inside`: the modules that it uses."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        module: nn.Module,
+        name: str,
+        scope: str,
+        inside: Sequence[nn.Module],
+        is_owned: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self.scope = scope
+        self.captures = self.replays = 0
+        self.eager: Counter[str] = Counter()
+        self.refused: str | None = None
+        """Why it is never captured."""
+        self.failed = False
+        """Whether a capture failed since the ranks agreed last."""
+        self._owner = weakref.ref(owner)
+        self._module = weakref.ref(module)
+        self._name = name
+        before = vars(module).get(name)
+        self._before: Callable[..., Any] | None = before._before if isinstance(before, GraphedCall) else before
+        """What stood in place of the class's method."""
+        self._method = getattr(type(module), name)
+        self._inside = [weakref.ref(each) for each in inside]
+        self._is_owned = is_owned
+        self._places: Places | None = None
+        self._signatures: dict[Any, Signature] = {}
+        vars(module)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        if owner is None or torch.compiler.is_compiling():
+            return self._run(*args, **kwargs)
+        because = self.refused or owner.eager_because()
+        if because is None:
+            leaves, spec = _flat(args, kwargs)
+            key = self._key(leaves, spec)
+            if isinstance(key, str):
+                because = key
+            else:
+                return self._keyed(owner, key, leaves, spec, args, kwargs)
+        self.eager[because] += 1
+        return self._run(*args, **kwargs)
+
+    def _keyed(self, owner: Owner, key: Any, leaves: Sequence[Any], spec: TreeSpec, args: tuple, kwargs: dict) -> Any:
+        signature = self._signatures.get(key)
+        if signature is None:
+            if len(self._signatures) == MOST_SIGNATURES:
+                self.eager[f"more than {MOST_SIGNATURES} kinds of inputs"] += 1
+                return self._run(*args, **kwargs)
+            signature = self._signatures[key] = Signature()
+        places = self._found_places()
+        addresses = places.addresses()
+        if any(each.addresses != addresses and each.holder() is None for each in signature.captured):
+            signature.captured = [each for each in signature.captured if each.addresses == addresses or each.holder()]
+        busy = 0
+        for captured in signature.captured:
+            if captured.holder() is not None:
+                busy += 1
+            elif captured.ready:
+                self.replays += 1
+                return captured.run(leaves, copies=not owner.in_schedule)
+        result = self._run(*args, **kwargs)
+        outputs = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.requires_grad]
+        if busy and not owner.in_schedule:
+            because = "its last forward waits for its backward"
+        elif any(not each.ready for each in signature.captured):
+            because = "captured in this pass"
+        elif not signature.gradients:
+            because = "new inputs"
+            signature.watch([each for each in outputs if not each.is_leaf])
+        elif not owner.may_capture():
+            because = "warming up"
+        else:
+            because = self._capture(owner, signature, leaves, spec, places)
+        self.eager[because] += 1
+        return result
+
+    def _capture(
+        self, owner: Owner, signature: Signature, leaves: Sequence[Any], spec: TreeSpec, places: Places
+    ) -> str:
+        gradients = [signature.gradients[number] for number in sorted(signature.gradients)]
+        try:
+            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients)
+        except Exception as error:
+            self.failed = True
+            self.refuse(str(error) if isinstance(error, CaptureRefused) else f"{type(error).__name__}: {error}")
+            return str(self.refused)
+        signature.captured.append(captured)
+        self.captures += 1
+        return "captured in this pass"
+
+    def refuse(self, because: str) -> None:
+        """All calls are eager from now on."""
+        self.refused = because
+        self._signatures.clear()
+
+    def enable(self) -> None:
+        """All ranks have what was captured."""
+        for signature in self._signatures.values():
+            for captured in signature.captured:
+                captured.ready = True
+
+    def drop(self) -> None:
+        """The module is as it was."""
+        self._signatures.clear()
+        if (module := self._module()) is not None and vars(module).get(self._name) is self:
+            del vars(module)[self._name]
+            if self._before is not None:
+                vars(module)[self._name] = self._before
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its captures."""
+        return sum(each.nbytes for signature in self._signatures.values() for each in signature.captured)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return self._method(self._module(), *args, **kwargs)
+
+    def _found_places(self) -> Places:
+        if self._places is None:
+            self._places = Places([each for ref in self._inside if (each := ref()) is not None], self._is_owned)
+        return self._places
+
+    def _key(self, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        """What a capture is for; a string says why there is none for such a call."""
+        described: list[Any] = []
+        seen: dict[int, int] = {}
+        device = None
+        for number, each in enumerate(leaves):
+            if isinstance(each, Tensor):
+                if type(each) is not Tensor and type(each) is not nn.Parameter:
+                    return f"an input is a {type(each).__name__}"
+                device = each.device
+                same = seen.setdefault(id(each), number)
+                described.append((each.shape, each.stride(), each.dtype, device, each.requires_grad, same))
+            elif isinstance(each, _NUMBERS):
+                described.append((type(each), each))
+            else:
+                return f"an input is a {type(each).__name__}"
+        if device is None:
+            return "no input is a tensor"
+        module = self._module()
+        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return (*described, spec, module is not None and module.training, cast)
+
+
+def _flat(args: tuple, kwargs: dict) -> tuple[Sequence[Any], TreeSpec]:
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+        return args, _ONE
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, spec

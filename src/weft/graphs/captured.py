@@ -1,0 +1,233 @@
+"""One captured function: its forward and its backward, and an autograd node that replays them.
+
+    forward    inputs -> static inputs | replay | static outputs -> outputs
+    backward   gradients of outputs -> static ones | replay | static gradients -> autograd
+
+Between a forward and its backward a capture is busy: what is saved for the backward lies in memory that the next
+forward writes to. Autograd adds the gradients of parameters up and leaves them in `.grad`, as it does for an
+eager call.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from weft.graphs import tape
+from weft.graphs.capture import Backend, CaptureRefused
+from weft.graphs.places import Places, range_of
+
+POISON = False
+"""For tests: fill what a capture computes before each replay, and all of it when its backward is done."""
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class Sample(NamedTuple):
+    """A tensor of an eager call that a static one is made like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Sample":
+        """What is remembered of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def make(self) -> Tensor:
+        """A tensor of zeros like it; what is expanded becomes contiguous, so that it can be written to."""
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        if any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride)):
+            return torch.zeros(self.shape, **options)
+        return torch.empty_strided(self.shape, self.stride, **options).zero_()
+
+
+class Lease:
+    """A forward in a capture, until its backward is done or its graph is gone."""
+
+    def __init__(self, captured: "Captured") -> None:
+        self._captured = captured
+
+    def end(self) -> None:
+        """The backward is done: the capture may be used again."""
+        if self._captured.holder() is self:
+            self._captured.rest()
+
+
+class Captured:
+    """`function` captured with these arguments: flat `leaves`, and their `spec`.
+
+    `places`: the parameters and buffers that the function may read. `gradients`: samples of the gradients of the
+    differentiable outputs, in their order. Raises CaptureRefused.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        places: Places,
+        gradients: Sequence[Sample],
+    ) -> None:
+        self.ready = False
+        """Whether all ranks have it."""
+        self.addresses = places.addresses()
+        self._places = places
+        self._holder: weakref.ref[Lease] | None = None
+        self._numbers = distinct(leaves)
+        tensors = [leaves[number] for number in self._numbers]
+        self._inputs = [Sample.of(each).make() for each in tensors]
+        with torch.no_grad():
+            for static, tensor in zip(self._inputs, tensors):
+                static.copy_(tensor)
+        self._gradients = [sample.make() for sample in gradients]
+        before = places.attributes()
+        with places.restored():
+            self._capture(backend, function, leaves, spec)
+        if places.attributes() != before:
+            raise CaptureRefused("it sets attributes of its modules, which a replay would not")
+
+    def _capture(self, backend: Backend, function: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
+        tensors = [leaves[number] for number in self._numbers]
+        entered = [each.detach().requires_grad_(tensor.requires_grad) for each, tensor in zip(self._inputs, tensors)]
+        versions = [each._version for each in entered]
+        statics = {id(tensor): static for tensor, static in zip(tensors, entered)}
+        arguments = [statics.get(id(each), each) for each in leaves]
+        known = [*map(range_of, self._inputs), *self._places.ranges()]
+
+        def forward() -> Any:
+            args, kwargs = tree_unflatten(arguments, spec)
+            return function(*args, **kwargs)
+
+        result, self._forward = backend.capture(forward, known)
+        if [each._version for each in entered] != versions:
+            raise CaptureRefused("it changes an input in place")
+        results, self._spec = tree_flatten(result)
+        for value in results:
+            if not isinstance(value, (Tensor, *_CONSTANTS)):
+                raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot make")
+        outputs = [each for each in results if isinstance(each, Tensor)]
+        differentiable = [each for each in outputs if each.requires_grad]
+        if not differentiable:
+            raise CaptureRefused("nothing in it needs a gradient")
+        if len(differentiable) != len(self._gradients):
+            raise CaptureRefused("some of its outputs get gradients and others do not")
+        inputs = [each for each in entered if each.requires_grad]
+        parameters = self._places.trained()
+        known += [*self._forward.memory(), *map(range_of, self._gradients), *map(range_of, outputs)]
+
+        def backward() -> Any:
+            # Retained: a second backward must find what the first one read.
+            wanted = [*inputs, *parameters]
+            return torch.autograd.grad(differentiable, wanted, self._gradients, retain_graph=True, allow_unused=True)
+
+        found, self._backward = backend.capture(backward, known, self._forward)
+        self._of_inputs = [each if each is None else each.data for each in found[: len(inputs)]]
+        pairs = [(each, to) for each, to in zip(found[len(inputs) :], parameters) if each is not None]
+        self.parameters = [to for _, to in pairs]
+        """Those that get gradients."""
+        self._of_parameters = [(each.data, self._places.is_owned(to)) for each, to in pairs]
+        self._needs = [each.requires_grad for each in entered]
+        self._results = [each.data if isinstance(each, Tensor) else each for each in results]
+        self._differentiable = [each.requires_grad for each in outputs]
+        self.nbytes = self._forward.nbytes + self._backward.nbytes
+        self.nbytes += sum(each.untyped_storage().nbytes() for each in (*self._inputs, *self._gradients))
+
+    def holder(self) -> Lease | None:
+        """The forward in flight."""
+        return None if self._holder is None else self._holder()
+
+    def run(self, leaves: Sequence[Any], *, copies: bool) -> Any:
+        """The function's result. `copies`: it stays as it is when the next replay writes to the static outputs."""
+        lease = Lease(self)
+        self._holder = weakref.ref(lease)
+        inputs = [leaves[number] for number in self._numbers]
+        made = iter(_Replayed.apply(self, lease, copies, *inputs, *self.parameters))
+        return tree_unflatten([next(made) if isinstance(each, Tensor) else each for each in self._results], self._spec)
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Tensor], *, copies: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Replay the forward: all outputs, and those of them that are not differentiable."""
+        if POISON:
+            self._forward.poison()
+        for static, given in zip(self._inputs, inputs):
+            static.copy_(given)
+        self._forward.replay()
+        outputs = [each for each in self._results if isinstance(each, Tensor)]
+        if not copies:  # autograd refuses what was saved of them before
+            torch.autograd.graph.increment_version(outputs)
+        outputs = [each.clone() if copies else each.detach() for each in outputs]
+        return outputs, [each for each, needs in zip(outputs, self._differentiable) if not needs]
+
+    @torch.no_grad()
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward: the gradients of the inputs, None for those without, and of the parameters."""
+        if self._places.addresses() != self.addresses:
+            raise RuntimeError(
+                "weights of a captured function have moved, or were frozen, between its forward and its backward: "
+                "leave its module out of weft.Graphs"
+            )
+        if POISON:
+            self._backward.poison()
+        wanted = [each for each, needs in zip(gradients, self._differentiable) if needs]
+        for static, gradient in zip(self._gradients, wanted):
+            if gradient is None:
+                static.zero_()
+            else:
+                static.copy_(gradient)
+        self._backward.replay()
+        # The caller may keep the gradient of an input. Those of sharded parameters are copied at the end of their
+        # unit's backward, before the next replay.
+        of_inputs = iter(self._of_inputs)
+        handed: list[Tensor | None] = []
+        for needs in self._needs:
+            gradient = next(of_inputs) if needs else None
+            handed.append(None if gradient is None else gradient.clone())
+        return [*handed, *(each.detach() if owned else each.clone() for each, owned in self._of_parameters)]
+
+    def rest(self) -> None:
+        """No forward is in flight."""
+        self._holder = None
+        if POISON:
+            with torch.no_grad():
+                for each in (*self._inputs, *self._gradients):
+                    tape.poison(each)
+            self._forward.poison()
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, captured: Captured, lease: Lease, copies: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.captured, ctx.lease = captured, lease
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*captured.parameters)  # autograd refuses those that were written to
+        outputs, constant = captured.forward(tensors, copies=copies)
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through a captured module: a replayed backward has no graph; leave the module out "
+                "of weft.Graphs"
+            )
+        ctx.saved_tensors  # noqa: B018
+        found = ctx.captured.backward(gradients)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.lease.end()
+        return (None, None, None, *found)
+
+
+def distinct(leaves: Sequence[Any]) -> list[int]:
+    """Where each tensor stands first among the leaves."""
+    first: dict[int, int] = {}
+    for number, each in enumerate(leaves):
+        if isinstance(each, Tensor):
+            first.setdefault(id(each), number)
+    return [*first.values()]

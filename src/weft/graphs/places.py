@@ -1,0 +1,73 @@
+"""The parameters and buffers that a captured function may read: where they lie, and what they are now."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Ranges = list[tuple[int, int, bool]]
+"""First byte, last byte and whether a captured function may write there."""
+
+
+def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]:
+    """The bytes from the beginning of `tensor` to the end of its last element."""
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
+    return start, start + (last + 1) * tensor.itemsize, writable
+
+
+class Places:
+    """Of `modules`. `is_owned`: whether the gradients of a parameter are copied as soon as its backward is over."""
+
+    def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
+        self.is_owned = is_owned
+        self._modules = list(modules)
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for module in self._modules:
+            for slots in (module._parameters, module._buffers):
+                self._slots += [(slots, name) for name, there in slots.items() if there is not None]
+
+    def addresses(self) -> tuple[Any, ...]:
+        """Where each tensor lies, and which parameters train: what a graph holds. Raises WeightsGone for weights that
+        are not here."""
+        found = []
+        for slots, name in self._slots:
+            tensor = slots[name]
+            found.append(None if tensor is None else (tensor.data_ptr(), tensor.requires_grad))
+        return tuple(found)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return (slots[name] for slots, name in self._slots if slots[name] is not None)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that train, each once."""
+        return [
+            *dict.fromkeys(each for each in self.tensors() if isinstance(each, nn.Parameter) and each.requires_grad)
+        ]
+
+    def ranges(self) -> Ranges:
+        """The bytes of all of them; buffers may be written to."""
+        return [range_of(each, writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
+
+    def attributes(self) -> list[dict[str, int]]:
+        """What the modules have as attributes."""
+        return [{name: id(value) for name, value in vars(module).items()} for module in self._modules]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, buffers may change; behind it they are as they were."""
+        buffers = [each for each in self.tensors() if not isinstance(each, nn.Parameter)]
+        with torch.no_grad():
+            before = [each.clone() for each in buffers]
+        versions = tuple(each._version for each in buffers)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in zip(buffers, before):
+                    buffer.copy_(values)
+            if buffers:  # autograd may have saved them
+                torch._C._autograd._unsafe_set_version_counter(tuple(buffers), versions)

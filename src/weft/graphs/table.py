@@ -1,0 +1,199 @@
+"""All graphed calls of one model: which methods they stand in place of, and what they count together."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from weft.debug import guard
+from weft.graphs.call import GraphedCall
+from weft.graphs.capture import Backend
+from weft.graphs.settings import Graphs
+from weft.graphs.tape import TapeBackend
+
+WAY_OUT = "choose other modules in weft.Graphs(modules=...)"
+
+
+class Engine(Protocol):
+    """What a model's engine says of the pass under way."""
+
+    @property
+    def steady_passes(self) -> int:
+        """How many passes ended since the plan of memory changed; 0 in one that differs from its record."""
+        ...
+
+    @property
+    def in_schedule(self) -> bool:
+        """Whether a schedule drives the model."""
+        ...
+
+
+class GraphTable:
+    """`root`: the model. `unit_of`: the unit of each sharded module, by the module. `owns`: whether a parameter is
+    sharded. Raises ValueError for modules that cannot be captured."""
+
+    def __init__(
+        self,
+        settings: Graphs,
+        root: nn.Module,
+        engine: Engine,
+        unit_of: Callable[[nn.Module], Any],
+        owns: Callable[[nn.Parameter], bool],
+        device: torch.device,
+    ) -> None:
+        self.settings = settings
+        self.backend: Backend = _backend(settings.backend, device)
+        self.dropped = False
+        self._engine = engine
+        self._unit_of = unit_of
+        self.calls: list[GraphedCall] = []
+        named: list[nn.Module] = []
+        for name, module in self._chosen(root):
+            self._check(name, module)
+            if any(module in other.modules() for other in named):
+                raise ValueError(f"graphs: {name!r} lies inside of another chosen module; {WAY_OUT}")
+            named.append(module)
+            self.calls.append(GraphedCall(self, module, "forward", name, self._inside(module), owns))
+        covered = {inner for module in named for inner in module.modules()}
+        for module in root.modules():
+            scopes = getattr(type(module), "graph_scopes", {})
+            for method, (scope, parts) in scopes.items() if module not in covered else ():
+                if scope not in settings.scopes:
+                    continue
+                inside = self._inside(module)
+                if parts is None:
+                    covered.update(inside)
+                else:
+                    used = [child for part in parts if (child := getattr(module, part)) is not None]
+                    inside = [each for child in used for each in child.modules()]
+                self.calls.append(GraphedCall(self, module, method, scope, inside, owns))
+                if (because := getattr(module, "graph_refused", lambda scope: None)(scope)) is not None:
+                    self.calls[-1].refuse(because)
+        if not self.calls:
+            raise ValueError(
+                f"graphs: {type(root).__name__} has no layers of scopes {settings.scopes}: name modules in "
+                "weft.Graphs(modules=...)"
+            )
+
+    def eager_because(self) -> str | None:
+        """Why nothing can be replayed now."""
+        if not torch.is_grad_enabled():
+            return "no gradients are computed"
+        if torch._C._current_graph_task_id() != -1:
+            return "a recomputation"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return "a checkpoint, or other hooks on saved tensors, are around it"
+        if _get_current_dispatch_mode() is not None:
+            return "a dispatch mode is active"
+        if _get_current_function_mode() is not None:
+            return "a function mode is active, such as delayed weight gradients"
+        if torch._C._are_functorch_transforms_active():
+            return "torch.func transforms it"
+        return "weft.debug.guard_memory is active" if guard.guards else None
+
+    def may_capture(self) -> bool:
+        """Whether what is gathered lies where it will lie in further passes."""
+        return self._engine.steady_passes >= self.settings.warmup
+
+    @property
+    def in_schedule(self) -> bool:
+        """Whether microbatches are in flight beside one another."""
+        return self._engine.in_schedule
+
+    @property
+    def failed(self) -> list[bool]:
+        """Of which calls a capture failed here since the ranks agreed last."""
+        return [call.failed for call in self.calls]
+
+    def agree(self, failed: Sequence[bool]) -> None:
+        """The pass is over; `failed`: of which calls a capture failed on any rank. What was captured may be used."""
+        for call, anywhere in zip(self.calls, failed):
+            if anywhere and call.refused is None:
+                call.refuse("its capture failed on another rank")
+            call.failed = False
+            call.enable()
+
+    def drop(self) -> None:
+        """Give the memory back; the model is as it was."""
+        self.dropped = True
+        for call in self.calls:
+            call.drop()
+
+    def report(self) -> dict[str, Any]:
+        """Captures, replays, eager calls by reason, and bytes: in all, and by scope."""
+        scopes = dict.fromkeys(call.scope for call in self.calls if call.captures or call.eager or call.refused)
+        each = {scope: _sum(call for call in self.calls if call.scope == scope) for scope in scopes}
+        return {**_sum(self.calls), "scopes": each}
+
+    def _chosen(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        choice = self.settings.modules
+        named = dict(root.named_modules())
+        if choice is None:
+            return
+        if callable(choice):
+            found = [(name, module) for name, module in named.items() if choice(name, module)]
+            if not found:
+                raise ValueError(f"graphs: the predicate chose none of the {len(named)} modules of the root")
+            yield from found
+            return
+        for name in choice:
+            if name not in named:
+                raise ValueError(f"graphs: the root has no module {name!r}; its names are those of named_modules()")
+            yield name, named[name]
+
+    def _check(self, name: str, module: nn.Module) -> None:
+        for inner_name, inner in module.named_modules():
+            whole = f"{name}.{inner_name}" if inner_name else name
+            if inner is not module and self._unit_of(inner) is not None:
+                raise ValueError(
+                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is sharded by itself: its weights come "
+                    f"and go inside of the graph; {WAY_OUT}"
+                )
+            if inner is not module and _has_hooks(inner):
+                raise ValueError(f"graphs: {whole!r} inside of {name!r} has hooks, which a replay would not run")
+            if inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod"):
+                raise ValueError(f"graphs: {whole!r} is compiled, and compiles graphs of its own; {WAY_OUT}")
+
+    def _inside(self, module: nn.Module) -> list[nn.Module]:
+        """The modules of its unit in it."""
+        found, ahead = [], [module]
+        while ahead:
+            each = ahead.pop()
+            found.append(each)
+            ahead += [child for child in each.children() if self._unit_of(child) is None]
+        return found
+
+
+def _sum(calls: Any) -> dict[str, Any]:
+    calls = list(calls)
+    eager: Counter[str] = Counter()
+    for call in calls:
+        eager.update({**({} if call.refused is None else {call.refused: 0}), **call.eager})
+    return {
+        "captures": sum(call.captures for call in calls),
+        "replays": sum(call.replays for call in calls),
+        "eager": dict(eager),
+        "bytes": sum(call.nbytes for call in calls),
+    }
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _backend(name: str | None, device: torch.device) -> Backend:
+    if name == "tape":
+        return TapeBackend()
+    if device.type != "cuda":
+        raise ValueError(
+            f"weft.Graphs(backend={name!r}) of a model on {device.type}: graphs are of CUDA; backend='tape' replays "
+            "operators one by one, which saves no time and shows that the numbers are right"
+        )
+    from weft.graphs.cuda import CudaBackend
+
+    return CudaBackend(device)

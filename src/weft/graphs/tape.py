@@ -1,0 +1,112 @@
+"""A graph on the CPU: operators with the tensors that they used, run again into the same tensors.
+
+    capture   every operator runs and is noted with its very arguments and results
+    replay    the list runs again: what an operator returns is copied into the tensor that the capture made
+
+That is the meaning of a CUDA graph: constant addresses, frozen control flow, no Python of the model.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from weft.graphs.capture import Recording, capturing
+from weft.graphs.places import Ranges
+from weft.graphs.watch import HostReads, New, Watch, storage_of
+
+_EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
+"""Operators that compute nothing."""
+
+
+class Call(NamedTuple):
+    """One operator; `results`: what it returned that is new memory, with its place among the results."""
+
+    function: Any
+    args: tuple
+    kwargs: dict
+    results: tuple[tuple[int, Tensor], ...]
+
+
+class Tape:
+    """Calls in order. `made`: the first tensor in each storage that they made. `read`: the others that they use."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.made: dict[int, Tensor] = {}
+        self.read: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of what the calls compute."""
+        return sum(each.untyped_storage().nbytes() for each in self.made.values())
+
+    def memory(self) -> Ranges:
+        """Where that is."""
+        storages = [each.untyped_storage() for each in self.made.values()]
+        return [(each.data_ptr(), each.data_ptr() + each.nbytes(), False) for each in storages]
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the calls again."""
+        for address, tensor in self.read.items():
+            if tensor.data_ptr() != address:
+                raise RuntimeError(
+                    f"a graph reads a tensor of shape {tuple(tensor.shape)} whose memory has moved since its capture"
+                )
+        for function, args, kwargs, results in self.calls:
+            returned = function(*args, **kwargs)
+            for place, tensor in results:
+                tensor.copy_(returned if place < 0 else returned[place])
+
+    @torch.no_grad()
+    def poison(self) -> None:
+        """Fill what the calls compute with NaN, or with what is no index."""
+        for tensor in self.made.values():
+            poison(tensor)
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill the memory of `tensor` with NaN, or with bytes that are no index."""
+    if tensor.dtype is not torch.bool:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        whole.fill_(0xFF)
+
+
+class TapeBackend:
+    """Records on the CPU."""
+
+    def capture(self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None) -> tuple[Any, Tape]:
+        """See `Backend`."""
+        tape = Tape()
+        with capturing(), HostReads(), _Recorder(tape, known):
+            return function(), tape
+
+
+class _Recorder(Watch):
+    def __init__(self, tape: Tape, known: Ranges) -> None:
+        super().__init__(known)
+        self._tape = tape
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
+        """By id: each tensor, which so keeps its id, and a tensor of its memory without history."""
+
+    def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
+        for _, tensor in new:
+            self._tape.made.setdefault(storage_of(tensor), self._alias(tensor))
+        for tensor in given:
+            if storage_of(tensor) not in self.made and tensor.numel():
+                self._tape.read.setdefault(tensor.data_ptr(), self._alias(tensor))
+        keep: Any = tree_map(self._kept, (args, kwargs))
+        if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
+            results = tuple((place, self._alias(tensor)) for place, tensor in new)
+            self._tape.calls.append(Call(function, keep[0], keep[1], results))
+
+    def _kept(self, value: Any) -> Any:
+        return self._alias(value) if isinstance(value, Tensor) else value
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._aliases:
+            self._aliases[id(tensor)] = (tensor, tensor.data)
+        return self._aliases[id(tensor)][1]

@@ -1,0 +1,117 @@
+"""What a graph cannot hold, found while a function runs: host reads, random numbers, collectives, tensors of other
+classes, and memory that neither the function makes nor its caller knows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from weft.graphs.capture import CaptureRefused
+from weft.graphs.places import Ranges
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
+_HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+"""Reads that never become an operator on the CPU."""
+New = list[tuple[int, Tensor]]
+"""Results of an operator in new memory, with their places among its results; -1 for a result alone."""
+
+
+class HostReads(TorchFunctionMode):
+    """Refuses host reads that are no operators."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _HOST_READS:
+            raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
+        return function(*args, **(kwargs or {}))
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operators. `known`: memory that they may read and that no capture makes."""
+
+    def __init__(self, known: Ranges) -> None:
+        super().__init__()
+        self.made: dict[int, int] = {}
+        """Storages that the operators made: first byte, and how many."""
+        self._known = known
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        _check(function, args, kwargs, given)
+        for tensor in given:
+            if storage_of(tensor) not in self.made and tensor.numel() and self._known_as(tensor) is None:
+                raise CaptureRefused(
+                    f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or buffer"
+                )
+        for tensor in _written(function, args, kwargs):
+            if storage_of(tensor) not in self.made and tensor.numel() and not self._known_as(tensor):
+                raise CaptureRefused(f"{function} writes to memory that is neither its own nor a buffer's")
+        before = {storage_of(each) for each in given}
+        returned = function(*args, **kwargs)
+        results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
+        new: New = []
+        for place, tensor in results:
+            if isinstance(tensor, Tensor) and storage_of(tensor) not in before and tensor.numel():
+                new.append((place, tensor))
+                self.made[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        self.note(function, args, kwargs, given, new)
+        return returned
+
+    def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
+        """An operator ran."""
+
+    def memory(self) -> Ranges:
+        """What the operators made."""
+        return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
+
+    def _known_as(self, tensor: Tensor) -> bool | None:
+        """Whether known memory in which `tensor` begins may be written to; None for unknown memory."""
+        address = tensor.data_ptr()
+        return next((writable for start, stop, writable in self._known if start <= address < stop), None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _check(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
+    tags, name = function.tags, function.overloadpacket.__name__
+    reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    if name in ("index", "index_put", "index_put_"):  # a mask is counted, integers are not
+        reads = any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
+    if reads:
+        raise CaptureRefused(f"the host reads a tensor ({function})")
+    if torch.Tag.nondeterministic_seeded in tags and _draws(function, args, kwargs):
+        raise CaptureRefused(f"it draws random numbers ({function})")
+    if function.namespace in _COLLECTIVES:
+        raise CaptureRefused(f"it contains a collective ({function})")
+    if name == "lift_fresh":
+        raise CaptureRefused("it makes a tensor of numbers of the host, such as torch.tensor([...])")
+    for tensor in given:
+        if type(tensor) not in _PLAIN:
+            raise CaptureRefused(f"it computes with a {type(tensor).__name__}")
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operator changes."""
+    if not function._schema.is_mutable:
+        return
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_iter(value) if isinstance(each, Tensor))
+
+
+def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operator with the tag of random numbers draws some: attention has the tag, and draws none without
+    dropout."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return "scaled_dot_product" not in function.name()  # the backward of a forward that draws none

@@ -1,0 +1,87 @@
+"""CUDA graphs on a card: the numbers of eager runs, with replays. A rehearsal takes the tape, which checked streams
+switch off."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.fsdp import nets
+from tests.gpu.cards import DEVICE, REHEARSES, on_one_card
+from tests.overlap.small import config
+from weft.models import HybridModel
+
+BACKEND = "tape" if DEVICE == "cpu" else "cuda"
+
+
+def run(model, step, steps):
+    """Losses of all steps and the weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    seen = []
+    for number in range(steps):
+        seen += [each.detach().clone() for each in step(number)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [nets.full(each) for each in model.parameters()]
+
+
+def compare(build, step, steps=8):
+    """Both are bit-equal, and the second has replayed."""
+    plain, graphed = build(None), build(BACKEND)
+    expected = run(plain, lambda number: step(plain, number), steps)
+    found = run(graphed, lambda number: step(graphed, number), steps)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    report = weft.graph_report(graphed)
+    if REHEARSES:
+        assert report["replays"] == 0 and report["eager"]
+    else:
+        assert report["captures"] and report["replays"], report
+
+
+def blocks():
+    batches = nets.data(8, 4 * dist.get_world_size()).to(DEVICE)
+
+    def build(backend):
+        net = nets.make().to(DEVICE)
+        for block in net.blocks:
+            weft.fully_shard(block)
+        chosen = [f"blocks.{number}" for number in range(3)]
+        graphs = backend and weft.Graphs(modules=chosen, warmup=1, backend=backend)
+        return weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
+
+    def step(net, number):
+        loss = nets.loss_of(net, batches[number].chunk(dist.get_world_size())[dist.get_rank()])
+        loss.backward()
+        return [loss]
+
+    compare(build, step)
+
+
+def scopes():
+    meshes = weft.init_meshes(DEVICE)
+    cfg = config("[*-][*E]", moe_rows_per="expert")
+
+    def build(backend):
+        torch.manual_seed(0)
+        graphs = backend and weft.Graphs(warmup=1, backend=backend)
+        model = HybridModel(cfg, meshes=meshes).to(DEVICE)
+        return weft.models.shard(model, meshes, runtime=weft.RuntimeOptions(graphs=graphs))
+
+    def step(model, number):
+        torch.manual_seed(number)
+        microbatches = [tuple(torch.randint(0, 37, (2, 2, 6)).to(DEVICE)) for _ in range(2)]
+        return weft.overlap.forward_backward(model, microbatches, overlap=False)
+
+    compare(build, step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("body", [blocks, scopes])
+def test_graphs_on_a_card_have_the_numbers_of_eager_runs(tmp_path, body):
+    on_one_card(body, 1, "nccl", tmp_path)
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_card_replay(tmp_path):
+    on_one_card(blocks, 2, "gloo", tmp_path)

@@ -1,0 +1,120 @@
+"""Scopes of `weft.models`, under hooks and under a schedule, against eager runs, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.graphs.test_hooks import assert_equal, local, poisoned
+from tests.overlap.small import build, config
+from tests.pool import distributed
+
+ATTENTION = ("attn",)
+THREE = ("attn", "moe_router", "moe_preprocess")
+ROUTER = ("moe_router",)
+ALL = weft.Graphs().scopes
+
+
+def train(cfg, meshes, scopes, *, schedule, steps, microbatches, poison=True, **options):
+    """Losses, gradients of all steps and weights, and the report."""
+    graphs = None if scopes is None else weft.Graphs(scopes, warmup=1, backend="tape")
+    model = build(cfg, meshes, strategy="optim_grads_params", runtime=weft.RuntimeOptions(graphs=graphs), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    seen = []
+    seed = 0 if meshes.pp is not None else dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batches = torch.randint(0, 37, (microbatches, 2, 2, 6), generator=generator)
+        if schedule:
+            seen += weft.overlap.forward_backward(model, [tuple(batch) for batch in batches], **schedule)
+        else:
+            for number, (tokens, labels) in enumerate(batches):
+                model.set_is_last_backward(number + 1 == microbatches)
+                loss = model(tokens, labels)
+                loss.backward()
+                seen.append(loss.detach())
+        seen += [local(each.grad) for each in model.parameters() if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [local(each) for each in model.parameters()], scopes and weft.graph_report(model)
+
+
+def compare(cfg, scopes, *, schedule=None, steps=6, microbatches=2, ep=1, dp_replicate=1, without=(), **options):
+    meshes = weft.init_meshes("cpu", ep=ep, dp_replicate=dp_replicate)
+    how = {"schedule": schedule, "steps": steps, "microbatches": microbatches, **options}
+    plain, _ = train(cfg, meshes, None, **how)
+    with poisoned():
+        found, report = train(cfg, meshes, scopes, **how)
+    assert_equal(found, plain)
+    assert all(found["replays"] for scope, found in report["scopes"].items() if scope not in without), report
+    return report
+
+
+HYBRID = config("M[*E]G[ME]", moe_rows_per="expert", shared_expert_intermediate_size=8, aux_loss_coef=0.01)
+TIED = config("[*-][*E]", moe_rows_per="rank", tie_word_embeddings=True)
+OVERLAPPED = {"overlap": True}
+
+
+@distributed(2)
+def test_the_scopes_of_the_seed_with_two_microbatches_in_flight():
+    report = compare(config("[*-][*E]", moe_rows_per="expert"), THREE, schedule=OVERLAPPED, ep=2, steps=20)
+    assert report["scopes"]["attn"]["captures"] > 2  # of two layers
+    assert set(report["scopes"]) == set(THREE)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_each_scope_of_a_hybrid_alone_and_all_together():
+    for scopes in (ATTENTION, ("mamba",), ("mlp",), ROUTER, THREE[1:], ("finish",), ALL):
+        compare(HYBRID, scopes, schedule=OVERLAPPED, ep=2, microbatches=3, steps=4)
+        compare(HYBRID, scopes, ep=2, steps=4)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_tied_weights_early_release_and_rows_per_rank():
+    report = compare(TIED, ALL, schedule={"overlap": True, "early_release": True}, ep=2, without=THREE[2:])
+    assert "one row per rank" in str(report["scopes"]["moe_preprocess"]["eager"])
+    compare(TIED, ROUTER, ep=2, microbatches=1)
+
+
+@distributed(2)
+def test_delayed_weight_gradients_leave_scopes_with_weights_eager_and_count_them():
+    cfg, meshes = config("[*E]", moe_rows_per="expert"), weft.init_meshes("cpu", ep=2)
+    how = {"schedule": {"overlap": True, "delay_wgrad": True}, "steps": 4, "microbatches": 2}
+    plain, _ = train(cfg, meshes, None, **how)
+    found, report = train(cfg, meshes, ALL, **how)
+    assert_equal(found, plain)
+    assert report["scopes"]["attn"]["replays"] == 0
+    assert "delayed weight gradients" in str(report["scopes"]["attn"]["eager"])
+    assert report["scopes"]["finish"]["replays"] > 0
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_pipeline_has_as_many_captures_as_microbatches_in_flight():
+    cfg, meshes = config("[*-]|[*-]"), weft.init_meshes("cpu", pp=2)
+    how = {"schedule": {"schedule": "1f1b"}, "steps": 8, "microbatches": 4}
+    plain, _ = train(cfg, meshes, None, **how)
+    with poisoned():
+        found, report = train(cfg, meshes, ALL, **how)
+    assert_equal(found, plain)
+    in_flight = 2 - meshes.pp.get_local_rank()
+    assert report["scopes"]["attn"]["captures"] == in_flight
+    assert report["scopes"]["attn"]["replays"] >= 4 * 3
+
+
+@distributed(2)
+def test_a_capacity_factor_refuses_the_sorting_of_rows_by_name():
+    cfg = config("[*E]", moe_rows_per="expert", capacity_factor=1.0)
+    _, report = train(cfg, weft.init_meshes("cpu"), THREE, schedule=None, steps=4, microbatches=1)
+    assert report["scopes"]["moe_preprocess"]["captures"] == 0
+    assert "capacity_factor" in str(report["scopes"]["moe_preprocess"]["eager"])
+    assert report["scopes"]["attn"]["replays"] > 0
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_experts_over_two_ranks_and_copies_over_two():
+    cfg = config("[*E]", moe_rows_per="expert")
+    compare(cfg, ALL, schedule=OVERLAPPED, ep=2, dp_replicate=2, steps=5)

@@ -1,0 +1,120 @@
+"""What `weft.Graphs` refuses, in words."""
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.graphs import captured
+from weft.graphs.capture import CaptureRefused
+from weft.graphs.captured import Captured, Sample, distinct
+from weft.graphs.places import Places
+from weft.graphs.tape import TapeBackend
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"scopes": ("full_iteration",)}, ValueError, "gathers and reductions"),
+        ({"scopes": ("experts",)}, ValueError, "fixed shapes"),
+        ({"scopes": ("moe",)}, ValueError, "exchange of rows"),
+        ({"scopes": ("attention",)}, ValueError, "choose among 'attn'"),
+        ({"scopes": "attn"}, TypeError, "sequence of names"),
+        ({"scopes": ("moe_preprocess",)}, ValueError, "without 'moe_router'"),
+        ({"scopes": ()}, ValueError, "nothing to capture"),
+        ({"modules": "block"}, TypeError, "predicate"),
+        ({"warmup": 0}, ValueError, "at least 1"),
+        ({"backend": "hip"}, ValueError, "'cuda'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        weft.Graphs(**options)
+
+
+def test_memory_without_fixed_places_is_refused():
+    with pytest.raises(ValueError, match="addresses of weights"):
+        weft.RuntimeOptions(graphs=weft.Graphs(), allocator="caching")
+    with pytest.raises(TypeError, match=r"weft\.Graphs"):
+        weft.RuntimeOptions(graphs=True)
+
+
+def of(function, x, modules=(), like=None):
+    """`function` of one tensor, captured."""
+    ((leaves, spec),) = [torch.utils._pytree.tree_flatten(((x,), {}))]
+    places = Places(modules, lambda parameter: False)
+    return Captured(TapeBackend(), function, leaves, spec, places, [Sample.of(x if like is None else like)])
+
+
+def mask(x):
+    return x[x > 0].sum() + x
+
+
+REFUSED = [
+    (lambda x: x * x.sum().item(), "host reads"),
+    (mask, "host reads"),
+    (lambda x: x * x.detach().tolist()[0][0], "host reads"),
+    (lambda x: x + torch.rand(3), "random"),
+    (lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5), "random"),
+    (lambda x: x * torch.tensor([1.0, 2.0, 3.0]), "numbers of the host"),
+    (lambda x: x.detach().add_(1) + x, "writes to memory"),
+    (lambda x: (i for i in (x,)), "returns a generator"),
+    (lambda x: (x * 2, x * 3), "some of its outputs"),
+    (lambda x: x.detach() * 2, "nothing in it needs a gradient"),
+]
+
+
+@pytest.mark.parametrize(("function", "words"), REFUSED)
+def test_what_a_graph_cannot_hold_is_found_at_capture(function, words):
+    with pytest.raises(CaptureRefused, match=words):
+        of(function, torch.ones(3, 3, requires_grad=True))
+
+
+def test_a_replay_reads_nothing_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(captured, "POISON", True)
+    module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.LayerNorm(6))
+    graph = of(module, torch.randn(5, 4, requires_grad=True), [*module.modules()], torch.ones(5, 6))
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            module[0].weight.mul_(factor)
+        x = torch.randn(5, 4, requires_grad=True)
+        expected = module(x)
+        expected.square().sum().backward()
+        gradients = [each.grad.clone() for each in (x, *module.parameters())]
+        module.zero_grad()
+        x.grad = None
+        found = graph.run([x], copies=True)
+        found.square().sum().backward()
+        assert torch.equal(found, expected)
+        assert all(torch.equal(each.grad, to) for each, to in zip((x, *module.parameters()), gradients))
+        module.zero_grad()
+
+
+def test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd():
+    graph = of(lambda x: x * 2, torch.ones(3, requires_grad=True))
+    first = graph.run([torch.ones(3, requires_grad=True)], copies=False)
+    later = first * first
+    graph.run([torch.ones(3, requires_grad=True)], copies=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.sum().backward()
+
+
+def test_weights_that_moved_are_no_address_of_a_replay():
+    module = nn.Linear(3, 3)
+    graph = of(module, torch.ones(3, requires_grad=True), [module])
+    found = graph.run([torch.ones(3, requires_grad=True)], copies=False)
+    module.weight.data = module.weight.data.clone()
+    with pytest.raises(RuntimeError, match="have moved"):
+        found.sum().backward()
+
+
+def test_a_graph_of_a_replay_cannot_be_differentiated_again():
+    graph = of(lambda x: x * x, torch.ones(3, requires_grad=True))
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(graph.run([x], copies=False).sum(), x, create_graph=True)
+
+
+def test_one_tensor_in_two_places_is_one_static_input():
+    x = torch.ones(2)
+    assert distinct([x, 3, x, torch.ones(2)]) == [0, 3]
