@@ -323,13 +323,6 @@ def test_what_does_not_fit_is_refused():
         weft.pipeline.Cut((range(1),) * 3, placement="v")
 
 
-@pytest.mark.slow
-@distributed(4)
-def test_tensor_parallelism_inside_of_stages_is_refused():
-    with pytest.raises(ValueError, match="tp=2: hybrid models cannot be split over tp yet; use tp=1"):
-        build(CFG, weft.init_meshes("cpu", pp=2, tp=2))
-
-
 @pytest.mark.parametrize(
     "costs, last, expected", [([1, 1, 1, 1], 0, [2, 2]), ([1, 1, 1, 1], 2, [3, 1]), ([1], 0, [0, 1])]
 )

@@ -16,8 +16,9 @@ from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.layers.block import gathered
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
+from weft.models.shared import check_shared
 from weft.models.stack import Stack
-from weft.models.tensor_parallel import check_shared, ends_of, share, tensor_ranks
+from weft.models.tensor_parallel import ends_of, share, tensor_ranks
 from weft.models.vocabulary import cut_cross_entropy
 from weft.moe.linear import Linear
 from weft.moe.mlp import scaled

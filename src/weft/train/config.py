@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.errors import NotReadable
 from weft.models import HybridConfig
-from weft.models.tensor_parallel import check_shared
+from weft.models.shared import check_shared
 from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
 from weft.train.files import parse_toml, read_bounded
