@@ -161,7 +161,8 @@ def lanes() -> None:
         mock.patch.object(collectives, "all_gather", all_gather),
         mock.patch.object(collectives, "reduce_scatter", reduce_scatter),
     ):
-        step = step_of(transformer(partial(sharded, fully_shard=weft.fully_shard)))
+        each = weft.RuntimeOptions(bucket_bytes=0)  # in a message of its own: bundles have lanes of their own
+        step = step_of(transformer(partial(sharded, fully_shard=partial(weft.fully_shard, runtime=each))))
         for _ in range(3):
             step()
         with Timeline() as timeline:

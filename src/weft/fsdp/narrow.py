@@ -141,7 +141,10 @@ class Narrow:
             ranges = [(0, start, stop)] if self.maxima is None else self._by_matrix(number, start, stop)
             for matrix, first, last in ranges:
                 at = place + first - start
-                values = main[at : at + last - first].to(own.device, non_blocking=True)
+                values = main[at : at + last - first]
+                if self._plan.offload is not None:  # quantized on the device, whose memory it is copied to
+                    there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
+                    values = there.copy_(values, non_blocking=True)
                 largest = None if self.maxima is None else self.maxima_of(number)[matrix]
                 payload, scales = quantize(
                     values.view(self._shape(number, last - first)), self._recipe, largest=largest

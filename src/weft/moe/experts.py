@@ -185,7 +185,9 @@ def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def _loop(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
-    return torch.cat([rows[start:end] @ expert for start, end, expert in zip(starts, ends, weight.unbind())])
+    products = [rows[start:end] @ expert for start, end, expert in zip(starts, ends, weight.unbind())]
+    room = rows.new_zeros(len(rows) - ends[-1], weight.shape[-1])  # rows of no expert, as `grouped_mm` returns them too
+    return torch.cat([*products, room])
 
 
 _logged: set[str] = set()

@@ -32,14 +32,18 @@ class Permutation:
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """The rows sorted by token, then by slot [rows], and where those of each token begin and end [tokens + 1]."""
+        """The rows sorted by token, then by slot [rows], and where those of each token begin and end [tokens + 1].
+
+        Where the number of rows is not known on the host, there are unneeded ones at the end: they are one bag more.
+        """
         tokens, k = self.rows.shape
         if self.kept is None:
             return self.rows.flatten(), torch.arange(0, tokens * k + 1, k, device=self.rows.device)
         place = (self.kept.flatten().cumsum(0) - 1).view_as(self.rows)
         index = scattered(len(self.assignments), place, self.rows, self.kept)
         ends = self.kept.sum(1).cumsum(0)
-        return index, torch.cat([ends.new_zeros(1), ends])
+        # Without that bag embedding_bag counts them to the last one, in fp64 and on CUDA.
+        return index, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(index))])
 
 
 def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fill: int = 0) -> Tensor:
@@ -161,7 +165,7 @@ def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tenso
     if weights is not None:
         weights = weights.flatten()[places.assignments[index]].to(_wide(rows))
     rows = rows.to(_wide(rows))
-    return torch.embedding_bag(rows, index, ends, False, 0, False, weights, True)[0]
+    return torch.embedding_bag(rows, index, ends, False, 0, False, weights, True)[0][: len(places.rows)]
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
