@@ -1334,8 +1334,7 @@ MUTATIONS = [
         "fsdp/module.py",
         "        super().zero_grad(set_to_none)  # type: ignore[misc]\n        for unit in units_under(self):",
         "        super().zero_grad(set_to_none)  # type: ignore[misc]\n        for unit in ():",
-        SEAMS + "test_gradient_owner.py::"
-        "test_zero_grad_of_an_unsharded_block_between_forward_and_backward[2]",
+        SEAMS + "test_gradient_owner.py::test_zero_grad_of_an_unsharded_block_between_forward_and_backward[2]",
     ),
     # --- passes and calls --------------------------------------------------------------------------------------------
     Mutation(
