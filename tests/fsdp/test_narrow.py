@@ -58,19 +58,35 @@ def travelling(group) -> list:
     return list(group.payload.unpacked(torch.cat(parts)))
 
 
-def assert_same(codes: torch.Tensor, scales, weight: torch.Tensor, recipe) -> None:
-    """As the whole weight quantizes."""
-    wanted, steps = quantize(weight.to(BF16), recipe)
-    assert torch.equal(codes, wanted)
-    pairs = zip(scales, steps) if isinstance(steps, tuple) else [(scales, steps)]
-    assert all(torch.equal(one, other) for one, other in pairs)
+def assert_same(pieces: list, extents, weights: list[torch.Tensor], recipe) -> None:
+    """The pieces that travel hold the bytes of each whole weight, quantized."""
+    begin = 0
+    for extent, weight in zip(extents, weights, strict=True):
+        wanted, steps = quantize(weight.to(BF16), recipe)
+        own = [piece for piece in pieces if extent.offset <= piece[0] < extent.end]
+        begin += len(own)
+        assert [place for place, *_ in own] == sorted(place for place, *_ in own)
+        if not own:
+            assert not weight.numel()
+            continue
+        assert torch.equal(torch.cat([codes.flatten() for _, codes, _ in own]), wanted.flatten())
+        whole = steps[1] if recipe.kind == "nvfp4" else steps
+        if recipe.shares_maximum:
+            size = weight[-1].numel() if weight.ndim == 3 else weight.numel()
+            for place, _, scales in own:
+                found = scales[1] if recipe.kind == "nvfp4" else scales
+                assert found == whole.flatten()[(place - extent.offset) // size]
+        if recipe.kind != "tensorwise":
+            blocks = [scales[0] if recipe.kind == "nvfp4" else scales for *_, scales in own]
+            wanted_blocks = steps[0] if recipe.kind == "nvfp4" else steps
+            assert torch.equal(torch.cat([each.flatten() for each in blocks]), wanted_blocks.flatten())
+    assert begin == len(pieces)
 
 
 def assert_same_bytes(net: nn.Module, whole: list[torch.Tensor], recipe) -> None:
     (group,) = net._weft_unit.groups
     assert group.recipe.quantization == recipe
-    for (codes, scales), weight in zip(travelling(group), whole, strict=True):
-        assert_same(codes, scales, weight, recipe)
+    assert_same(travelling(group), group.layout.extents, whole, recipe)
 
 
 @distributed(2, 4)
@@ -135,8 +151,7 @@ def test_shards_of_any_shapes_have_the_bytes_of_the_whole_weight(shapes, ranks, 
     sent = torch.empty(ranks, payloads[0].layout.shard_numel, dtype=torch.uint8)
     for each, own, shard in zip(payloads, sent, shards):
         each.write(own, shard, None)()
-    for weight, (codes, scales) in zip(weights, payloads[0].unpacked(sent.flatten()), strict=True):
-        assert_same(codes, scales, weight, recipe)
+    assert_same(list(payloads[0].unpacked(sent.flatten())), layout.extents, weights, recipe)
 
 
 class _Narrowed(torch.autograd.Function):

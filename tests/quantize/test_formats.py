@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quantize import plain
-from weft.quantize import blockwise, dequantize, largest_of, mx, nvfp4, quantize, rowwise, tensorwise
+from weft.quantize import blockwise, decode, dequantize, formats, largest_of, mx, nvfp4, quantize, rowwise, tensorwise
 
 RECIPES = [tensorwise(), rowwise(), rowwise(pow2=True), blockwise(4, 8), blockwise(128, 128), mx(32), mx(4), nvfp4()]
 NAN = 0x7F
@@ -35,6 +35,9 @@ def test_every_value_of_e4m3_and_e2m1_comes_back():
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()
     assert values[:127].tolist() == plain.E4M3
+    for each in (codes, codes[(codes & 0x7F) != 0x7F]):  # torch converts a payload with a NaN
+        found = dequantize(each, torch.tensor(3.0), tensorwise())
+        torch.testing.assert_close(found, values[each.long()] * 3, rtol=0, atol=0, equal_nan=True)
     matrix = values[(codes & 0x7F) != 0x7F].repeat(2).reshape(4, -1)[:, :126].contiguous()
     payload, scale = quantize(matrix.mul(2.0), tensorwise(pow2=True))
     assert torch.equal(dequantize(payload, scale, tensorwise(pow2=True)), matrix * 2)
@@ -111,6 +114,24 @@ def test_dequantized_values_are_payload_times_scale(recipe):
         wide = wide.reshape(3, math.ceil(20 / rows), -1).repeat_interleave(rows, 1)[:, :20]
         wide = wide.repeat_interleave(columns, 2)[..., :64]
         assert torch.equal(dequantize(payload, scales, recipe), payload.view(torch.float8_e4m3fn).float() * wide)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_chunks_of_a_large_tensor_equal_the_whole(recipe, monkeypatch):
+    torch.manual_seed(6)
+    for shape in ((3, 20, 64), (21, 64)):
+        x = torch.randn(shape) * torch.logspace(-20, 20, 20 if len(shape) == 3 else 21).unsqueeze(-1)
+        payload, scales = quantize(x, recipe)
+        back = dequantize(payload, scales, recipe)
+        with monkeypatch.context() as patches:
+            for module in (decode, formats):
+                patches.setattr(module, "CHUNK", 300)
+            own, its = quantize(x, recipe)
+            assert torch.equal(own, payload)
+            pairs = zip(its, scales) if isinstance(scales, tuple) else [(its, scales)]
+            assert all(torch.equal(one, other) for one, other in pairs)
+            for dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(dequantize(own, its, recipe, dtype), back.to(dtype))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -1,7 +1,8 @@
 """Narrow formats for weights: recipes, and the pure functions that carry them out."""
 
 from weft.quantize.choice import ExceptEnds, except_ends
-from weft.quantize.formats import dequantize, largest_of, quantize, wide_scales
+from weft.quantize.decode import dequantize
+from weft.quantize.formats import largest_of, quantize, wide_scales
 from weft.quantize.recipe import Quantization, blockwise, mx, nvfp4, rowwise, tensorwise
 
 __all__ = [
