@@ -23,7 +23,7 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import plan_layout
-from weft.quantize import blockwise, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
+from weft.quantize import blockwise, count_losses, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RECIPES = [tensorwise(), rowwise(), blockwise(128, 128), blockwise(8, 16), mx(32), nvfp4()]
@@ -321,6 +321,25 @@ def test_bytes_at_rest_and_the_peaks_of_a_plan_are_those_of_the_report():
         gathers = [each.nbytes for each in plan.collectives if each.operation == "all-gather"]
         assert len(gathers) == (3 if strategy == "optim_grads" else 5)  # the last stays for its backward
         assert max(gathers) <= 1.04 * 256 * 256
+
+
+@distributed(2)
+def test_shares_of_lost_elements_are_those_of_whole_weights():
+    for recipe in (tensorwise(), mx(32)):
+        net = nn.Sequential(Weights((64, 32), (3, 8, 32)), nn.LayerNorm(4), Weights((40, 32)))
+        whole = [[each.detach().clone() for each in net[number].weights] for number in (0, 2)]
+        whole[0][0][7, :5] = 1e-30
+        with torch.no_grad():
+            for one, other in zip([*net[0].weights, *net[2].weights], [*whole[0], *whole[1]]):
+                one.copy_(other)
+        for each in (net[0], net[2], net):
+            weft.fully_shard(each, mp_policy=policy(recipe))
+        found = weft.quantization_shares(net)
+        assert list(found) == ["0", "2"]
+        for name, weights in zip(found, whole):
+            lost = torch.tensor([count_losses(each.to(BF16), recipe) for each in weights]).sum(0)
+            assert found[name] == tuple(float(n) / sum(each.numel() for each in weights) for n in lost)
+        assert found["0"].underflowed > 0 and (found["0"].saturated > 0 or recipe == tensorwise())
 
 
 # --- what a user may do -----------------------------------------------------------------------------------------------

@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quantize import plain
-from weft.quantize import blockwise, decode, dequantize, formats, largest_of, mx, nvfp4, quantize, rowwise, tensorwise
+from weft.quantize import (
+    blockwise,
+    count_losses,
+    decode,
+    dequantize,
+    formats,
+    largest_of,
+    mx,
+    nvfp4,
+    quantize,
+    rowwise,
+    tensorwise,
+)
 
 RECIPES = [tensorwise(), rowwise(), rowwise(pow2=True), blockwise(4, 8), blockwise(128, 128), mx(32), mx(4), nvfp4()]
 NAN = 0x7F
@@ -160,6 +172,18 @@ def test_infinities_saturate_and_spoil_nothing_else(recipe):
     spoilt[3, 5] = math.nan
     back = dequantize(*quantize(spoilt, recipe), recipe)
     assert back[3, 5].isnan() and back.isnan().sum() == (16 if recipe.kind == "nvfp4" else 1)
+
+
+def test_saturated_and_underflowed_elements_are_counted():
+    x = torch.full((2, 32), 256.0)
+    x[0, :6] = torch.tensor([463.0, 465.0, -511.0, 2.0**-12, -(2.0**-12), 0.0])  # with the scale of mx, 1
+    saturated, underflowed = count_losses(x, mx(32))
+    assert (saturated, underflowed) == (2, 2)
+    for recipe in (tensorwise(), rowwise(), nvfp4()):
+        tiny = torch.tensor([[1.0, 1e-9, math.inf, math.nan] + [0.0] * 12] * 3)
+        if recipe.kind == "nvfp4":
+            tiny[:, 3] = 0
+        assert tuple(map(int, count_losses(tiny, recipe))) == (3, 3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

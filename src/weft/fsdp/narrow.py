@@ -25,7 +25,7 @@ from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
 from weft.memory.pool import Pool, Transient
 from weft.mesh import position_on
-from weft.quantize import Quantization, dequantize, largest_of, quantize, wide_scales
+from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 
 _ALIGNMENT = 16
 """A shard's bytes are a multiple of this many."""
@@ -112,6 +112,17 @@ class Narrow:
         for piece in self._pieces(self._shard):
             values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
             found[self._matrices[piece.number] + piece.matrix] = largest_of(values, self._recipe)
+        return found
+
+    def losses(self, main: torch.Tensor) -> torch.Tensor:
+        """Of this rank's shard `main`: how many elements saturate, how many underflow, and how many there are."""
+        found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
+        begin = self._shard * self._plan.layout.shard_numel
+        for piece in self._pieces(self._shard):
+            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
+            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
+            lost = count_losses(values.view(piece.shape), self._recipe, largest=largest)
+            found += torch.stack([*lost, lost[0].new_tensor(piece.numel)])
         return found
 
     def _scale_bytes(self, shape: tuple[int, ...]) -> int:
