@@ -112,7 +112,9 @@ class ParameterGroup:
         if self.payload.refreshes:
             main = plan.home_buffer(recipe.main)
             main.fill(tensors)
-            return main, plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
+            model = plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
+            model.local.zero_()  # padding is sent as well, and nothing else writes it
+            return main, model
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
