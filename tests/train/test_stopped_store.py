@@ -2,18 +2,22 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 
 from tests.train.command import free_port, metrics, wait_until, write_config
 from tests.train.kills import Starts, train_at
+from weft.train.run import meeting
+from weft.train.run.failures import Interrupted, Refused
+from weft.train.run.stop import StopRequest
 
 LIMIT_S = 4.0
 """train.watchdog of these runs."""
 SLACK_S = 30.0
-
-pytestmark = pytest.mark.long
 
 
 class OverTCP(Starts):
@@ -29,6 +33,49 @@ class OverTCP(Starts):
         return made
 
 
+STORE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timedelta(minutes=1), wait_for_workers=False)
+print("listens", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_a_store_that_stops_before_or_in_the_meeting_is_named_and_the_wait_obeys_signals(monkeypatch):
+    monkeypatch.setattr(meeting, "FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(meeting, "_ANSWER_S", 0.1)
+    port, said = free_port(), []
+    silent = f"rank 0, whose store at 127.0.0.1:{port} does not answer"
+    arguments = {"patience": 0.5, "say": said.append}
+    stop = StopRequest()
+
+    def meet(**changes):
+        meeting.meet(f"tcp://127.0.0.1:{port}", 1, 2, **{**arguments, "stop": stop, **changes})
+
+    holder = subprocess.Popen([sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "listens\n"
+        timer = threading.Timer(0.5, holder.send_signal, (signal.SIGSTOP,))
+        timer.start()
+        with pytest.raises(Refused, match=f"in vain for {silent}"):
+            meet(patience=2)  # it stops while this rank waits for rank 0 to come
+        assert said[0].startswith("waiting for rank 0")
+        said.clear()
+        with pytest.raises(Refused, match=f"in vain for {silent}"):
+            meet()  # connections are taken as before
+        assert said == [f"waiting for {silent}"]
+        stop._request()
+        with pytest.raises(Interrupted, match=f"stopped while waiting for {silent}; nothing was trained"):
+            meet(patience=60)
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["setup", "training"])
 def test_a_stopped_rank_0_that_holds_the_store_is_named_within_the_limit(tmp_path, moment):
     changes = {"train__watchdog": LIMIT_S, "train__steps": 100_000, "train__validate_every": 0}
