@@ -92,6 +92,7 @@ class TrainConfig:
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.tp", self.sharding.tp, 1),
+            ("sharding.etp", self.sharding.etp, None),
             ("sharding.pp", self.sharding.pp, 1),
             ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),
@@ -140,7 +141,7 @@ class TrainConfig:
         if tp == 1:
             return
         try:
-            check_shared(model, tp)
+            check_shared(model, tp, self.sharding.expert_ranks)
         except ValueError as error:
             raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
         fits = length % tp == 0 or self.sharding.cp > 1
