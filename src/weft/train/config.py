@@ -92,6 +92,7 @@ class TrainConfig:
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.tp", self.sharding.tp, 1),
+            ("sharding.etp", self.sharding.etp, None),
             ("sharding.pp", self.sharding.pp, 1),
             ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),

@@ -61,7 +61,7 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
     if tp == 1:
         return
     try:
-        check_shared(model, tp)
+        check_shared(model, tp, sharding.expert_ranks)
     except ValueError as error:
         raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
     fits = length % tp == 0 or sharding.cp > 1
