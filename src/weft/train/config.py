@@ -125,6 +125,13 @@ class TrainConfig:
             "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
             "train.overlap = false",
         )
+        require(
+            "train.halves",
+            self.train.halves,
+            not self.train.halves or model.moe_rows_per == "rank",
+            f'divides the rows of ranks, and model.moe_rows_per = {show(model.moe_rows_per)}; set that to "rank", or '
+            "train.halves = false",
+        )
         self._check_shared_layers(model)
         self._check_stages()
         has_bias = model.expert_bias and "E" in model.pattern

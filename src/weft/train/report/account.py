@@ -22,7 +22,7 @@ from weft.train.passes import Passes
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
-from weft.train.report.timeline import HiddenExchange, write_timeline
+from weft.train.report.timeline import HiddenExchange, slow_ranks, write_timeline
 from weft.train.run.runs import CONFIG, recorded_name
 from weft.train.run.trust import mark_as_own
 from weft.train.state import Position
@@ -141,10 +141,13 @@ class Account:
         keep_facts(self._folder, facts)
         if passes.timeline is not None:
             write_timeline(self._folder, recorded[0])
+            keep_facts(self._folder, {"computed": passes.computed})
             if passes.table is not None:
                 write_stages(self._folder, measured(passes.table, recorded))
             if hidden := HiddenExchange.of(recorded[0]):
                 self._say(f"in the last step {hidden}")
+            if slow := slow_ranks(passes.computed):
+                self._say(f"slow ranks in the last step: {slow}")
         path = write_report(self._folder)
         keep_facts(self._folder, {"reported": position.step})
         self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))

@@ -64,6 +64,9 @@ class LoopConfig:
     """With `overlap`: compute weight gradients apart, under an exchange."""
     early_release: bool = False
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    halves: bool = False
+    """With `overlap`: exchange the rows of a microbatch that stands alone in two halves, so that experts start on the
+    first."""
     watchdog: float = 600.0
     """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
@@ -130,7 +133,7 @@ class LoopConfig:
             self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
             'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
         )
-        for name in ("delay_wgrad", "early_release"):
+        for name in ("delay_wgrad", "early_release", "halves"):
             value = getattr(self, name)
             require(f"train.{name}", value, self.overlap or not value, "has no effect without train.overlap = true")
         require(
