@@ -1,4 +1,4 @@
-"""The evidence page: every test that it names exists, and the pages themselves name none."""
+"""Evidence and prose: every test named as evidence exists, no page names one, and sentences have real subjects."""
 
 import ast
 import re
@@ -72,3 +72,14 @@ hidden claim | test_a.py::test_d test_e.py
 def test_evidence_of_nothing_is_an_error():
     with pytest.raises(ValueError, match="evidence of nothing"):
         list(EVIDENCE["claims"]("<!-- evidence: test_a.py -->"))
+
+
+STUMBLES = re.compile(r"\b(whoever|whatever|somebody|nobody|goes on|of one\\?'s own|for ever)\b", re.IGNORECASE)
+
+
+def test_prose_says_who_acts():
+    """A sentence about "whoever" or "whatever" has a better subject: the rank, the caller, the reader, "you"."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    shown = {file: EVIDENCE["hidden"](file.read_text()) for file in files if file.name != MAP_OF_TESTS}
+    found = [f"{file.relative_to(ROOT)}: {word}" for file, text in shown.items() for word in STUMBLES.findall(text)]
+    assert len(found) < 20, found
