@@ -87,7 +87,7 @@ class TrainConfig:
             self.check_own_model()
 
     def check_own_model(self) -> None:
-        """Raise ConfigError for what has no effect on a model of one's own."""
+        """Raise ConfigError for what has no effect on your own model."""
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
@@ -98,7 +98,7 @@ class TrainConfig:
             ("train.overlap", self.train.overlap, False),
             ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
         ):
-            require(name, value, value == default, "has no effect on a model of one's own; leave it out")
+            require(name, value, value == default, "has no effect on your own model; leave it out")
 
     @property
     def hybrid(self) -> HybridConfig:
