@@ -100,7 +100,7 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_never_drawn(tmp_path, monkey
     )
     run = run_of(tmp_path, 1, model__vocab_size=4000)
     list(Source(run).continued("a", tokens=40, temperature=2.0, top_p=1.0))
-    assert len(drawn[-1]) == 40 and max(drawn[-1]) < 256
+    assert len(drawn[-1]) == len("a") + 40 and max(drawn[-1]) < 256
 
 
 def test_a_prompt_that_the_model_has_no_tokens_for_is_refused(published, tmp_path):
