@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.models.hf.families import KINDS
-from tests.models.hf.released import make, tensors
+from tests.models.hf.released import config, make, tensors
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import TensorWriter
@@ -102,6 +103,29 @@ def test_text_in_a_larger_model_is_read_and_everything_is_written_as_it_came(tmp
         assert all(torch.equal(written[each], tensor) for each, tensor in found.items())
         raw = json.loads((directory / "config.json").read_text())
         assert raw["model_type"] == theirs.config.model_type.removesuffix("_text") and "vision_config" in raw
+
+
+def test_gemma_3_with_images_is_read_and_everything_is_written_as_it_came(tmp_path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    described = Gemma3Config(text_config=config("gemma-3-1b-it"), vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(3)
+    theirs = Gemma3ForConditionalGeneration(described).float().eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = hf.from_pretrained(tmp_path / "theirs")
+    expected = theirs(input_ids=TOKENS).logits
+    assert_close(model(TOKENS), expected, **CLOSE)
+    hf.save(model, tmp_path / "again")
+    hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    hf.convert(tmp_path / "ours", tmp_path / "back")
+    found = tensors(tmp_path / "theirs")
+    assert any(name.startswith("vision_tower.") or ".vision_tower." in name for name in found)
+    for directory in (tmp_path / "again", tmp_path / "back"):
+        written = tensors(directory)
+        assert written.keys() == found.keys()
+        assert all(torch.equal(written[each], tensor) for each, tensor in found.items())
+    again = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    assert_close(again(input_ids=TOKENS).logits, expected, **CLOSE)
 
 
 def hf_names(files):

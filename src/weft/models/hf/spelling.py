@@ -3,6 +3,7 @@
 difference         name in the tables                  name in the directory
 -----------------  ----------------------------------  ---------------------------------------------------------------
 nested text model  model.layers.0...                   model.language_model.layers.0..., config.json has text_config
+of Gemma 3         model.layers.0..., lm_head          language_model.model.layers.0..., language_model.lm_head
 state_dict() file  block_sparse_moe., backbone.        mlp., model.: the names that transformers uses in memory
 fused experts      experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj: one tensor for all
 other weights      none                                image and sound weights of a larger model: `beside`
@@ -19,6 +20,7 @@ from weft.models.hf.fields import Raw
 
 NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
+OUTSIDE = "language_model."
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that older releases store and that weft computes."""
 
@@ -27,13 +29,15 @@ UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 class Spelling:
     """The differences that one directory has.
 
-    `nested`: names begin with `model.language_model.`. `fused`: one tensor holds the matrices of all experts.
-    `memory`: pairs of a part of a name in the tables and the part that replaces it in the directory.
+    `nested`: names begin with `model.language_model.`. `outside`: with `language_model.`. `fused`: one tensor holds the
+    matrices of all experts. `memory`: pairs of a part of a name in the tables and the part that replaces it in the
+    directory.
     """
 
     nested: bool = False
     fused: bool = False
     memory: tuple[tuple[str, str], ...] = ()
+    outside: bool = False
 
     def theirs(self, name: str) -> str:
         """The name in the directory, from a name in the tables."""
@@ -41,12 +45,15 @@ class Spelling:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
             return NESTED + name.removeprefix("model.")
-        return name
+        return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
         """The name in the tables, from a name in the directory; None if the text model does not use the tensor."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
+        if self.outside and not name.startswith(OUTSIDE):
+            return None
+        name = name.removeprefix(OUTSIDE) if self.outside else name
         if self.nested and name.startswith(NESTED):
             name = "model." + name.removeprefix(NESTED)
         for disk, memory in self.memory:
@@ -60,7 +67,7 @@ def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
     nested = any(name.startswith(NESTED) for name in names)
     fused = any(re.search(r"\.experts\.(gate_up|up|down)_proj$", name) for name in names)
     in_memory = family.memory if family.memory and _are_in_memory(family, names) else ()
-    return Spelling(nested, fused, in_memory)
+    return Spelling(nested, fused, in_memory, any(name.startswith(OUTSIDE) for name in names))
 
 
 class Spelled:
