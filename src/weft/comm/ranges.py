@@ -5,7 +5,7 @@ who looks                                 what it gets
 torch's profiler                          ranges
 a timeline of the lanes, while it records labels, without the `weft/`
 a tool of NVIDIA's, where there is CUDA   NVTX ranges, always: the tool may come later than the process
-nobody                                    nothing, at no cost
+nothing                                   nothing, at no cost
 """
 
 import threading
@@ -57,7 +57,7 @@ class Stretch:
 
 
 def _range(unit: str, what: str) -> AbstractContextManager | None:
-    """A range of a profile, None if nobody looks at one."""
+    """A range of a profile, None without a profiler."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit or 'root'}/{what}")
     if _HAS_CUDA and torch.cuda.is_initialized() and not recording:

@@ -9,7 +9,7 @@
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then moves
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer, so that an end is noticed when the work ends, not when somebody asks for it. On
+On CPU a thread waits for each transfer, so that an end is noticed when the work ends, not when it is asked for. On
 CUDA events are recorded on the lane's stream and read when the intervals are asked for.
 """
 
@@ -148,7 +148,7 @@ class WatchedWorks:
             for work in self._works:
                 work.wait()
             self._ended()
-        except BaseException as failure:  # belongs to whoever waits for the result
+        except BaseException as failure:  # belongs to the one that waits for the result
             self._failure = failure
         self._works = ()
         self.done.set()

@@ -2,9 +2,9 @@
 
     from         event        to           caused by                      what happens
     -----------  -----------  -----------  -----------------------------  ----------------------------------------------
-    at rest      gather       on the way   whoever is first to need or    the gather starts, beside the computation
+    at rest      gather       on the way   the first one to need or       the gather starts, beside the computation
                                            to foresee the unit
-    on the way   arrive       here         whoever needs the weights      what is computed from here on sees them
+    on the way   arrive       here         the one that needs weights     what is computed from here on sees them
     here         hold         held         a holder, by name
     held         hold         held         another holder
     held         let go       held         a holder, another one stays
@@ -13,9 +13,9 @@
     here         free         at rest      a driver that foresees no      the memory goes
                                            use of the unit soon
 
-Everything else is an error that names the unit, its state and its holders. A holder is whoever needs the weights: a
-forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that somebody will be
-back. A unit at most makes way for another, with its values; only its holders let it go. It knows nobody who drives it.
+Everything else is an error that names the unit, its state and its holders. A holder is what needs the weights: a
+forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that another will be
+back. A unit at most makes way for another, with its values; only its holders let it go. It does not know its drivers.
 
 What is registered follows those who compute, and the user's `unshard()`: while one of them holds the weights, the full
 parameters, else the sharded ones. Between passes a module so shows what an optimizer, a freeze or a write is to find;
@@ -144,7 +144,7 @@ class Unit:
 
     @property
     def computes(self) -> bool:
-        """Whether somebody computes with the full weights."""
+        """Whether a holder computes with the full weights."""
         for holder in self.holders:
             if holder.computes:
                 return True
@@ -190,7 +190,7 @@ class Unit:
         if not self._shows_full and (holder.computes or is_users(holder)):
             try:
                 self._show(full=True)
-            except RuntimeError:  # what somebody had put in place of a parameter
+            except RuntimeError:  # what was put in place of a parameter
                 self.release(holder)
                 raise
 
@@ -230,7 +230,7 @@ class Unit:
                 group.fulls.come(group.version)
 
     def register(self) -> None:
-        """Register what the holders need: full parameters, or the sharded ones if nobody computes."""
+        """Register what the holders need: full parameters, or the sharded ones if none computes."""
         self._show(full=any(holder.computes or is_users(holder) for holder in self.holders))
 
     def _show(self, *, full: bool) -> None:
@@ -239,7 +239,7 @@ class Unit:
             register(zip(group.slots, group.full_parameters if full else group.sharded_parameters))
 
     def free(self) -> None:
-        """Give the memory back, if it is there and nobody holds the weights."""
+        """Give the memory back, if it is there and the weights have no holder."""
         if self.state is State.ON_THE_WAY:
             self._arrive()
         if self.state is State.HERE:
@@ -353,7 +353,7 @@ class Unit:
 
     def _list_groups(self) -> None:
         self.trainable_groups = [group for group in self.groups if group.agreed]
-        """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
+        """The groups whose gradients are reduced: the same on all ranks, even if they froze different ones."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
         """Their numbers."""
         self.others = [number for number, group in enumerate(self.groups) if not group.agreed]

@@ -13,8 +13,8 @@ Where a group's gradients are, and what may happen to them:
     nowhere      pack       packed       the end of a backward   what autograd left goes into the packed buffer
     packed       pack       packed       a further microbatch    more is added
     packed       reduce     on the way   its turn                the reductions start; `main` belongs to the engine
-    on the way   arrive     reduced      whoever needs room      the transient memory is given back
-    on the way   wait       summed       whoever needs room      so too; the outer axis waits for the last microbatch
+    on the way   arrive     reduced      a need for room         the transient memory is given back
+    on the way   wait       summed       a need for room         so too; the outer axis waits for the last microbatch
     summed       pack       packed       a further microbatch
     reduced      pack       packed       a unit that is reduced twice in one backward
     reduced      publish    nowhere      the end of a backward   `main` is handed out as `.grad` and belongs to the user
@@ -90,7 +90,7 @@ class GroupGradients:
         self.present = [False] * len(full_parameters)
         """Of which parameters a gradient is among those packed since the last `publish`, on any rank once agreed."""
         self.is_owed = False
-        """Whether some rank may have packed gradients of an earlier backward: the same on all, whatever each ran."""
+        """Whether some rank may have packed gradients of an earlier backward: the same answer on all."""
         self.gives_all = False
         """Whether parameters that no rank used get a gradient of zeros, or none."""
         self.sums_only = False
@@ -311,7 +311,7 @@ class GroupGradients:
         self.present = [False] * len(self._full)
 
     def drop(self) -> None:
-        """The backward failed: nobody shall take what it has left for gradients, whole or in part, here or elsewhere.
+        """The backward failed: what it has left must not be taken for gradients, whole or in part, here or elsewhere.
         Reductions under way may still write to the main gradients, until `discard`."""
         self._forget()
         self.main.drop()

@@ -49,7 +49,7 @@ class GradientStage:
             inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
         )
         self._hooked: torch.Tensor | None = None
-        """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
+        """What a hook on the reduction works on. It stays: the lane uses it when no other code knows of it any more."""
         self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
