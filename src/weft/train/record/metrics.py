@@ -28,7 +28,7 @@ _LONGEST = 64 << 20
 class Metrics:
     """Appends a run's numbers; each line is on its way to the disk when `log` returns.
 
-    resumed_step: the step of the checkpoint that the run goes on from; later lines, which the run will write
+    resumed_step: the step of the checkpoint that the run resumes from; later lines, which the run will write
     again, are removed. 0 starts over: all lines go. `enabled=False` (ranks other than 0) writes nothing.
     loggers: those of `run.loggers`, which are told the run's `settings`.
     """

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines for whoever started it, and in its folder what the report is made of."""
+"""What a run says of itself: lines for the person who started it, and in its folder what the report is made of."""
 
 import dataclasses
 import shlex
@@ -51,7 +51,7 @@ class Account:
         """Those of the start, until they are written."""
 
     def begin(self, step: int) -> None:
-        """Of a run that begins, or goes on from `step`: then nothing is written before `keep_start`."""
+        """Of a run that begins, or resumes from `step`: then nothing is written before `keep_start`."""
         ranks = dist.get_world_size()
         if self._writes:
             resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
@@ -82,7 +82,7 @@ class Account:
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
+        # A run keeps its name, by which it is found again, not that of the configuration that resumes it.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
@@ -110,7 +110,7 @@ class Account:
             return
         try:
             self._write(position, passes, *zip(*found))
-        except Exception as error:  # the run is complete, whatever a parser or a drawing stumbles over
+        except Exception as error:  # the run is complete, even if a parser or a drawing fails
             said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct that"
             said = " ".join(str(error if isinstance(error, ConfigError) else said).split())
             self._say(f"{said}, then: weft report {shlex.quote(str(self._folder))}")

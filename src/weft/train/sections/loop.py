@@ -72,7 +72,7 @@ class LoopConfig:
     watchdog: float = 600.0
     """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Of a model of one's own, such as running statistics: after each step rank 0's, their mean, or each rank's own."""
+    """Of your own model, such as running statistics: after each step rank 0's, their mean, or each rank's own."""
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence see each other, as if they were one text."""
     expert_bias_rate: float = 1e-3
