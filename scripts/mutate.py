@@ -1277,6 +1277,27 @@ MUTATIONS = [
         "",
         NARROW_BYTES,
     ),
+    Mutation(
+        "small quantized units travel by themselves",
+        "fsdp/group.py",
+        "self.payload.refreshes and self.plan.moves and not self.refreshed_bytes",
+        "False",
+        "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+    ),
+    Mutation(
+        "a bundle sends the quantized weights of the last step",
+        "fsdp/group.py",
+        "self.refresh(channels)\n        return self.model_weight.local",
+        "return self.model_weight.local",
+        "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+    ),
+    Mutation(
+        "elements that become zeros are not counted",
+        "quantize/shares.py",
+        "(values != 0) & (found == 0)",
+        "(values == 0) & (found != 0)",
+        "quantize/test_formats.py::test_saturated_and_underflowed_elements_are_counted",
+    ),
     # --- gradients ---------------------------------------------------------------------------------------------------
     Mutation(
         "gradients are summed and not averaged",
