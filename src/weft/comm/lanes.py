@@ -57,7 +57,8 @@ class Ticket:
         """What is not awaited ends all the same, but it should have been given up: a checker of streams counts it."""
         if self._event is not None and not self._settled:
             streams.unawaited(self._name, self._event)
-        self.abandon()
+        if self._event is not None or self._transfer is not None:
+            self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
         """Let transfers end whose result is not used, before their memory is reused.
@@ -207,8 +208,8 @@ class Lane:
                 group = each
                 break
         call = self._call(group, channel)
-        if (timeline := recording()) is not None:
-            collective = self._recorded(timeline, collective, group)
+        if recording:
+            collective = self._recorded(recording[0], collective, group)
         start = functools.partial(collective, *args, self.tag + CHANNEL_STRIDE * channel, **kwargs)
         if self.stream is None:
 
@@ -222,12 +223,14 @@ class Lane:
                     raise
 
             earlier = after._transfer if after is not None else None
-            tagged = group is not None and transport_of(group, self._device).capabilities.tags
-            if earlier is not None and group is not None and not tagged:
+            gate = priority.gate_of(self.name) if group is not None else None
+            late = earlier is not None or gate is not None
+            if late and group is not None and not transport_of(group, self._device).capabilities.tags:
                 # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
                 # one later would not keep it.
-                earlier.complete()
-            gate = priority.gate_of(self.name) if tagged else None
+                gate = None
+                if earlier is not None:
+                    earlier.complete()
             return Ticket(Transfer(begin, (group, self.tag, channel), earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:

@@ -86,16 +86,14 @@ class Transfer:
 
     def complete(self) -> None:
         """Wait for its end. Raises what a transfer raised."""
-        self._open()
-        self._end()
-
-    def _open(self) -> None:
         if self._gate is not None:
             self._gate.set()
+        self._end()
 
     def _end(self) -> None:
         """Wait for the end, without making it begin."""
-        self._is_under_way(timeout=None)
+        if self._put_off is not None:
+            self._put_off.wait()
         with self._lock:
             pending, self._pending = self._pending, None
             if self._failure is None and pending is not None:
@@ -118,7 +116,8 @@ class Transfer:
     def abandon(self, timeout: timedelta) -> None:
         """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""
         deadline = time.monotonic() + timeout.total_seconds()
-        self._open()
+        if self._gate is not None:
+            self._gate.set()
         if not self._is_under_way(timeout.total_seconds()):
             return
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):

@@ -43,6 +43,7 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.shares import quantization_shares
 from weft.graphs.settings import Graphs
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
@@ -73,6 +74,7 @@ __all__ = [
     "memory_report",
     "padding_of",
     "plan_of",
+    "quantization_shares",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

@@ -76,6 +76,8 @@ class ParameterGroup:
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
+        self.refreshes = self.model_weight is not self.main_weight
+        """Whether there are model weights beside the main weights, which follow them."""
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self.full, self.transient = self._make_full()
@@ -110,7 +112,9 @@ class ParameterGroup:
         if self.payload.refreshes:
             main = plan.home_buffer(recipe.main)
             main.fill(tensors)
-            return main, plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
+            model = plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
+            model.local.zero_()  # padding is sent as well, and nothing else writes it
+            return main, model
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
@@ -200,18 +204,14 @@ class ParameterGroup:
         """Whether the main weights were written to since what is gathered, or stays, was made from them."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
-    @property
-    def refreshes(self) -> bool:
-        """Whether there are model weights beside the main weights, which follow them."""
-        return self.model_weight is not self.main_weight
-
     def outdate(self) -> None:
         """Let the next gather start from the main weights, because some rank says so."""
         self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
         """Start making the full weights those of the main weights; None where they already are."""
-        self.refresh(channels)
+        if self.refreshes:
+            self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
             return refreshing

@@ -241,7 +241,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     """Raise `ValueError` if `meshes` has an axis of which a model of `cfg` would make nothing."""
     if meshes.tp is not None:
-        check_shared(cfg, meshes.tp.size())
+        check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
             f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"

@@ -312,6 +312,9 @@ class Trainer:
             norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
+        if _due(self.config.train.quantization_shares_every, self.position.step + 1):
+            shares = self.stages.merged(weft.quantization_shares(self.model))
+            metrics.log_quantization(self.position.step + 1, shares)
         norm = float(clip_gradients(self.model, self.config.train.gradient_clip))
         skipped = self.spikes.is_one(norm)
         if not skipped:

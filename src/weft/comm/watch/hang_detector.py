@@ -91,7 +91,6 @@ class HangDetector:
         self._issued: dict[str, int] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._joinable: MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()
-        self._also: list[Callable[[], None]] = []
         self._call: Call | None = None
         self._since = 0.0
         self._token = 0
@@ -133,14 +132,10 @@ class HangDetector:
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
-    @contextmanager
-    def looking(self, look: Callable[[], None]) -> Iterator[None]:
-        """Inside, the thread calls `look()` at each of its looks, for what watches the progress of a program."""
-        self._also.append(look)
-        try:
-            yield
-        finally:
-            self._also.remove(look)
+    def waits_for(self, thread: int | None) -> str:
+        """The collective, of weft or outside of it, that `thread` waits in, for a person; empty elsewhere."""
+        call = self._call
+        return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
         """A forward begins: an earlier failure is over."""
@@ -232,8 +227,6 @@ class HangDetector:
         with contextlib.suppress(Exception):  # the store went with the job
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
-                for look in tuple(self._also):
-                    look()
                 delay = self.delay()
                 slowest = SLOWEST_S * delay / DELAY_S
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay

@@ -108,6 +108,8 @@ class GroupGradients:
         self._filled = [False] * len(full_parameters)
         """Which parts of the packed gradients hold something that a further gradient is added to."""
         self._declared = [number for number, full in enumerate(full_parameters) if declares_writing(full)]
+        self.declared = bool(self._declared)
+        """Whether modules have declared that they add to `main_grad` themselves."""
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
 
@@ -139,11 +141,6 @@ class GroupGradients:
 
     # --- what modules write themselves --------------------------------------------------------------------------------
 
-    @property
-    def declared(self) -> bool:
-        """Whether modules have declared that they add to `main_grad` themselves."""
-        return bool(self._declared)
-
     def offer(self, pool: Pool, *, defer: bool) -> None:
         """Set `main_grad` of the full parameters that were declared so: zeros, or what is there already."""
         for number in self._declared:
@@ -161,7 +158,7 @@ class GroupGradients:
         self._packed(pool, defer=defer)
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
-        return self._stages[0].views()[number], accumulate
+        return self._stages[0].views[number], accumulate
 
     def facts(self) -> GradientFacts:
         """What the plan of a step must know of these gradients."""
@@ -184,7 +181,7 @@ class GroupGradients:
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
         self._packed(pool, defer=defer)
-        if not all(self._filled) and (padding := self._stages[0].padding()):
+        if not all(self._filled) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -196,7 +193,7 @@ class GroupGradients:
         for number in self._declared:
             if leaves_a_dummy(self._full[number]):
                 left[number] = None
-        for number, (view, gradient) in enumerate(zip(self._stages[0].views(), left)):
+        for number, (view, gradient) in enumerate(zip(self._stages[0].views, left)):
             if gradient is not None:
                 if not self._sharded[number].requires_grad:  # frozen since the forward
                     gradient = None

@@ -90,10 +90,12 @@ class MainGradients:
 
     def _is_viewed(self) -> bool:
         """Whether anybody else has views of what was handed out."""
-        uses = torch._C._storage_Use_Count(self._storage._cdata)
-        return uses > self._uses + len(self._windows) or any(
-            sys.getrefcount(self._windows[place]) > _ALONE for place in self._windows
-        )
+        if torch._C._storage_Use_Count(self._storage._cdata) > self._uses + len(self._windows):
+            return True
+        for place in self._windows:
+            if sys.getrefcount(self._windows[place]) > _ALONE:
+                return True
+        return False
 
     def _open(self) -> FlatBuffer:
         self.buffer = main = self._plan.home_buffer(self._plan.recipe.main_grad)

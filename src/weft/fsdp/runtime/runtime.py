@@ -367,7 +367,8 @@ class Runtime:
 
     def offer(self, unit: Unit) -> None:
         """Make `main_grad` ready for the modules of `unit` that declared to use it."""
-        self.reductions.offer_main_gradients(unit)
+        if unit.writes_gradients:
+            self.reductions.offer_main_gradients(unit)
 
     def expect_more(self, more: bool) -> None:
         """Whether a schedule has further microbatches to reduce."""
@@ -405,7 +406,7 @@ class Runtime:
         self._calls.clear()
         units = self.units
         for unit in reversed(units):
-            if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):
+            if self.reductions.left_over(unit):
                 self.ready(unit)
         late = [unit for unit in units if unit.others and any(unit.groups[number].trainable for number in unit.others)]
         for unit in late:  # the ranks have yet to hear that one of them trains these
@@ -615,7 +616,7 @@ class Runtime:
     def _before_gather(self, unit: Unit) -> None:
         if self._freshness.ahead:
             self._freshness.reach(unit)
-        if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
+        if not (self.options.check_collectives and unit.is_addressed) and self.passes.current is not Pass.EVALUATION:
             for group in unit.groups:
                 if group.plan.moves:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)

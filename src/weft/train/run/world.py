@@ -55,10 +55,12 @@ class Place:
         from weft.comm.backends import backend_for
         from weft.train.run.meeting import meet
 
-        store = meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say)
+        def begin(store: dist.Store) -> None:
+            dist.init_process_group(backend_for(device), store=store, rank=self.rank, world_size=self.ranks)
+
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend_for(device), store=store, rank=self.rank, world_size=self.ranks)
+        meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say, begin=begin)
 
 
 def begin_alone() -> None:

@@ -42,6 +42,8 @@ class LoopConfig:
     """Steps between two lines of output when the output is no terminal."""
     parameter_norms_every: int = 0
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
+    quantization_shares_every: int = 0
+    """With a quantized `precision`: steps between two records of saturated and underflowed weights by unit; 0: none."""
     profile_step: int = 0
     """First of the steps that torch's profiler records, a trace for each rank; 0: none."""
     profile_steps: int = 3
@@ -132,6 +134,13 @@ class LoopConfig:
             self.unquantized_ends,
             self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
             'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
+        )
+        every = self.quantization_shares_every
+        require(
+            "train.quantization_shares_every",
+            every,
+            every >= 0 and (not every or self.precision not in ("fp32", "bf16")),
+            'is a number of steps, and has no effect without a quantized train.precision, such as "mxfp8"',
         )
         for name in ("delay_wgrad", "early_release", "halves"):
             value = getattr(self, name)
