@@ -87,17 +87,18 @@ class TrainConfig:
             self.check_own_model()
 
     def check_own_model(self) -> None:
-        """Raise ConfigError for what has no effect on a model of one's own."""
+        """Raise ConfigError for what has no effect on your own model."""
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.tp", self.sharding.tp, 1),
+            ("sharding.etp", self.sharding.etp, None),
             ("sharding.pp", self.sharding.pp, 1),
             ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),
             ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
         ):
-            require(name, value, value == default, "has no effect on a model of one's own; leave it out")
+            require(name, value, value == default, "has no effect on your own model; leave it out")
 
     @property
     def hybrid(self) -> HybridConfig:

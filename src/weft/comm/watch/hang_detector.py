@@ -1,4 +1,4 @@
-"""Who waits for what: a process' waits are watched, so that ranks that wait for each other for ever find out.
+"""Who waits for what: a process' waits are watched, so that deadlocked ranks find out.
 
 Each collective has a key that is the same on all ranks, and a number: how many of that key this rank has issued. A rank
 that has waited for a while says in the job's store what it waits for and what it has issued. `rules` has who is stuck
@@ -7,10 +7,10 @@ then, and what an exception or the end of a program mean. Of the stuck ranks
     one lacks what another waits for, and can take part in it      it takes part
     none can                                                       CollectiveMismatch, on every one that waits in weft
 
-What a rank says may be old, where its thread got no time. So whoever finds ranks stuck asks a question, and counts only
-what was said after it: a rank that says the same then has waited all the time.
+What a rank says may be old, where its thread got no time. So a rank that finds others stuck asks a question, and counts
+only what was said after it: a rank that says the same then has waited all the time.
 
-While nobody waits long this costs two assignments per wait and a look every tenth of a second. Where ranks take part in
+While no wait is long this costs two assignments per wait and a look every tenth of a second. Where ranks take part in
 what others wait for, they will again, for each unit that one of them skips: for a while all of them look more often.
 """
 
@@ -46,7 +46,7 @@ SHORT_S = 0.01
 SHORT_S_PER_RANK = 2e-4
 """What each rank adds to that, so that the store can answer all."""
 EXPLAINED_S = 2.0
-"""How long a rank whose wait was broken looks for somebody who says why."""
+"""How long a rank whose wait was broken looks for a rank that says why."""
 GOODBYE_S = 10.0
 """How long the end of a process waits for the thread."""
 
@@ -241,7 +241,7 @@ class HangDetector:
         return f"{self._failed}, then its program ended" if self._failed else "its program ended"
 
     def _look(self) -> bool:
-        """Say what this rank waits for, and see whether others wait for ever with it; whether to look again soon."""
+        """Say what this rank waits for, and see whether others are deadlocked with it; whether to look again soon."""
         mine = self._state()
         if mine is None:
             self._before = None

@@ -128,7 +128,7 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Whether somebody has left for a second, which is longer than it takes to think better of it."""
+        """Whether a rank has left for a second, which is longer than it takes to think better of it."""
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 

@@ -89,7 +89,7 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, SLURM or `weft train` itself gave this process; None when nobody did."""
+    """The place that torchrun, SLURM or `weft train` itself gave this process; None without one."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", ranks))

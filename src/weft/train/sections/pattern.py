@@ -40,6 +40,13 @@ def _check_experts(model: HybridConfig, loop: LoopConfig, ep: int) -> None:
         "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
         "train.overlap = false",
     )
+    require(
+        "train.halves",
+        loop.halves,
+        not loop.halves or model.moe_rows_per == "rank",
+        f'divides the rows of ranks, and model.moe_rows_per = {show(model.moe_rows_per)}; set that to "rank", or '
+        "train.halves = false",
+    )
     has_bias = model.expert_bias and "E" in model.pattern
     require(
         "train.expert_bias_rate",
@@ -54,7 +61,7 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
     if tp == 1:
         return
     try:
-        check_shared(model, tp)
+        check_shared(model, tp, sharding.expert_ranks)
     except ValueError as error:
         raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
     fits = length % tp == 0 or sharding.cp > 1
