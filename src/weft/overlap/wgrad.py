@@ -85,7 +85,7 @@ class DelayedWeights(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _compute(parameter: nn.Parameter, kind: Any, gradient: Tensor, x: Tensor, beside: Tensor | None) -> None:
+def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Tensor | None) -> None:
     """One product, into the buffer of its parameter."""
     buffer, accumulate = weight_gradient(parameter)
     if isinstance(buffer, DTensor):  # `.grad` of a weight that is spread over ranks but not sharded
