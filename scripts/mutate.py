@@ -75,6 +75,7 @@ OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 
 GRAPHS = "graphs/test_hooks.py::"
+WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
 REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
@@ -169,6 +170,27 @@ MUTATIONS = [
         "buffer.copy_(values)",
         "pass",
         GRAPHS + "test_buffers_that_a_forward_changes_are_counted_once_per_call[2]",
+    ),
+    Mutation(
+        "a replay does not say that it wrote to main_grad",
+        "graphs/writes.py",
+        "            each.grad_added_to_main_grad = True",
+        "            pass",
+        WRITES,
+    ),
+    Mutation(
+        "a replay that adds is taken for one that writes",
+        "graphs/writes.py",
+        "            *(accumulate for _, accumulate in self._answers),",
+        "",
+        WRITES,
+    ),
+    Mutation(
+        "a recording of a backward leaves its own gradients behind",
+        "graphs/writes.py",
+        "buffer.copy_(values)",
+        "pass",
+        WRITES,
     ),
     Mutation(
         "a rank replays what failed elsewhere",
