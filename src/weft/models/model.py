@@ -77,7 +77,7 @@ class HybridModel(nn.Module):
                 self.embedding.ranks = self.ranks
         self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
         if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
-            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, whoever has the depths
+            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, with depths or without
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":

@@ -1,6 +1,6 @@
 """The router: which experts a token visits, and how much each of them counts.
 
-logits  = W x (+ b)                                 in fp32, whatever the model computes in
+logits  = W x (+ b)                                 in fp32, also where the model is not
 scores  = softmax(logits) or sigmoid(logits)
 choice  = scores (+ bias), in the best groups only  which experts: no gradient
 weights = scores of the chosen (/ their sum) * scaling_factor
