@@ -128,6 +128,27 @@ MUTATIONS = [
         "return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank] * ctx.ranks.size, None, None, None",
         TENSOR + "test_scores_are_those_of_one_process_and_so_are_losses_of_them[2]",
     ),
+    Mutation(
+        "a router's loss is one about this rank's positions",
+        "moe/router.py",
+        "            if self.over_positions is not None:\n",
+        "            if False:\n",
+        "models/test_whole_experts.py::test_losses_steps_and_loads_are_those_of_one_process[2]",
+    ),
+    Mutation(
+        "gradients of whole experts are averaged over tensor-parallel ranks",
+        "models/sharding.py",
+        "        divisor /= meshes.tp.size()\n",
+        "        pass\n",
+        "models/test_whole_experts.py::test_losses_steps_and_loads_are_those_of_one_process[2]",
+    ),
+    Mutation(
+        "a norm adds whole experts up over expert-parallel ranks that cross the data-parallel ones",
+        "optim/norms.py",
+        "return self._slices or slices",
+        "return slices",
+        TENSOR + "test_with_sharding_replicas_context_ranks_and_stages[4]",
+    ),
     # --- graphs -------------------------------------------------------------------------------------------------------
     Mutation(
         "graphs are never replayed",
