@@ -1488,6 +1488,21 @@ MUTATIONS = [
         "models/hf/test_found.py::test_a_field_that_is_not_known_is_passed_over_where_it_is_named",
     ),
     Mutation(
+        "a text is decoded without its prompt",
+        "train/source.py",
+        "each[-CONTEXT:]",
+        "each[:0]",
+        "train/test_published_programs.py::test_a_text_is_continued_with_the_blank_between_words",
+    ),
+    Mutation(
+        "a field that is null is a field",
+        "models/hf/fields.py",
+        "if raw[name] is not None}",
+        "}",
+        "models/hf/test_absent.py"
+        "::test_fields_that_switch_nothing_on_pass_in_every_family_and_those_that_do_are_refused[llama]",
+    ),
+    Mutation(
         "Gemma's factor of embeddings is not rounded",
         "models/model.py",
         "if self.cfg.embedding_multiplier_rounded:",
