@@ -64,6 +64,8 @@ class LoopConfig:
     """With `overlap`: compute weight gradients apart, under an exchange."""
     early_release: bool = False
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    check: bool = False
+    """Before the first step, run the step of a small copy of the model in one process, and compare (`weft check`)."""
     watchdog: float = 600.0
     """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
