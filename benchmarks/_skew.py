@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weft.train.report.timeline import slow_ranks
+
 ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5")
-SLOW = 1.1
-"""A rank that computes this many times as long as the mean is named."""
 
 
 class OfRank(NamedTuple):
@@ -40,13 +40,6 @@ class Skew(NamedTuple):
         """The combined step as a part of the unpaired nodes' step."""
         return self.seconds["combined"] / self.seconds["unpaired nodes"]
 
-    @property
-    def slow(self) -> dict[int, float]:
-        """The ranks that compute longer than the others, and how many times the mean."""
-        mean = sum(rank.computing for rank in self.ranks) / len(self.ranks)
-        times = {number: rank.computing / mean for number, rank in enumerate(self.ranks)}
-        return {number: each for number, each in times.items() if each > SLOW}
-
 
 def table(skews: Sequence[Skew]) -> None:
     """Print one line for each routing."""
@@ -55,7 +48,7 @@ def table(skews: Sequence[Skew]) -> None:
     print(f"{'routing':{width}}" + "".join(f"{f'{side} s':>26}" for side in sides), end="")
     print(f"{'combined / unpaired':>21}{'hidden':>9}{'rows saved':>12}  slow ranks")
     for skew in skews:
-        slow = ", ".join(f"rank {number} computes {times:.2f} x the mean" for number, times in skew.slow.items())
+        slow = slow_ranks([rank.computing for rank in skew.ranks])
         print(f"{skew.routing:{width}}" + "".join(f"{skew.seconds[side]:26.3f}" for side in sides), end="")
         print(f"{skew.ratio:21.2f}{skew.hidden:9.0%}{skew.saved:12.0%}  {slow or 'none'}")
 

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline, busy, overlap
+from weft.comm.timeline import Timeline, busy
 from weft.models import HybridConfig, HybridModel
 from weft.moe import exchanged_rows
 from weft.moe.kinds import ROWS_PER
 from weft.overlap import forward_backward, hidden_fraction
-from weft.overlap.order import COMPUTE
+from weft.train.report.timeline import computing
 
 ROWS, SEQUENCE, MICROBATCHES = 4, 256, 6
 CONFIG = HybridConfig(
@@ -141,7 +141,7 @@ def measured(name: str, shares: _routing.Shares, data: list, options: argparse.N
     intervals = timeline.intervals()
     assignments, rows = sum(exchanged_rows(nets["combined"]).values()).tolist()
     mine = _skew.OfRank(
-        busy(intervals, COMPUTE) - overlap(intervals, COMPUTE, "wait"),
+        computing(intervals),
         hidden_fraction(intervals),
         assignments,
         rows,

@@ -40,12 +40,12 @@ class Spans(nn.Module):
         entries: list[Any] = []
 
         def begin(gradients: Any) -> None:
-            if (timeline := recording()) is not None:
-                entries.append(timeline.begin("compute", "backward"))
+            if recording:
+                entries.append(recording[0].begin("compute", "backward"))
 
         def end(gradient: Any) -> None:
-            if entries and (timeline := recording()) is not None:
-                timeline.end(entries.pop())
+            if entries and recording:
+                recording[0].end(entries.pop())
 
         if y.grad_fn is not None:
             y.grad_fn.register_prehook(begin)

@@ -146,7 +146,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that all wait for messages wait on",
-        "debug/ranks.py",
+        "debug/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
         CHECK + "test_a_message_that_a_rank_does_not_send",
@@ -398,8 +398,8 @@ MUTATIONS = [
     Mutation(
         "what is registered follows every holder",
         "fsdp/unit.py",
-        "            if holder.computes or is_users(holder):\n                self._shows_full = True\n",
-        "            self._shows_full = True\n",
+        "                if each.computes or is_users(each):\n                    return\n",
+        "                return\n",
         BETWEEN + "test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameters[2-optim_grads_params]",
     ),
     Mutation(
@@ -576,8 +576,8 @@ MUTATIONS = [
     Mutation(
         "the next bucket is gathered when it is needed",
         "layout/gathers.py",
-        "for following in self._wanted():",
-        "for following in () if unit.number in self._bundles else self._wanted():",
+        "for following in self._wanted:",
+        "for following in () if unit.number in self._bundles else self._wanted:",
         BUCKETS + "test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed[2]",
     ),
     Mutation(
@@ -620,7 +620,7 @@ MUTATIONS = [
     Mutation(
         "nothing is gathered ahead",
         "layout/gathers.py",
-        "for following in self._wanted():",
+        "for following in self._wanted:",
         "for following in ():",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads_params]",
     ),
@@ -800,7 +800,7 @@ MUTATIONS = [
     Mutation(
         "a lane yields to no exchange",
         "comm/lanes.py",
-        "gate = priority.gate_of(self.name) if tagged else None",
+        "gate = priority.gate_of(self.name) if group is not None else None",
         "gate = None",
         "overlap/test_events.py::"
         "test_an_exchange_that_is_about_to_leave_goes_before_the_reduction_of_the_layer_above[2]",
@@ -858,7 +858,7 @@ MUTATIONS = [
     Mutation(
         "what is needed next is let go and gathered again",
         "layout/gathers.py",
-        "return number == expected[position] or number in self._wanted()",
+        "return number == expected[position] or number in self._wanted",
         "return number == expected[position]",
         "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
     ),
@@ -1605,9 +1605,9 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of units that do not run in the last microbatch are left over",
-        "fsdp/runtime/runtime.py",
-        "if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):",
-        "if unit.awaits_reduction_in_turn:",
+        "fsdp/runtime/reductions.py",
+        "waits = gradients.where in (Where.PACKED, Where.SUMMED)",
+        "waits = False",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),
     Mutation(

@@ -1,10 +1,11 @@
-"""What `make docs` does beside mkdocs: pages from outside of docs/, links that hold on the code host too, and checks.
+"""What `make docs` does beside mkdocs: pages from outside of docs/, the evidence page, links, and checks.
 
 README.md is the front page; CHANGELOG.md, CONTRIBUTING.md, SECURITY.md and the programs and configurations that pages
 link to are pages. Links in all of them name files of the repository, relative to the page, so that they work there;
 here they are made to name pages. A warning of this file is an error of the build, which is strict.
 """
 
+import importlib.util
 import logging
 import posixpath
 import re
@@ -22,6 +23,18 @@ LINK = re.compile(r"(?<!`)(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TEXT = re.compile(r"<(p|li)>(.*?)</\1>", re.DOTALL)
 log = logging.getLogger("mkdocs.hooks.site")
+
+
+def evidence() -> Any:
+    """The module beside this file: mkdocs runs hooks without their folder on the path."""
+    spec = importlib.util.spec_from_file_location("evidence", Path(__file__).with_name("evidence.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EVIDENCE = evidence()
 
 
 def page_of(path: str) -> str | None:
@@ -45,8 +58,9 @@ def file_of(page: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside of docs/."""
+    """Add the pages from outside of docs/, and the evidence page."""
     content = {page: (ROOT / path).read_text() for path, page in [*FRONT.items(), *zip(PAGES, PAGES)]}
+    content["evidence.md"] = EVIDENCE.markdown()
     content["LICENSE.md"] = f"# License\n\n```\n{(ROOT / 'LICENSE').read_text()}```\n"
     for folder, language in SHOWN.items():
         for path in sorted((ROOT / folder).iterdir()):
@@ -64,8 +78,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Make links to files of the repository links to the pages that show them."""
+    """Make links to files of the repository links to the pages that show them, and leave out the evidence."""
     here = page.file.src_uri
+    if here == "evidence.md":
+        return markdown
+    markdown = EVIDENCE.hidden(markdown)
     source = file_of(here)
 
     def moved(link: re.Match[str]) -> str:

@@ -67,36 +67,6 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
         exec(block, names)
 
 
-PAGES_WITH_TESTS = [
-    "sharding",
-    "experts",
-    "checkpoints",
-    "training",
-    "models",
-    "composition",
-    "gradients",
-    "faults",
-    "precision",
-    "memory",
-    "debugging",
-    "from-fsdp2",
-    "from-megatron-fsdp",
-    "optimizers",
-    "huggingface",
-    "schedules",
-    "pipelines",
-    "ecosystem",
-]
-
-
-@pytest.mark.parametrize("page", PAGES_WITH_TESTS)
-def test_the_tests_that_a_page_names_are_there(page):
-    named = re.findall(r"`([\w./]+\.py)::(\w+)`", (ROOT / f"docs/{page}.md").read_text())
-    assert named
-    for file, test in named:
-        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
-
-
 STEPS = 40
 """Of the trainer's examples in tests: beyond the step at which they are stopped, and enough to learn something."""
 TRAINED = ("vision", "hf_finetune", "hf_lora")

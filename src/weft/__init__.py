@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         keep_dtype,
         memory_report,
         padding_of,
+        quantization_shares,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
@@ -69,6 +70,7 @@ __all__ = [
     "padding_of",
     "parameter_norms",
     "pipeline",
+    "quantization_shares",
     "quantize",
     "register_fsdp_forward_method",
     "share_comm_ctx",

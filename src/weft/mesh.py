@@ -3,9 +3,10 @@
 Ranks count along these axes, the last one fastest:
 
     dense view     pp | dp_replicate | dp_shard      | cp | tp
-    expert view    pp | expert_replicate | expert_shard | ep | tp
+    expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is cut over tp (`etp` is `tp`)
+                   pp | expert_replicate | expert_shard | ep           experts are whole (`etp` is 1)
 
-Both views cut the same data-parallel ranks; the expert view only groups them differently. To sharding, context ranks
+Both views cut the same ranks; the expert view only groups them differently. To sharding, context ranks
 are data-parallel ranks: `dense` goes over dp_shard and cp together. Eight ranks with `dp_shard=8, ep=4`, each digit a
 rank:
 
@@ -36,7 +37,7 @@ class Meshes:
 
     `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`.
     `expert`: the data-parallel ranks that hold the same experts; `dense` itself where `ep` is 1.
-    `ep`, `pp`, `tp`, `cp`: 1-D, or None where the axis has one rank.
+    `ep`, `pp`, `tp`, `cp`: 1-D, or None where the axis has one rank. `etp`: `tp`, or None where experts are whole.
     """
 
     dense: DeviceMesh
@@ -45,6 +46,7 @@ class Meshes:
     pp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
     cp: DeviceMesh | None = None
+    etp: DeviceMesh | None = None
     expert_parts: DeviceMesh | None = None
     """The ranks that share one copy of the experts where each expert is cut too: 2-D, (ep, tp)."""
 
@@ -85,6 +87,7 @@ def init_meshes(
     cp: int = 1,
     ep: int = 1,
     tp: int = 1,
+    etp: int | None = None,
 ) -> Meshes:
     """Lay all ranks out over the axes; collective, every rank calls it with the same sizes.
 
@@ -93,11 +96,14 @@ def init_meshes(
     dense one is, as long as `ep` divides `dp_shard * cp`; otherwise an expert group reaches over replicas and the
     expert mesh is 1-D.
 
+    `etp`: over how many ranks each expert is cut, `tp` (None says that, too) or 1. Whole experts see the tokens of all
+    ranks, so that `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
+
     Uses the default process group, or joins the one that the launcher's environment variables describe.
 
     Raises:
-        ValueError: a device that is not here, a size below 1, a product that is not the world size, or an `ep` that
-            does not divide the data-parallel ranks.
+        ValueError: a device that is not here, a size below 1, a product that is not the world size, an `ep` that
+            does not divide the ranks over which experts are spread, or an `etp` that is neither 1 nor `tp`.
         RuntimeError: there is neither a process group nor an environment to start one from.
     """
     if device_type not in ("cpu", "cuda"):
@@ -105,7 +111,8 @@ def init_meshes(
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device_type='cuda': torch finds no such device here; choose 'cpu', or install torch for CUDA")
     world = _world_size()
-    dp_shard = cp * _fit(world, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, ep=ep, tp=tp)
+    etp = tp if etp is None else etp
+    dp_shard = cp * _fit(world, etp=etp, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, ep=ep, tp=tp)
     forget_meshes()  # those of an earlier world, whose groups are gone, may be equal to these
 
     dense_view = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
@@ -116,17 +123,19 @@ def init_meshes(
     cp_mesh = None
     if cp > 1:
         cp_mesh = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard // cp, cp=cp, tp=tp)["cp"]
+    etp_mesh = tp_mesh if etp > 1 else None
     if ep == 1:
-        return Meshes(dense, dense, None, pp_mesh, tp_mesh, cp_mesh)
+        return Meshes(dense, dense, None, pp_mesh, tp_mesh, cp_mesh, etp_mesh)
 
-    if outer and dp_shard % ep == 0:
-        cut = {"expert_replicate": dp_replicate, "expert_shard": dp_shard // ep}
+    shards = dp_shard * tp // etp
+    if outer and shards % ep == 0:
+        cut = {"expert_replicate": dp_replicate, "expert_shard": shards // ep}
     else:
-        cut = {"expert_shard": dp_replicate * dp_shard // ep}
-    expert_view = _view(device_type, pp=pp, **cut, ep=ep, tp=tp)
+        cut = {"expert_shard": dp_replicate * shards // ep}
+    expert_view = _view(device_type, pp=pp, **cut, ep=ep, tp=etp)
     expert = expert_view[tuple(cut)]
-    parts = expert_view["ep", "tp"] if tp > 1 else None
-    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh, cp_mesh, parts)
+    parts = expert_view["ep", "tp"] if etp > 1 else None
+    return Meshes(dense, expert, expert_view["ep"], pp_mesh, tp_mesh, cp_mesh, etp_mesh, parts)
 
 
 _worlds: dict[tuple[str, Any], DeviceMesh] = {}
@@ -177,7 +186,7 @@ def _world_size() -> int:
     )
 
 
-def _fit(world: int, **axes: int) -> int:
+def _fit(world: int, etp: int, **axes: int) -> int:
     """Check the sizes against the world and return `dp_shard` with -1 resolved."""
     for name, size in axes.items():
         takes_rest = name == "dp_shard" and size == -1
@@ -205,9 +214,15 @@ def _fit(world: int, **axes: int) -> int:
             fix = f"set dp_shard={rest} or -1, or start {product} ranks"
         raise ValueError(f"{shown} = {product} {rule or 'must be the world size'}, which is {world}; {fix}")
 
-    data_parallel = factors["dp_replicate"] * factors["dp_shard"] * axes["cp"]
+    if etp not in (1, axes["tp"]):
+        raise ValueError(
+            f"etp={etp!r}: an expert is cut over all of the tp={axes['tp']} ranks or over none; choose from "
+            f"{sorted({1, axes['tp']})}"
+        )
+    data_parallel = factors["dp_replicate"] * factors["dp_shard"] * axes["cp"] * axes["tp"] // etp
     if data_parallel % axes["ep"]:
         of_context = f" * cp={axes['cp']}" if axes["cp"] > 1 else ""
+        of_context += f" * tp={axes['tp']}" if axes["tp"] > etp else ""
         fits = [size for size in range(1, data_parallel + 1) if data_parallel % size == 0]
         raise ValueError(
             f"ep={axes['ep']} must divide the data-parallel ranks, dp_replicate={factors['dp_replicate']} * "

@@ -111,7 +111,7 @@ def test_resume_of_a_run_s_configuration_means_that_run(tmp_path, capsys, monkey
 @pytest.mark.parametrize("resume", [["--resume"], ["--set", "run.resume=true"]])
 def test_weights_for_a_run_that_goes_on_are_refused(tmp_path, capsys, words, resume):
     line = refused(capsys, "train", write_config(tmp_path), *resume, *words)
-    assert f"{' '.join(words)}: has no effect on a run that goes on" in line
+    assert f"{' '.join(words)}: has no effect on a resumed run" in line
 
 
 def test_weights_of_a_new_run_are_no_part_of_the_command_that_goes_on(tmp_path, monkeypatch):

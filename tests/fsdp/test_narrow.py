@@ -23,7 +23,7 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import plan_layout
-from weft.quantize import blockwise, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
+from weft.quantize import blockwise, count_losses, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RECIPES = [tensorwise(), rowwise(), blockwise(128, 128), blockwise(8, 16), mx(32), nvfp4()]
@@ -58,19 +58,35 @@ def travelling(group) -> list:
     return list(group.payload.unpacked(torch.cat(parts)))
 
 
-def assert_same(codes: torch.Tensor, scales, weight: torch.Tensor, recipe) -> None:
-    """As the whole weight quantizes."""
-    wanted, steps = quantize(weight.to(BF16), recipe)
-    assert torch.equal(codes, wanted)
-    pairs = zip(scales, steps) if isinstance(steps, tuple) else [(scales, steps)]
-    assert all(torch.equal(one, other) for one, other in pairs)
+def assert_same(pieces: list, extents, weights: list[torch.Tensor], recipe) -> None:
+    """The pieces that travel hold the bytes of each whole weight, quantized."""
+    begin = 0
+    for extent, weight in zip(extents, weights, strict=True):
+        wanted, steps = quantize(weight.to(BF16), recipe)
+        own = [piece for piece in pieces if extent.offset <= piece[0] < extent.end]
+        begin += len(own)
+        assert [place for place, *_ in own] == sorted(place for place, *_ in own)
+        if not own:
+            assert not weight.numel()
+            continue
+        assert torch.equal(torch.cat([codes.flatten() for _, codes, _ in own]), wanted.flatten())
+        whole = steps[1] if recipe.kind == "nvfp4" else steps
+        if recipe.shares_maximum:
+            size = weight[-1].numel() if weight.ndim == 3 else weight.numel()
+            for place, _, scales in own:
+                found = scales[1] if recipe.kind == "nvfp4" else scales
+                assert found == whole.flatten()[(place - extent.offset) // size]
+        if recipe.kind != "tensorwise":
+            blocks = [scales[0] if recipe.kind == "nvfp4" else scales for *_, scales in own]
+            wanted_blocks = steps[0] if recipe.kind == "nvfp4" else steps
+            assert torch.equal(torch.cat([each.flatten() for each in blocks]), wanted_blocks.flatten())
+    assert begin == len(pieces)
 
 
 def assert_same_bytes(net: nn.Module, whole: list[torch.Tensor], recipe) -> None:
     (group,) = net._weft_unit.groups
     assert group.recipe.quantization == recipe
-    for (codes, scales), weight in zip(travelling(group), whole, strict=True):
-        assert_same(codes, scales, weight, recipe)
+    assert_same(travelling(group), group.layout.extents, whole, recipe)
 
 
 @distributed(2, 4)
@@ -135,8 +151,7 @@ def test_shards_of_any_shapes_have_the_bytes_of_the_whole_weight(shapes, ranks, 
     sent = torch.empty(ranks, payloads[0].layout.shard_numel, dtype=torch.uint8)
     for each, own, shard in zip(payloads, sent, shards):
         each.write(own, shard, None)()
-    for weight, (codes, scales) in zip(weights, payloads[0].unpacked(sent.flatten()), strict=True):
-        assert_same(codes, scales, weight, recipe)
+    assert_same(list(payloads[0].unpacked(sent.flatten())), layout.extents, weights, recipe)
 
 
 class _Narrowed(torch.autograd.Function):
@@ -306,6 +321,25 @@ def test_bytes_at_rest_and_the_peaks_of_a_plan_are_those_of_the_report():
         gathers = [each.nbytes for each in plan.collectives if each.operation == "all-gather"]
         assert len(gathers) == (3 if strategy == "optim_grads" else 5)  # the last stays for its backward
         assert max(gathers) <= 1.04 * 256 * 256
+
+
+@distributed(2)
+def test_shares_of_lost_elements_are_those_of_whole_weights():
+    for recipe in (tensorwise(), mx(32)):
+        net = nn.Sequential(Weights((64, 32), (3, 8, 32)), nn.LayerNorm(4), Weights((40, 32)))
+        whole = [[each.detach().clone() for each in net[number].weights] for number in (0, 2)]
+        whole[0][0][7, :5] = 1e-30
+        with torch.no_grad():
+            for one, other in zip([*net[0].weights, *net[2].weights], [*whole[0], *whole[1]]):
+                one.copy_(other)
+        for each in (net[0], net[2], net):
+            weft.fully_shard(each, mp_policy=policy(recipe))
+        found = weft.quantization_shares(net)
+        assert list(found) == ["0", "2"]
+        for name, weights in zip(found, whole):
+            lost = torch.tensor([count_losses(each.to(BF16), recipe) for each in weights]).sum(0)
+            assert found[name] == tuple(float(n) / sum(each.numel() for each in weights) for n in lost)
+        assert found["0"].underflowed > 0 and (found["0"].saturated > 0 or recipe == tensorwise())
 
 
 # --- what a user may do -----------------------------------------------------------------------------------------------

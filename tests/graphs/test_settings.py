@@ -43,7 +43,8 @@ def of(function, x, modules=(), like=None):
     """`function` of one tensor, captured."""
     ((leaves, spec),) = [torch.utils._pytree.tree_flatten(((x,), {}))]
     places = Places(modules, lambda parameter: False)
-    return Captured(TapeBackend(), function, leaves, spec, places, [Sample.of(x if like is None else like)])
+    gradients = [Sample.of(x if like is None else like)]
+    return Captured(TapeBackend(), function, leaves, spec, places, gradients, [].append)
 
 
 def mask(x):

@@ -21,6 +21,8 @@ KINDS = {
     "+": {"q_lora_rank": 12, "attention_bias": "all"},
     "M": {"chunk_size": 4, "mamba_bias": True, "mamba_n_groups": 1},
     "G": {"linear_num_value_heads": 4, "linear_num_key_heads": 1},
+    "P": {"mamba_n_groups": 1, "ssm_multipliers": (0.5, 2.0, 1.5, 0.7, 3.0), "attention_out_multiplier": 2.0},
+    "K": {"kda_num_heads": 4, "kda_head_dim": 4},
     "E": {
         "shared_expert_intermediate_size": 8,
         "shared_expert_gate": True,
@@ -173,13 +175,12 @@ def test_what_cannot_be_is_refused():
         ("*", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}),
         ("M", {"mamba_num_heads": 9, "mamba_n_groups": 3}),
         ("-", {"intermediate_size": 25}),
+        ("K", {"kda_num_heads": 3}),
     ):
         with pytest.raises(ValueError, match=r"is cut over tp=2 ranks: make it a multiple of tp"):
             HybridModel(config(symbol, **sizes), meshes)
     with pytest.raises(ValueError, match="mamba_n_groups=3 on tp=2 ranks"):
         HybridModel(config("M", mamba_num_heads=6, mamba_n_groups=3), meshes)
-    with pytest.raises(ValueError, match="layers K cannot be shared; use tp=1"):
-        HybridModel(config("K"), meshes)
     model = build(config("*"), meshes)
     with pytest.raises(ValueError, match="27 positions on tp=2 ranks"):
         model(**batch(None, 27))
@@ -202,7 +203,7 @@ def test_every_parameter_of_every_kind_of_layer_is_in_the_list():
     every = {"attention_sinks": True, "shared_expert_intermediate_size": 8, "shared_expert_gate": True}
     biases = {"attention_bias": "all", "mamba_bias": True, "mlp_bias": True, "experts_bias": True, "router_bias": True}
     options = {**every, **biases, "moe_latent_size": 8, "q_lora_rank": 4, "norm_order": "both", "qk_norm": "head"}
-    for cfg in (config("*MGE-", **options), config("+", **options)):
+    for cfg in (config("*PMGKE-", **options), config("+", **options)):
         for layer, symbol in zip(HybridModel(cfg).decoder.layers, cfg.pattern, strict=True):
             lies = cuts_of(symbol, cfg)
             for name, _ in next(layer.children()).named_parameters():

@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quantize import plain
-from weft.quantize import blockwise, dequantize, largest_of, mx, nvfp4, quantize, rowwise, tensorwise
+from weft.quantize import (
+    blockwise,
+    count_losses,
+    decode,
+    dequantize,
+    formats,
+    largest_of,
+    mx,
+    nvfp4,
+    quantize,
+    rowwise,
+    tensorwise,
+)
 
 RECIPES = [tensorwise(), rowwise(), rowwise(pow2=True), blockwise(4, 8), blockwise(128, 128), mx(32), mx(4), nvfp4()]
 NAN = 0x7F
@@ -35,6 +47,9 @@ def test_every_value_of_e4m3_and_e2m1_comes_back():
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()
     assert values[:127].tolist() == plain.E4M3
+    for each in (codes, codes[(codes & 0x7F) != 0x7F]):  # torch converts a payload with a NaN
+        found = dequantize(each, torch.tensor(3.0), tensorwise())
+        torch.testing.assert_close(found, values[each.long()] * 3, rtol=0, atol=0, equal_nan=True)
     matrix = values[(codes & 0x7F) != 0x7F].repeat(2).reshape(4, -1)[:, :126].contiguous()
     payload, scale = quantize(matrix.mul(2.0), tensorwise(pow2=True))
     assert torch.equal(dequantize(payload, scale, tensorwise(pow2=True)), matrix * 2)
@@ -114,6 +129,24 @@ def test_dequantized_values_are_payload_times_scale(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_chunks_of_a_large_tensor_equal_the_whole(recipe, monkeypatch):
+    torch.manual_seed(6)
+    for shape in ((3, 20, 64), (21, 64)):
+        x = torch.randn(shape) * torch.logspace(-20, 20, 20 if len(shape) == 3 else 21).unsqueeze(-1)
+        payload, scales = quantize(x, recipe)
+        back = dequantize(payload, scales, recipe)
+        with monkeypatch.context() as patches:
+            for module in (decode, formats):
+                patches.setattr(module, "CHUNK", 300)
+            own, its = quantize(x, recipe)
+            assert torch.equal(own, payload)
+            pairs = zip(its, scales) if isinstance(scales, tuple) else [(its, scales)]
+            assert all(torch.equal(one, other) for one, other in pairs)
+            for dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(dequantize(own, its, recipe, dtype), back.to(dtype))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_what_is_lost_is_half_a_step(recipe):
     torch.manual_seed(1)
     x = torch.randn(64, 64)
@@ -139,6 +172,18 @@ def test_infinities_saturate_and_spoil_nothing_else(recipe):
     spoilt[3, 5] = math.nan
     back = dequantize(*quantize(spoilt, recipe), recipe)
     assert back[3, 5].isnan() and back.isnan().sum() == (16 if recipe.kind == "nvfp4" else 1)
+
+
+def test_saturated_and_underflowed_elements_are_counted():
+    x = torch.full((2, 32), 256.0)
+    x[0, :6] = torch.tensor([463.0, 465.0, -511.0, 2.0**-12, -(2.0**-12), 0.0])  # with the scale of mx, 1
+    saturated, underflowed = count_losses(x, mx(32))
+    assert (saturated, underflowed) == (2, 2)
+    for recipe in (tensorwise(), rowwise(), nvfp4()):
+        tiny = torch.tensor([[1.0, 1e-9, math.inf, math.nan] + [0.0] * 12] * 3)
+        if recipe.kind == "nvfp4":
+            tiny[:, 3] = 0
+        assert tuple(map(int, count_losses(tiny, recipe))) == (3, 3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

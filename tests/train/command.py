@@ -109,9 +109,14 @@ def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen]:
 def alone() -> dict[str, str]:
     """What torchrun tells the only process that it starts."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    return {**place, "MASTER_PORT": str(free_port())}
+
+
+def free_port() -> int:
+    """One of this host that no process listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return {**place, "MASTER_PORT": str(free.getsockname()[1])}
+        return free.getsockname()[1]
 
 
 def ranks_of(supervisor: int) -> dict[int, int]:

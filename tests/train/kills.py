@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,12 @@ class Kills:
 
 
 def train_on(rank: int, store: str, log: str, arguments: Sequence[str]) -> None:
-    """One rank, in a process of its own; never returns."""
+    """One rank that meets the others in the file `store`, in a process of its own; never returns."""
+    train_at(rank, {"WEFT_STORE": store}, log, arguments)
+
+
+def train_at(rank: int, place: Mapping[str, str], log: str, arguments: Sequence[str]) -> None:
+    """One rank that meets the others where the variables of `place` say; never returns."""
     import torch
 
     from weft.cli import main
@@ -60,7 +65,7 @@ def train_on(rank: int, store: str, log: str, arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     page.can_draw = lambda: False  # pictures take seconds
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    os.environ.update({name: str(value) for name, value in places.items()}, WEFT_STORE=store)
+    os.environ.update({name: str(value) for name, value in places.items()}, **place)
     main(["train", *arguments])
 
 

@@ -182,7 +182,7 @@ def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate
 
 def test_a_run_whose_configuration_is_gone_says_so(tmp_path):
     config = load_config(write_config(tmp_path))
-    assert "is gone: nobody knows" in changed(tmp_path, config, 3)[0]
+    assert "is gone: these settings cannot be compared" in changed(tmp_path, config, 3)[0]
 
 
 def test_or_start_goes_on_where_it_can_and_starts_where_it_cannot(tmp_path):
@@ -267,7 +267,7 @@ def test_texts_and_a_tokenizer_may_move_and_be_no_others(pool, tmp_path):
     assert told == ["data.validation_paths", "data.tokenizer"]
     write_tokenizer(tmp_path / "b" / "tokenizer.json", first=1)
     (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
-    assert "is as long, with other tokens" in line and "with its data.tokenizer, at whatever place" in line
+    assert "is as long, with other tokens" in line and "with its data.tokenizer, in any place" in line
     write_tokenizer(tmp_path / "b" / "tokenizer.json")
     (tmp_path / "b" / "held.txt").write_text("another text\n" * 200)
     (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.train.command import write_config
 from weft.cli import main
-from weft.debug.ranks import MissingMessage, WrongMessage, run_ranks
+from weft.debug.mailbox import MissingMessage, WrongMessage
+from weft.debug.ranks import run_ranks
 from weft.models.context import Slices
 from weft.models.model import HybridModel
 from weft.models.tensor_parallel import TensorRanks

@@ -199,6 +199,10 @@ def test_experts_and_overlap_that_do_not_fit_are_refused():
     checkpointed = [*EXPERTS, "train.overlap=true", "train.activation_checkpointing=true"]
     with pytest.raises(ConfigError, match=r"train\.overlap = true: cannot .* recomputes as a whole.*model\.recompute"):
         parse("", *checkpointed)
+    with pytest.raises(
+        ConfigError, match=r'train\.halves = true: .* model\.moe_rows_per = "expert"; set that to "rank"'
+    ):
+        parse("", *EXPERTS, "train.overlap=true", "train.halves=true", "model.moe_rows_per=expert")
     alone = [*EXPERTS, "train.overlap=true", "train.global_batch_size=16"]
     with pytest.raises(ConfigError, match=r"train\.overlap = true: .*hide nothing; set train\.global_batch_size = 32"):
         parse("", *alone).validate(2)

@@ -9,7 +9,9 @@ import torch
 
 from tests.train.command import assert_same_contents, contents, metrics, weft, write_config
 from tests.train.test_loop import full, reference, train_on
+from weft.train import passes
 from weft.train.config import load_config
+from weft.train.files import parse_json
 from weft.train.loop import Trainer
 from weft.train.run.runs import Run
 
@@ -102,6 +104,35 @@ def predictions(path, directory, overrides):
     with torch.no_grad():
         logits = trainer.model(tokens)
     return logits, {name: full(value) for name, value in trainer.model.state_dict().items()}
+
+
+def last_step(path, directory):
+    """How the only step of a run was scheduled, and how long each rank computed in it."""
+    given, schedule = [], passes.forward_backward
+
+    def scheduled(*args, **kwargs):
+        given.append(kwargs)
+        return schedule(*args, **kwargs)
+
+    passes.forward_backward = scheduled
+    try:
+        trainer = Trainer(load_config(path), Run(directory), say=lambda line: None)
+        trainer.run()
+    finally:
+        passes.forward_backward = schedule
+    return [each["halves"] for each in given], trainer.passes.computed
+
+
+def test_what_stands_alone_is_exchanged_in_halves_where_the_run_says_so_and_each_rank_tells_how_long_it_computed(
+    pool, tmp_path
+):
+    settings = {"train__halves": True, "train__microbatch_size": 1, "train__steps": 1, "checkpoint__every": 0}
+    path = write_config(tmp_path, **SETTINGS, **settings)
+    found = pool.run(2, last_step, path, tmp_path / "run")
+    assert [halves for halves, _ in found] == [[True], [True]]
+    (first, second), others = found[0][1], found[1][1]
+    assert [first, second] == others and first > 0 and second > 0
+    assert parse_json((tmp_path / "run" / "facts.json").read_text())["computed"] == [first, second]
 
 
 @pytest.mark.long

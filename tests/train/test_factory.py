@@ -106,7 +106,7 @@ def test_data_by_its_place_trains_too(pool, tmp_path):
     ("loss", "data", "said"),
     [
         ("a:b", "sequence_length = 8", "[data]: has no effect beside data.factory"),
-        ("", "", 'model.loss = "": data of one\'s own'),
+        ("", "", 'model.loss = "": your own data'),
     ],
 )
 def test_data_of_one_s_own_goes_with_no_other_and_with_a_loss(loss, data, said):
@@ -125,7 +125,7 @@ WRONG = {
     'factory = "nocolon"': "must be the place of a Python object",
     'factory = "a:b"\nhidden_size = 3': "model.hidden_size: unknown beside model.factory",
     'factory = "a:b"\nloss = "x"': 'model.loss = "x": must be the place',
-    'factory = "a:b"\n[sharding]\nep = 2': "has no effect on a model of one's own",
+    'factory = "a:b"\n[sharding]\nep = 2': "has no effect on your own model",
     'pattern = "[*-]"\n[data]\nfactory = "a:b"': "has no effect on a model of tokens",
 }
 

@@ -11,7 +11,10 @@ import torch.distributed as dist
 from tests.pool import distributed
 from tests.train.command import committed, metrics, ranks_of, started, wait_until, write_config
 from weft.checkpoint.storage import operation
+from weft.comm.groups import exchange_objects
 from weft.comm.lost import is_lost_connection
+from weft.comm.watch.hang_detector import start_hang_detector
+from weft.train.run import peers
 from weft.train.run.watchdog import Watchdog
 
 
@@ -59,7 +62,52 @@ def test_a_setup_that_computes_is_left_alone_and_those_that_wait_for_it_too():
         dist.all_reduce(torch.ones(1))
         watchdog.rest()
         dist.barrier()
-    assert barks == []
+    assert barks == [], barks
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_rank_says_which_collective_of_weft_it_waits_for():
+    with Watchdog(20.0, print) as watchdog:
+        said = {}
+        if dist.get_rank() == 0:
+            deadline = time.monotonic() + 10
+            while not said.get("waits") and time.monotonic() < deadline:
+                place = (watchdog._peers.ask(1.0)[1] or {"place": ""})["place"]
+                said["waits"] = place if "sizes of a state" in place else ""
+        exchange_objects(dist.get_rank(), None, "the sizes of a state")
+        if dist.get_rank() == 0:
+            assert said["waits"].startswith("waits for the sizes of a state: "), said
+        dist.barrier()
+
+
+class SilentStore:
+    """A store whose process is stopped."""
+
+    @staticmethod
+    def add(key, value):
+        time.sleep(60)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_store_that_does_not_answer_after_the_meeting_is_named():
+    start_hang_detector()  # it has its store
+    dist.barrier()
+    barks, known = [], dist.distributed_c10d._get_default_store
+    dist.distributed_c10d._get_default_store, before = SilentStore, peers._ANSWER_S
+    peers._ANSWER_S = 0.5
+    try:
+        with Watchdog(1.0, barks.append) as watchdog:
+            watchdog.at("the setup of the run")
+            deadline = time.monotonic() + 10
+            while not barks and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        dist.distributed_c10d._get_default_store, peers._ANSWER_S = known, before
+    words = "the store of the job, which rank 0 or the launcher holds, does not answer"
+    assert barks[0] == f"no progress for 1 s (train.watchdog): {words}"
+    dist.barrier()
 
 
 def test_what_only_says_that_a_connection_is_lost_is_known():

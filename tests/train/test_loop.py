@@ -290,7 +290,7 @@ def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goe
     assert (second.directory, second.step) == (folder / "tiny-2", None)
     assert second.note == (
         f"a new run in {folder / 'tiny-2'}; {folder / 'tiny'} is left as it is; "
-        f"it goes on from step 7 with: weft train x.toml --resume {folder / 'tiny'}"
+        f"it resumes from step 7 with: weft train x.toml --resume {folder / 'tiny'}"
     )
     assert open_run(config, False, "weft train x.toml").directory == folder / "tiny-3"
     assert open_run(config, True, "weft train x.toml").directory == folder / "tiny"

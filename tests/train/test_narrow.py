@@ -11,6 +11,7 @@ from tests.train.test_loop import train_on
 from weft import quantize
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
+from weft.train.record.metrics import read_metrics
 from weft.train.sections.loop import LoopConfig
 from weft.train.task.sharding import options_of
 
@@ -34,13 +35,19 @@ def test_a_precision_is_a_recipe():
     assert options_of(config, nn.Linear(2, 2))["mp_policy"].quantize == quantize.except_ends(2, 2)
     with pytest.raises(ConfigError, match=r"train\.unquantized_ends.*no effect without a quantized train\.precision"):
         LoopConfig(precision="bf16", unquantized_ends=1)
+    with pytest.raises(ConfigError, match=r"train\.quantization_shares_every.*no effect without a quantized"):
+        LoopConfig(quantization_shares_every=1)
 
 
 @pytest.mark.slow
 def test_a_quantized_run_goes_on_bit_for_bit_and_under_another_recipe(pool, tmp_path):
-    path = write_config(tmp_path, train__validate_every=2, train__precision="nvfp4")
+    path = write_config(tmp_path, train__validate_every=2, train__precision="nvfp4", train__quantization_shares_every=3)
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
     pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
+    lines = [each for each in read_metrics(tmp_path / "run") if each["kind"] == "quantization"]
+    assert [each["step"] for each in lines] == [3, 6]
+    assert all(0 < share < 1 for each in lines for share in each["underflowed"].values())
+    assert lines[0]["saturated"].keys() == lines[0]["underflowed"].keys() == {"decoder.layers.0"}
     parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=6, resume_from=3)[0]
     assert parts[:2] == whole[:2]
     for mine, theirs in zip(parts[2:4], whole[2:4]):

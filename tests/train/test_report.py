@@ -22,7 +22,7 @@ from weft.train.report.numbers import median
 from weft.train.report.page import write_report
 from weft.train.report.pattern_figure import pattern
 from weft.train.report.settings import in_use
-from weft.train.report.timeline import read_timeline, write_timeline
+from weft.train.report.timeline import computing, read_timeline, slow_ranks, write_timeline
 
 
 def log(folder, steps=40, bytes_per_token=1.0, name=FILE):
@@ -236,7 +236,11 @@ def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     ]
     write_timeline(tmp_path, intervals)
     assert read_timeline(tmp_path) == intervals
+    assert computing(intervals) == pytest.approx(0.5)
+    assert slow_ranks([1.0, 1.0, 1.3]) == "rank 2 computes 1.18 x the mean" and not slow_ranks([1.0, 1.1])
+    keep_facts(tmp_path, {"computed": [0.5, 1.5]})
     _, page = read(write_report(tmp_path))
+    assert "rank 1 computes 1.50 x the mean" in page.text
     assert "tokens were on their way between ranks for 200 ms, 50% of it under computation" in page.text
     assert (tmp_path / "lanes.svg").exists()
 

@@ -82,7 +82,7 @@ def test_a_run_of_tokens_from_elsewhere_is_not_sampled_as_bytes_but_converted_an
     assert main(["sample", str(run)]) == 2
     output, errors = capsys.readouterr()
     assert not output and errors.count("\n") == 1
-    assert 'data.kind = "tokens", and nobody knows the tokenizer' in errors and "weft convert" in errors
+    assert 'data.kind = "tokens", and the tokenizer that made them is unknown' in errors and "weft convert" in errors
     converted = tmp_path / "converted"
     assert main(["convert", str(run), str(converted)]) == 0
     assert capsys.readouterr().out.startswith(f"{converted}: ")

@@ -105,7 +105,7 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Make room for another checkpoint of the same step; what is damaged is nobody's to delete."""
+    """Make room for another checkpoint of the same step; what is damaged is never deleted."""
     with operation("rename", checkpoint):
         os.rename(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged-{uuid.uuid4().hex[:12]}"))
 

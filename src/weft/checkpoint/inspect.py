@@ -17,7 +17,7 @@ from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000
-"""The width of what is no terminal: keys stay whole for whoever searches them."""
+"""The width of what is no terminal: keys stay whole so that they can be searched."""
 
 
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:

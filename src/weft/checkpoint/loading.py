@@ -44,7 +44,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def unpack(stream: IO[bytes]) -> Any:
     """What `torch.save` wrote; runs nothing, and takes no more memory than the stream is long."""
     stream.seek(0)
-    if stream.read(4) != _ZIP:  # torch reads other beginnings as its legacy format, whatever archive lies behind them
+    if stream.read(4) != _ZIP:  # torch reads other beginnings as its legacy format, even before an archive
         raise ValueError("it is not in torch's zip format")
     with zipfile.ZipFile(stream) as archive:
         if archive.comment or min((entry.header_offset for entry in archive.infolist()), default=1):

@@ -119,7 +119,7 @@ class CheckpointManager:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
         With `asynchronous` this returns once the state is copied to the host; the copy is written while
-        training goes on. A save that is still being written is waited for first. Errors of a background save
+        training continues. A save that is still being written is waited for first. Errors of a background save
         are raised by the next `save`, `wait` or `close`. `committed` is called on the first rank as soon as the
         checkpoint is there, from a background thread with `asynchronous`. Raises CheckpointError when the step is there
         already or another run writes to the directory.

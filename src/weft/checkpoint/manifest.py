@@ -1,6 +1,6 @@
 """weft.json, what a committed checkpoint says of itself: its files, and the checksum of every block of them.
 
-A file is cut into blocks so that whoever reads a part of it checks that part, while reading it, and no more:
+A file is cut into blocks so that reading a part of it checks that part, while reading it, and no more:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
                          [--- an item ---]                  reading it checks blocks 0, 1 and 2

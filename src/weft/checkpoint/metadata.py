@@ -1,6 +1,6 @@
 """`.metadata`, where torch Distributed Checkpoint says which tensors there are and where their parts lie.
 
-It is a pickle, and an ordinary unpickler would call whatever it names. This one knows the few opcodes and classes that
+It is a pickle, and an ordinary unpickler would call all that it names. This one knows the few opcodes and classes that
 such a file is made of, and refuses everything else. What it describes is then compared with the files: every part of
 every tensor lies in a listed file, has the size that it takes there, and all parts together are the whole tensor.
 """

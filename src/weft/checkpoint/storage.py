@@ -106,7 +106,7 @@ class WrittenFile:
             raise
 
     def abandon(self) -> None:
-        """Close it whatever becomes of the content."""
+        """Close it, also when writing the content failed."""
         with suppress(OSError):
             self._stream.close()
 

@@ -161,7 +161,7 @@ def pattern(options: argparse.Namespace) -> int:
 
     sizes = load_config(options.config).model if options.config else HybridConfig()
     if not isinstance(sizes, HybridConfig):
-        raise ValueError(f"{options.config}: has a model of one's own, {sizes.factory}, which has no pattern")
+        raise ValueError(f"{options.config}: has its own model, {sizes.factory}, which has no pattern")
     try:
         rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
     except PatternError as error:

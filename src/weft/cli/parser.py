@@ -1,4 +1,4 @@
-"""The words of the command line. Whatever takes time to import is imported by the command that needs it."""
+"""The words of the command line. What takes time to import is imported by the command that needs it."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`weft train`: on ranks that are started here, or as one of those that somebody else has started."""
+"""`weft train`: on ranks that are started here, or as one of those that another program has started."""
 
 import argparse
 import os
@@ -65,7 +65,7 @@ def start(options: argparse.Namespace) -> int:
     if goes_on and not options.resume_or_start:
         given = f"--set {weights[-1]}" if options.weights is None else f"--from {options.weights}"
         raise ConfigError(
-            f"{given}: has no effect on a run that goes on, which has its own weights; leave it out, or start a new "
+            f"{given}: has no effect on a resumed run, which has its own weights; leave it out, or start a new "
             "run without --resume"
         )
     if options.config is None and RUN not in os.environ:  # its starter has looked
@@ -102,7 +102,7 @@ def start(options: argparse.Namespace) -> int:
 
 
 def _local_devices() -> int:
-    import torch  # takes seconds, which whoever says --ranks need not wait
+    import torch  # takes seconds, which --ranks makes unnecessary
 
     return torch.cuda.device_count()
 

@@ -3,7 +3,7 @@
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for them and does what is
 left on this rank. Tensors are contiguous, and 1-D but for the rows of `all_to_all`; `tag` keeps the messages of one
 lane apart from those of another, where the transport has tags. The functions at the end wait at once, and the detector
-of hangs watches them here; the others are watched where somebody waits for them.
+of hangs watches them here; the others are watched at their wait.
 """
 
 import math
@@ -179,7 +179,7 @@ def all_to_all_counts(
 ) -> Pending:
     """Send the r-th equal part of `counts` to rank r; `received` gets the parts for this rank.
 
-    `host`, [2, n] in (pinned) CPU memory, gets `counts` and `received`: whoever reads it makes the host wait first.
+    `host`, [2, n] in (pinned) CPU memory, gets `counts` and `received`: its reader makes the host wait first.
     """
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)

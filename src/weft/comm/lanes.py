@@ -1,11 +1,11 @@
 """Lanes: ordered queues of communication beside the computation.
 
-    ticket = lane.run(all_gather, full, shard, group)                  # starts, the host goes on
-    more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when that has ended, whoever waits
+    ticket = lane.run(all_gather, full, shard, group)                  # starts, the host continues
+    more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when that has ended, without a wait
     ...                                                                # computation
     more.wait()                                                        # what is computed from here on sees the result
 
-With streams a lane is one and a ticket an event: nobody waits but the stream that computes. Without, a lane starts
+With streams a lane is one and a ticket an event: only the stream that computes waits. Without, a lane starts
 asynchronous work, and the wait is where the host collects it.
 """
 
@@ -26,7 +26,7 @@ from weft.comm.transfers import Transfer
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
-"""How long transfers of which nobody waits for the result may take to end."""
+"""How long transfers whose result is not awaited may take to end."""
 
 
 class Ticket:
@@ -51,18 +51,19 @@ class Ticket:
         self._behind: set[Any] = set()
         """The streams that have waited for it."""
         self._settled = False
-        """Whether somebody has waited for it, or given it up."""
+        """Whether it was waited for, or given it up."""
 
     def __del__(self) -> None:
-        """What nobody waits for ends all the same, but somebody should have said so: a checker of streams counts it."""
+        """What is not awaited ends all the same, but it should have been given up: a checker of streams counts it."""
         if self._event is not None and not self._settled:
             streams.unawaited(self._name, self._event)
-        self.abandon()
+        if self._event is not None or self._transfer is not None:
+            self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Let transfers end of which nobody uses the result, before their memory goes to somebody else.
+        """Let transfers end whose result is not used, before their memory is reused.
 
-        Their messages would pair with those of whoever uses the lane next.
+        Their messages would pair with the lane's next ones.
         """
         self._settle()
         self.order()
@@ -72,14 +73,14 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether its memory is free: on CUDA when the device is past it, on CPU when somebody has waited for it, or a
+        """Whether its memory is free: on CUDA when the device is past it, on CPU when it was waited for, or a
         thread since `end_by_itself`."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
 
     def end_by_itself(self) -> None:
-        """Nobody needs to wait for it: without streams a thread does, and its memory goes as soon as it has ended."""
+        """It need not be waited for: without streams a thread does, and its memory goes as soon as it has ended."""
         if self._transfer is not None:
             self._transfer.end_by_itself()
 
@@ -166,7 +167,7 @@ class Lane:
         "context": 110,
         "tensor": 111,
     }
-    """The tag of each lane's point-to-point messages: the same on every rank, whatever else a process has run."""
+    """The tag of each lane's point-to-point messages: the same on every rank, even if processes ran other work."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
         """`title`: what a person calls what moves on it; default is its name."""
@@ -191,8 +192,8 @@ class Lane:
         """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
 
         `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
-        `after`: and behind the end of that, for which nobody else need wait. `behind`: a moment (`streams.moment`) when
-        all that it reads was there: where there are streams it waits for that alone, whatever was computed since, and
+        `after`: and behind the end of that, which only this waits for. `behind`: a moment (`streams.moment`) when
+        all that it reads was there: where there are streams it waits for that alone, not for later work, and
         what it writes is `memory` of the lane. `prepare()` runs on the lane right before
         the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
         """
@@ -207,8 +208,8 @@ class Lane:
                 group = each
                 break
         call = self._call(group, channel)
-        if (timeline := recording()) is not None:
-            collective = self._recorded(timeline, collective, group)
+        if recording:
+            collective = self._recorded(recording[0], collective, group)
         start = functools.partial(collective, *args, self.tag + CHANNEL_STRIDE * channel, **kwargs)
         if self.stream is None:
 
@@ -222,12 +223,14 @@ class Lane:
                     raise
 
             earlier = after._transfer if after is not None else None
-            tagged = group is not None and transport_of(group, self._device).capabilities.tags
-            if earlier is not None and group is not None and not tagged:
+            gate = priority.gate_of(self.name) if group is not None else None
+            late = earlier is not None or gate is not None
+            if late and group is not None and not transport_of(group, self._device).capabilities.tags:
                 # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
                 # one later would not keep it.
-                earlier.complete()
-            gate = priority.gate_of(self.name) if tagged else None
+                gate = None
+                if earlier is not None:
+                    earlier.complete()
             return Ticket(Transfer(begin, (group, self.tag, channel), earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:

@@ -5,7 +5,7 @@ who looks                                 what it gets
 torch's profiler                          ranges
 a timeline of the lanes, while it records labels, without the `weft/`
 a tool of NVIDIA's, where there is CUDA   NVTX ranges, always: the tool may come later than the process
-nobody                                    nothing, at no cost
+nothing                                   nothing, at no cost
 """
 
 import threading
@@ -26,9 +26,9 @@ def profiled(unit: str, what: str) -> AbstractContextManager:
     """A range of the profile, and the label of communication in a timeline, if there is one."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
-    if (timeline := recording()) is None and not observed():
+    if not recording and not observed():
         return _NOTHING
-    return _range(unit, what) or (_NOTHING if timeline is None else labelled(f"{unit}/{what}"))
+    return _range(unit, what) or labelled(f"{unit}/{what}")
 
 
 def _observed() -> bool:
@@ -57,9 +57,9 @@ class Stretch:
 
 
 def _range(unit: str, what: str) -> AbstractContextManager | None:
-    """A range of a profile, None if nobody looks at one."""
+    """A range of a profile, None without a profiler."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit or 'root'}/{what}")
-    if _HAS_CUDA and torch.cuda.is_initialized() and recording() is None:
+    if _HAS_CUDA and torch.cuda.is_initialized() and not recording:
         return torch.cuda.nvtx.range(f"weft/{unit or 'root'}/{what}")
     return None

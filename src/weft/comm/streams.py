@@ -11,7 +11,7 @@
     `taken`                   -                             a write to the place                   -
     `unawaited`               -                             counts it                              -
 
-Whoever orders work does it by these: then the order can be checked without a device.
+All code orders work by these: so the order can be checked without a device.
 """
 
 import time
@@ -52,14 +52,14 @@ class Checker(Protocol):
         """`memory` gets another use."""
 
     def note_unawaited(self, what: str) -> None:
-        """Nobody waited for `what`, or gave it up."""
+        """No stream waited for `what`, or gave it up."""
 
 
 _checker: Checker | None = None
 
 
 def check_with(checker: Checker | None) -> None:
-    """From now on `checker` stands in for CUDA; None: nobody does."""
+    """From now on `checker` stands in for CUDA; None: nothing does."""
     global _checker
     if checker is not None and _checker is not None:
         raise RuntimeError("streams are checked already: leave that before another check begins")
@@ -121,7 +121,7 @@ def moment(device: torch.device) -> Any:
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """`stream` uses `memory` of the current one, too; nobody else gets it before that is past what it has by its end.
+    """`stream` uses `memory` of the current one, too; it is not given away before that is past what it has by its end.
 
     None: nothing to do.
     """
@@ -157,7 +157,7 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
 
 
 def unawaited(what: str, event: Any) -> None:
-    """`what`, over with `event`, is forgotten although nobody waited for it, or gave it up: some wait is missing."""
+    """`what`, over with `event`, is forgotten although no stream waited for it, or gave it up: some wait is missing."""
     if _checker is not None and not event.query():  # the host may know that it is over
         _checker.note_unawaited(what)
 

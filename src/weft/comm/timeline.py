@@ -9,7 +9,7 @@
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then moves
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer, so that an end is noticed when the work ends, not when somebody asks for it. On
+On CPU a thread waits for each transfer, so that an end is noticed when the work ends, not when it is asked for. On
 CUDA events are recorded on the lane's stream and read when the intervals are asked for.
 """
 
@@ -68,20 +68,18 @@ class Timeline:
         self._zero_event: Any = None
 
     def __enter__(self) -> "Timeline":
-        global _recording
-        if _recording is not None:
+        if recording:
             raise RuntimeError("a timeline is recording already: leave it before another begins")
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self._zero_event = _event()
         self._zero = time.perf_counter()
-        _recording = self
+        recording.append(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Stop recording and wait for what is under way."""
-        global _recording
-        _recording = None
+        recording.clear()
         for works in self._under_way:
             works.done.wait()
         if self._zero_event is not None:
@@ -150,7 +148,7 @@ class WatchedWorks:
             for work in self._works:
                 work.wait()
             self._ended()
-        except BaseException as failure:  # belongs to whoever waits for the result
+        except BaseException as failure:  # belongs to the one that waits for the result
             self._failure = failure
         self._works = ()
         self.done.set()
@@ -162,17 +160,13 @@ class WatchedWorks:
             raise self._failure
 
 
-_recording: Timeline | None = None
-
-
-def recording() -> Timeline | None:
-    """The timeline that records now, if there is one."""
-    return _recording
+recording: list[Timeline] = []
+"""The timeline that records now, if there is one: a list of at most one, which costs nothing to look at."""
 
 
 def labelled(label: str) -> AbstractContextManager:
     """What is issued inside is recorded under `label`."""
-    return _NOTHING if _recording is None else _labelled(_recording, label)
+    return _labelled(recording[0], label) if recording else _NOTHING
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
@@ -180,7 +174,7 @@ def span(lane: str, label: str = "") -> AbstractContextManager:
 
     `label`: default is what `labelled` has set.
     """
-    return _NOTHING if _recording is None else _span(_recording, lane, label)
+    return _span(recording[0], lane, label) if recording else _NOTHING
 
 
 def busy(intervals: Iterable[Interval], *lanes: str) -> float:

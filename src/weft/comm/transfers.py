@@ -9,7 +9,7 @@
     any of them, while an earlier one of the     behind that one: messages of one tag pair in the order
       same ranks and tag has not begun             in which they are sent, which is so the same on all ranks
 
-Nobody has to wait for any of them to go on. Who does end them is whoever waits first; for one that nobody will wait
+None of them needs a wait to proceed. The first one that waits ends it; for one that will not be waited
 for, a thread of the crew does.
 """
 
@@ -30,7 +30,7 @@ GOODBYE_S = 2.0
 
 
 class Transfer:
-    """One collective on its way; ended once, by whoever waits first."""
+    """One collective on its way; ended once, by the first one that waits."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Transfer:
         self._pending: Pending | None = None
         self._failure: BaseException | None = None
         self.has_ended = False
-        """Whether its memory is not in use any more; known once somebody has waited."""
+        """Whether its memory is not in use any more; known after a wait."""
         needs: list[Callable[[], object]] = [] if gate is None or gate.is_set() else [gate.wait]
         if after is not None and not after._ends_at_once():
             needs.append(after._end)
@@ -86,16 +86,14 @@ class Transfer:
 
     def complete(self) -> None:
         """Wait for its end. Raises what a transfer raised."""
-        self._open()
-        self._end()
-
-    def _open(self) -> None:
         if self._gate is not None:
             self._gate.set()
+        self._end()
 
     def _end(self) -> None:
         """Wait for the end, without making it begin."""
-        self._is_under_way(timeout=None)
+        if self._put_off is not None:
+            self._put_off.wait()
         with self._lock:
             pending, self._pending = self._pending, None
             if self._failure is None and pending is not None:
@@ -112,13 +110,14 @@ class Transfer:
         in_background(self._complete_for_nobody)
 
     def _complete_for_nobody(self) -> None:
-        with contextlib.suppress(BaseException):  # belongs to whoever asks
+        with contextlib.suppress(BaseException):  # belongs to the caller
             self._end()
 
     def abandon(self, timeout: timedelta) -> None:
         """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""
         deadline = time.monotonic() + timeout.total_seconds()
-        self._open()
+        if self._gate is not None:
+            self._gate.set()
         if not self._is_under_way(timeout.total_seconds()):
             return
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
@@ -196,7 +195,7 @@ def _in_turn(
             if before is not None:
                 before.wait()
             start()
-        except BaseException as error:  # belongs to whoever waits for the result
+        except BaseException as error:  # belongs to the one that waits for the result
             fail(error)
         finally:
             with _turns_lock:

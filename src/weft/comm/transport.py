@@ -23,11 +23,11 @@ from weft.comm.pending import Pending
 class Capabilities:
     """What a transport can do, and what a message costs.
 
-    `tags`: collectives of different lanes and channels over one group never pair with each other, in whatever order the
-    ranks issue them. `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits.
+    `tags`: collectives of different lanes and channels over one group never pair with each other, in any order of
+    calls. `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits.
     `bundles`: several tensors travel at the cost of one message. `averages`: a reduction can average in place of a sum.
     `direct_sends`: each pair of ranks exchanges messages, so that sums are taken here, in rank order.
-    `latency`: seconds that a message takes whatever its size. `bandwidth`: bytes per second of one rank.
+    `latency`: seconds that a message of any size takes. `bandwidth`: bytes per second of one rank.
     """
 
     tags: bool

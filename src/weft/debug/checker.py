@@ -142,7 +142,7 @@ class StreamChecker:
         known.call(begin, end, describe)
 
     def note_unawaited(self, what: str) -> None:
-        """Nobody waited for `what`, or gave it up."""
+        """No stream waited for `what`, or gave it up."""
         self.unawaited[f"{what}, forgotten by {_site()}"] += 1
 
     # --- what runs ---------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class StreamChecker:
         else:
             wrote = [*written, *fresh]
             reads = [each for each in given if not any(each is other for other in written)]
-            if host:  # numbers of others are brought by whoever asks for them
+            if host:  # numbers of others are brought by the caller
                 reads, wrote = ([e for e in some if e.ndim or self._is_host(e)] for some in (reads, wrote))
             for each in reads:
                 self._use(each, Memory.read, access, clock)

@@ -3,7 +3,7 @@
     with weft.debug.guard_memory():
         train()
 
-    what somebody does                                      without the guard                 under it
+    what a program does                                     without the guard                 under it
     ------------------------------------------------------  --------------------------------  ------------------------
     reads `weight.detach()` that was kept from a forward    what another unit has there now   NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`, named

@@ -96,7 +96,7 @@ class Memory:
         self._segments[first:last] = [_Segment(begin, access)]
 
     def free(self, access: Access, clock: Mapping[int, int]) -> None:
-        """Raises StreamOrderError if somebody may use the memory beside who gets it next."""
+        """Raises StreamOrderError if a stream may use the memory beside its next owner."""
         for segment in self._segments:
             self._refuse_users(segment, 0, _END, "frees", access, clock)
 

@@ -9,7 +9,7 @@ anybody                          element-wise, on what is cut alike or      `on_
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
 What runs on a part is torch's own method or function of the operator's name, which takes arguments apart in half the
-time that the operator itself needs. What cannot run so is `NotImplemented`. Whatever writes to local parts says so to
+time that the operator itself needs. What cannot run so is `NotImplemented`. A write to local parts says so to
 their version counters: autograd's own code, which does that elsewhere, lies above these rules.
 """
 

@@ -6,7 +6,7 @@
     UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts: the part that lies here is one of them
 
 So what is distributed like a parameter, by `distribute_tensor` or `redistribute`, is an even DTensor of the right
-values, which `copy_` and other operators take whatever its cuts; and what is made of the parameter's local part is cut
+values, which `copy_` and other operators take with any cuts; and what is made of the parameter's local part is cut
 as the parameter is. `from_local` has no hook for a placement: it multiplies the local shape with the number of ranks,
 differently on each. So it is wrapped, and `redistribute`, for placements of these classes alone.
 """

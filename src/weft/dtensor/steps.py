@@ -1,4 +1,4 @@
-"""How torch's optimizers step over small sharded parameters where nobody says how.
+"""How torch's optimizers step over small sharded parameters by default.
 
 On CPU torch steps tensor by tensor, since a list of tensors is no faster there. Of sharded tensors every operator on
 every tensor is a call from torch into Python, which costs more than a small tensor's arithmetic; on lists it is one,
@@ -16,7 +16,7 @@ Left to torch as well is what `foreach=True` would refuse or do with a side effe
 momentum, which then changes the gradients, and steps that autograd is to know.
 
 torch makes this choice in the functions that its optimizers call with the parameters of a group. There it is made here,
-behind whatever the user's hooks change, and nothing tells of it in the optimizer, which may be saved at any time.
+behind what the user's hooks change, and nothing tells of it in the optimizer, which may be saved at any time.
 """
 
 import functools
@@ -51,7 +51,7 @@ def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> bool:
-    """The same on all ranks, whatever lies where: on the way over lists, tensors may be gathered in another order."""
+    """The same on all ranks, not by parts: on the way over lists, tensors may be gathered in another order."""
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return False
     if options.get("nesterov") or options.get("differentiable") or torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """Sharding: where the bytes are, and when.
 
-One verb for one act, whoever does it:
+One verb for one act, in every class:
 
     weights    gather           start the transfer that brings them              unit, group
                acquire, release hold them, let go of them: by name               unit
@@ -18,7 +18,7 @@ One verb for one act, whoever does it:
     passes     begin, end       of a forward, a backward, a schedule             runtime
                abandon          end what will not be finished                    calls, drivers, tickets
                recover          from what a failed pass has left                 runtime
-               forget           what was recorded, or kept for later             whoever recorded it
+               forget           what was recorded, or kept for later             the one that recorded it
 
 The states of a unit's weights are in `unit.py`, of a group's gradients in `gradients/group.py`, of a model's passes in
 `runtime/passes.py`: a table each.
@@ -43,6 +43,7 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.shares import quantization_shares
 from weft.graphs.settings import Graphs
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
@@ -73,6 +74,7 @@ __all__ = [
     "memory_report",
     "padding_of",
     "plan_of",
+    "quantization_shares",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

@@ -3,12 +3,12 @@
     weights      version                          class              who reads them
     -----------  -------------------------------  -----------------  -------------------------------------------------
     gathered     that of the main weights         Parameter          everybody
-    gone         1,000,000,000 + a number of the  Parameter, `Gone`  nobody: autograd refuses what was saved at another
-                 group                                               version, whatever way a backward comes by, and the
-                                                                     class refuses what somebody kept
+    gone         1,000,000,000 + a number of the  Parameter, `Gone`  nothing: autograd refuses what was saved at another
+                 group                                               version, by every way into backward, and the
+                                                                     class refuses kept tensors
 
 So autograd refuses as well when main weights were written to between forward and backward, as it does for a plain
-module. A version that nobody here has set is a write of somebody else, to a copy: it is refused before it is lost.
+module. A version that this module has not set is a write by other code, to a copy: it is refused before it is lost.
 
 Autograd's refusal knows no names, and it finds no gradients of sharded parameters, which no graph contains. So torch's
 function that runs a backward is wrapped, once, to say whose weights are meant.
@@ -37,7 +37,7 @@ _REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+);
 
 _version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
-"""Inside, a parameter may be handled whatever its class says."""
+"""Inside, a parameter may be handled, which its class refuses."""
 
 
 # --- weights that have gone -------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class FullParameters:
         self._copies = copies
         self._version = version
         self._versions = self._here = tuple(map(_version_of, parameters))
-        """As autograd was told; another one is a write of somebody else."""
+        """As autograd was told; another one is a write by other code."""
         self._before = self._versions
         """As it was told when they were here last, before the main weights were written to."""
         self._came: list[torch.Tensor] | None = None
@@ -64,7 +64,7 @@ class FullParameters:
 
     def come(self, version: int) -> None:
         """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
-        WeightsWritten if somebody wrote to their memory since they left."""
+        WeightsWritten if code wrote to their memory since they left."""
         from_gone = self._versions[0] == self._gone
         with behind_classes():
             strays = self._written() if from_gone else []
@@ -104,7 +104,7 @@ class FullParameters:
                 parameter.__class__ = _gone[here]
 
     def check_unwritten(self) -> None:
-        """Raise WeightsWritten if somebody wrote to copies."""
+        """Raise WeightsWritten if code wrote to copies."""
         if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
             return
         written = self._written()
@@ -274,7 +274,7 @@ def _explained(refusal: str) -> RuntimeError | None:
     if (gone := _gone_versions.get(here)) is not None:
         return WeightsGone(
             f"backward reads {gone.named(shape)} after its weights went: it came in by a tensor that forward did not "
-            "return, such as one that was kept on a module or captured by a hook. Return that tensor too, in whatever "
+            "return, such as one that was kept on a module or captured by a hook. Return that tensor too, in any "
             "structure, or let the unit keep its weights until backward: fully_shard(..., reshard_after_forward=False)"
         )
     for each in _gone_versions.values():

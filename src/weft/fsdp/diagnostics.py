@@ -122,7 +122,7 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     parts = parts_of(model)
     ways: list[tuple[list[dist.ProcessGroup], int]] = []
     if any(unit.groups for unit in units):  # else a stage without parameters
-        ways.append((_groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
+        ways.append((groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
     if parts is not None and parts.group is not None:
         ways.append(([parts.group], parts.channel))
     for groups, channel in ways:
@@ -167,7 +167,7 @@ def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         yield "gradient", local_of(parameter.grad).detach()
 
 
-def _groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
+def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
     """The process groups that reach all ranks of the model, one after the other."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())

@@ -59,7 +59,7 @@ class ParameterGroup:
         passing: Sequence[bool],
     ) -> None:
         """`parameters`: the unsharded ones, whose values are taken. `tensor_parallel`: where the slices of each lie;
-        those that have slices come first. `passing`: of which nobody needs the memory once the values are copied."""
+        those that have slices come first. `passing`: whose memory is not needed once the values are copied."""
         self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
@@ -76,6 +76,8 @@ class ParameterGroup:
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
+        self.refreshes = self.model_weight is not self.main_weight
+        """Whether there are model weights beside the main weights, which follow them."""
         self.piece: PostForwardPiece | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self.full, self.transient = self._make_full()
@@ -110,7 +112,9 @@ class ParameterGroup:
         if self.payload.refreshes:
             main = plan.home_buffer(recipe.main)
             main.fill(tensors)
-            return main, plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
+            model = plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
+            model.local.zero_()  # padding is sent as well, and nothing else writes it
+            return main, model
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
@@ -131,7 +135,7 @@ class ParameterGroup:
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
     def _make_parameters(self, originals: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The full ones and the sharded ones, with whatever somebody has put on the original ones."""
+        """The full ones and the sharded ones, with the attributes of the original ones."""
         views = FlatBuffer(self.layout, self.mesh, self.plan.whole, self.full.local).views()
         full = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
@@ -200,18 +204,14 @@ class ParameterGroup:
         """Whether the main weights were written to since what is gathered, or stays, was made from them."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
-    @property
-    def refreshes(self) -> bool:
-        """Whether there are model weights beside the main weights, which follow them."""
-        return self.model_weight is not self.main_weight
-
     def outdate(self) -> None:
-        """Let the next gather start from the main weights, whatever is known of them: some rank says so."""
+        """Let the next gather start from the main weights, because some rank says so."""
         self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
         """Start making the full weights those of the main weights; None where they already are."""
-        self.refresh(channels)
+        if self.refreshes:
+            self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
             return refreshing
@@ -259,7 +259,7 @@ class ParameterGroup:
         return channels.weights.take(self.transient)
 
     def serve(self, channels: Channels) -> Ticket:
-        """Start the part that other ranks need of this one in a gather whose result nobody uses here."""
+        """Start the part that other ranks need of this one in a gather whose result is not used here."""
         with torch.no_grad():
             unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own = unused.part(self.model_weight.placements).local
@@ -270,7 +270,7 @@ class ParameterGroup:
                 channels.of_gathers(self.groups[-1]),
                 channel=self.channel,
                 after=self._refreshing,
-                prepare=lambda: own.copy_(self.model_weight.local),  # must not change when this rank goes on
+                prepare=lambda: own.copy_(self.model_weight.local),  # must not change when this rank continues
             )
 
     def refresh(self, channels: Channels) -> None:
@@ -315,7 +315,7 @@ class ParameterGroup:
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
     def finish_upload(self) -> None:
-        """Make the host wait until nobody reads main weights in CPU memory any more."""
+        """Make the host wait until nothing reads main weights in CPU memory any more."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.synchronize()

@@ -87,7 +87,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the full ones, if nobody else holds them."""
+        """Register the sharded parameters and free the full ones, if nothing else holds them."""
         runtime_of(self).reshard(unit_of(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:

@@ -1,11 +1,13 @@
-"""Weights that travel quantized: one byte or half a one for each element, and the scales of their blocks.
+"""Quantized weights: one byte or half a byte per element, and the scales of the blocks.
 
-    a shard, as it lies at rest and travels    |  payload: where the layout has its elements  |  scales of its blocks |
-    beside it, the same on all ranks           the maxima of whole matrices, for recipes with one scale for each
+    bytes of a shard, at rest and in a gather:   | payload, in the order of the layout | scales of the shard's blocks |
+    replicated, for recipes with one scale per matrix:   maxima of the matrices
 
-No cut goes through a block, so that a rank quantizes its shard by itself. Recipes with one scale for each matrix need
-its maximum over the ranks: `local_maxima` are those of a shard, and the runtime makes `maxima` of them once in a step
-(`weft.fsdp.runtime.maxima`). One message carries payload and scales.
+Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
+matrix need the maximum of the whole matrix. `local_maxima` computes the shard's; the runtime reduces them over the
+ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
+scales. Each piece of a shard is dequantized from the received bytes to its place in the full weights, without a copy
+in between.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +25,22 @@ from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
 from weft.memory.pool import Pool, Transient
 from weft.mesh import position_on
-from weft.quantize import Quantization, dequantize, largest_of, quantize, wide_scales
+from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 
 _ALIGNMENT = 16
 """A shard's bytes are a multiple of this many."""
+
+
+class _Piece(NamedTuple):
+    """A part of tensor `number`, and of one matrix of it, that lies in one shard. `place`: where its elements begin in
+    the layout; `scales_at`: where its scales begin in the shard's bytes."""
+
+    number: int
+    matrix: int
+    place: int
+    numel: int
+    shape: tuple[int, ...]
+    scales_at: int
 
 
 class Narrow:
@@ -94,18 +108,33 @@ class Narrow:
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
         """The largest magnitude that this rank's shard `main` has of each matrix; 0 for one of which it has nothing."""
         found = torch.zeros(self._matrices[-1], device=self._plan.device)
-        for number, start, stop, place in self._pieces():
-            for matrix, first, last in self._by_matrix(number, start, stop):
-                piece = main[place + first - start : place + last - start].to(found.device)
-                found[self._matrices[number] + matrix] = largest_of(piece, self._recipe)
+        begin = self._shard * self._plan.layout.shard_numel
+        for piece in self._pieces(self._shard):
+            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
+            found[self._matrices[piece.number] + piece.matrix] = largest_of(values, self._recipe)
         return found
+
+    def losses(self, main: torch.Tensor) -> torch.Tensor:
+        """Of this rank's shard `main`: how many elements saturate, how many underflow, and how many there are."""
+        found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
+        begin = self._shard * self._plan.layout.shard_numel
+        for piece in self._pieces(self._shard):
+            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
+            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
+            lost = count_losses(values.view(piece.shape), self._recipe, largest=largest)
+            found += torch.stack([*lost, lost[0].new_tensor(piece.numel)])
+        return found
+
+    def _scale_bytes(self, shape: tuple[int, ...]) -> int:
+        """Of the scales that a piece of this shape has in its shard."""
+        if self._recipe.kind == "tensorwise":
+            return 0
+        return math.prod(self._recipe.scale_shape(shape)) * self._recipe.scale_itemsize
 
     def _tail(self, parts: list[tuple[int, int]]) -> list[int]:
         """Where in a shard's bytes the scales of each tensor's part begin, and where the last end."""
         sizes = [
-            math.prod(self._recipe.scale_shape(self._shape(number, stop - start))) * self._recipe.scale_itemsize
-            if stop > start and self._recipe.kind != "tensorwise"
-            else 0
+            self._scale_bytes(self._shape(number, stop - start)) if stop > start else 0
             for number, (start, stop) in enumerate(parts)
         ]
         return list(accumulate(sizes, initial=self._payload_bytes))
@@ -119,70 +148,64 @@ class Narrow:
             return (numel // (shape[1] * shape[2]), *shape[1:])
         return (numel // shape[-1], shape[-1])
 
-    def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
-        """What lies in this rank's shard: tensor, its elements from and to, and where they begin in the shard."""
-        begin = self._shard * self._plan.layout.shard_numel
-        for number, (start, stop) in enumerate(self._parts[self._shard]):
-            if stop > start:
-                yield number, start, stop, self._extents[number].offset + start - begin
-
-    def _by_matrix(self, number: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The elements `[start, stop)` of a tensor in ranges that belong to one matrix each."""
-        size = math.prod(self._extents[number].shape[-2:])
-        for matrix in range(start // size, -(-stop // size)):
-            yield matrix, max(start, matrix * size), min(stop, (matrix + 1) * size)
+    def _pieces(self, shard: int) -> Iterator[_Piece]:
+        """What lies in a shard, in pieces of one matrix each where a matrix has one scale."""
+        for number, (start, stop) in enumerate(self._parts[shard]):
+            if stop == start:
+                continue
+            offset, scales_at = self._extents[number].offset, self._tails[shard][number]
+            size = math.prod(self._extents[number].shape[-2:]) if self.maxima is not None else stop
+            for matrix in range(start // size, -(-stop // size)):
+                first, last = max(start, matrix * size), min(stop, (matrix + 1) * size)
+                shape = self._shape(number, last - first)
+                if self.maxima is not None and len(shape) == 3:
+                    shape = shape[1:]
+                yield _Piece(number, matrix, offset + first, last - first, shape, scales_at)
+                scales_at += self._scale_bytes(shape)
 
     def _quantize(self, own: torch.Tensor, main: torch.Tensor) -> Pending:
         """Fill the bytes of this rank's shard from its main weights."""
-        own.zero_()
-        tail = self._tails[self._shard]
-        for number, start, stop, place in self._pieces():
-            scales_at = tail[number]
-            ranges = [(0, start, stop)] if self.maxima is None else self._by_matrix(number, start, stop)
-            for matrix, first, last in ranges:
-                at = place + first - start
-                values = main[at : at + last - first]
-                if self._plan.offload is not None:  # quantized on the device, whose memory it is copied to
-                    there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
-                    values = there.copy_(values, non_blocking=True)
-                largest = None if self.maxima is None else self.maxima_of(number)[matrix]
-                payload, scales = quantize(
-                    values.view(self._shape(number, last - first)), self._recipe, largest=largest
-                )
-                at //= self._recipe.values_per_byte
-                own[at : at + payload.numel()] = payload.reshape(-1)
-                if self._recipe.kind != "tensorwise":
-                    steps = (scales[0] if isinstance(scales, tuple) else scales).reshape(-1).view(torch.uint8)
-                    own[scales_at : scales_at + steps.numel()] = steps
-                    scales_at += steps.numel()
+        begin = self._shard * self._plan.layout.shard_numel
+        for piece in self._pieces(self._shard):
+            at = piece.place - begin
+            values = main[at : at + piece.numel]
+            if self._plan.offload is not None:  # quantized on the device, whose memory it is copied to
+                there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
+                values = there.copy_(values, non_blocking=True)
+            codes, steps = self._bytes_of(own, piece, at)
+            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
+            _, scales = quantize(values.view(piece.shape), self._recipe, largest=largest, out=codes)
+            if steps.numel():
+                found = scales[0] if isinstance(scales, tuple) else scales
+                steps.copy_(found.reshape(-1).view(torch.uint8))
         return Pending()
 
-    def unpacked(self, come: torch.Tensor) -> Iterator[tuple[torch.Tensor, Any]]:
-        """The payload and scales of each tensor, as `quantize` returns them, from the bytes of all shards."""
-        shards = come.view(self.layout.shards, -1)
-        payload = shards[:, : self._payload_bytes].reshape(-1)
-        per_byte = self._recipe.values_per_byte
-        for number, extent in enumerate(self._extents):
-            *rows, width = extent.stored
-            codes = payload[extent.offset // per_byte : extent.end // per_byte]
-            yield codes.view(*rows, width // per_byte), self._scales(shards, number)
+    def unpacked(self, come: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Any]]:
+        """Views of the bytes of all shards: where in the full weights the elements of each piece begin, its payload and
+        its scales, as `quantize` returns them."""
+        shard_numel = self._plan.layout.shard_numel
+        for shard, sent in enumerate(come.view(self.layout.shards, -1)):
+            for piece in self._pieces(shard):
+                codes, steps = self._bytes_of(sent, piece, piece.place - shard * shard_numel)
+                yield piece.place, codes, self._scales(piece, steps)
 
     def _dequantize(self, come: torch.Tensor, full: torch.Tensor) -> None:
         """Fill the full weights from the bytes of all shards."""
-        for extent, (codes, scales) in zip(self._extents, self.unpacked(come)):
-            values = dequantize(codes, scales, self._recipe, self._plan.recipe.compute)
-            full[extent.offset : extent.end] = values.reshape(-1)
+        for place, codes, scales in self.unpacked(come):
+            numel = codes.numel() * self._recipe.values_per_byte
+            values = full[place : place + numel].view(*codes.shape[:-1], -1)
+            dequantize(codes, scales, self._recipe, out=values)
 
-    def _scales(self, shards: torch.Tensor, number: int) -> Any:
-        shape = self._extents[number].shape
-        whole = None
-        if self.maxima is not None:
-            whole = wide_scales(self.maxima_of(number).view(shape[:-2]), self._recipe)
-            if self._recipe.kind == "tensorwise":
-                return whole
-        parts = [shard[tail[number] : tail[number + 1]] for shard, tail in zip(shards, self._tails)]
-        steps = torch.cat(parts)
-        if self._recipe.scale_itemsize == 4:
-            steps = steps.view(torch.float32)
-        steps = steps.view(self._recipe.scale_shape(shape))
-        return steps if whole is None else (steps, whole)
+    def _bytes_of(self, sent: torch.Tensor, piece: _Piece, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a shard's bytes: the payload of the piece whose elements begin at `at`, and its scales."""
+        *rows, width = piece.shape
+        per_byte = self._recipe.values_per_byte
+        codes = sent[at // per_byte : (at + piece.numel) // per_byte].view(*rows, width // per_byte)
+        return codes, sent[piece.scales_at : piece.scales_at + self._scale_bytes(piece.shape)]
+
+    def _scales(self, piece: _Piece, steps: torch.Tensor) -> Any:
+        if self.maxima is None:
+            typed = steps.view(torch.float32) if self._recipe.scale_itemsize == 4 else steps
+            return typed.view(self._recipe.scale_shape(piece.shape))
+        whole = wide_scales(self.maxima_of(piece.number)[piece.matrix], self._recipe)
+        return whole if self._recipe.kind == "tensorwise" else (steps.view(piece.shape[0], -1), whole)

@@ -98,7 +98,7 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Mark a parameter that computes, travels and accumulates in its own dtype, whatever the policy of its unit.
+    """Mark a parameter that computes, travels and accumulates in its own dtype, under every policy of its unit.
 
     For the few that a narrower dtype would spoil, such as the decays of a recurrence. Before `fully_shard`.
     """

@@ -2,7 +2,7 @@
 
     where a name is looked up                              before drop_in()    after
     -----------------------------------------------------  ------------------  ------
-    torch.distributed.fsdp.fully_shard, by whoever asks    torch's             weft's
+    torch.distributed.fsdp.fully_shard, by any caller      torch's             weft's
     a library that has imported it: accelerate, ...        torch's             weft's
     a library that is imported later                                           weft's
     torch's own private modules, which define it           torch's             torch's

@@ -3,7 +3,7 @@
     value                                                 changed              seen
     ----------------------------------------------------  -------------------  ------------
     tensors; tuples, lists, dicts, named tuples, and      yes                  yes
-    whatever is registered with torch's pytree
+    what is registered with torch's pytree
     dataclasses                                           where asked for: a   where asked
                                                           copy has the change  for
     attributes of other objects, members of sets          no                   where asked

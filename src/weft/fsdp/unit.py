@@ -2,9 +2,9 @@
 
     from         event        to           caused by                      what happens
     -----------  -----------  -----------  -----------------------------  ----------------------------------------------
-    at rest      gather       on the way   whoever is first to need or    the gather starts, beside the computation
+    at rest      gather       on the way   the first one to need or       the gather starts, beside the computation
                                            to foresee the unit
-    on the way   arrive       here         whoever needs the weights      what is computed from here on sees them
+    on the way   arrive       here         the one that needs weights     what is computed from here on sees them
     here         hold         held         a holder, by name
     held         hold         held         another holder
     held         let go       held         a holder, another one stays
@@ -13,9 +13,9 @@
     here         free         at rest      a driver that foresees no      the memory goes
                                            use of the unit soon
 
-Everything else is an error that names the unit, its state and its holders. A holder is whoever needs the weights: a
-forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that somebody will be
-back. A unit at most makes way for another, with its values; only its holders let it go. It knows nobody who drives it.
+Everything else is an error that names the unit, its state and its holders. A holder is what needs the weights: a
+forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that another will be
+back. A unit at most makes way for another, with its values; only its holders let it go. It does not know its drivers.
 
 What is registered follows those who compute, and the user's `unshard()`: while one of them holds the weights, the full
 parameters, else the sharded ones. Between passes a module so shows what an optimizer, a freeze or a write is to find;
@@ -97,7 +97,10 @@ class Unit:
         self.policy = policy
         self.name = ""
         self.number = 0
-        self.channels: Channels | None = None
+        self.writes_gradients = any(group.gradients.declared for group in self.groups)
+        """Whether modules have declared that they add to `main_grad` themselves."""
+        self.channels: Channels = None  # type: ignore[assignment]
+        """From the first pass of its root on."""
         self.gradient_to_write: Callable[[Unit, ParameterGroup, int], tuple[torch.Tensor, bool]] | None = None
         """Where a module that writes the gradient of a parameter itself puts it, and whether it adds to it."""
         self.place = next(_places)
@@ -141,7 +144,7 @@ class Unit:
 
     @property
     def computes(self) -> bool:
-        """Whether somebody computes with the full weights."""
+        """Whether a holder computes with the full weights."""
         for holder in self.holders:
             if holder.computes:
                 return True
@@ -181,13 +184,13 @@ class Unit:
         if holder.computes:
             for each in self.gathered:
                 if each.place is not None:
-                    self._channels.weights.come_back(each)
+                    self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
         if not self._shows_full and (holder.computes or is_users(holder)):
             try:
-                self.register()
-            except RuntimeError:  # what somebody had put in place of a parameter
+                self._show(full=True)
+            except RuntimeError:  # what was put in place of a parameter
                 self.release(holder)
                 raise
 
@@ -227,16 +230,16 @@ class Unit:
                 group.fulls.come(group.version)
 
     def register(self) -> None:
-        """Register what the holders need: full parameters, or the sharded ones if nobody computes."""
-        self._shows_full = False
-        for holder in self.holders:
-            if holder.computes or is_users(holder):
-                self._shows_full = True
+        """Register what the holders need: full parameters, or the sharded ones if none computes."""
+        self._show(full=any(holder.computes or is_users(holder) for holder in self.holders))
+
+    def _show(self, *, full: bool) -> None:
+        self._shows_full = full
         for group in self.groups:
-            register(zip(group.slots, group.full_parameters if self._shows_full else group.sharded_parameters))
+            register(zip(group.slots, group.full_parameters if full else group.sharded_parameters))
 
     def free(self) -> None:
-        """Give the memory back, if it is there and nobody holds the weights."""
+        """Give the memory back, if it is there and the weights have no holder."""
         if self.state is State.ON_THE_WAY:
             self._arrive()
         if self.state is State.HERE:
@@ -244,7 +247,7 @@ class Unit:
             self.resident = False
             for group in self.groups:
                 if self._leaves_pieces:
-                    group.keep_piece(self._channels)
+                    group.keep_piece(self.channels)
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
@@ -291,7 +294,6 @@ class Unit:
 
     def has_room(self) -> bool:
         """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
-        assert self.channels is not None, f"{self} belongs to no model yet"
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
@@ -313,16 +315,11 @@ class Unit:
         """How often the gathered weights have moved."""
         return sum(map(_moves, self.gathered))
 
-    @property
-    def _channels(self) -> Channels:
-        assert self.channels is not None, f"{self} belongs to no model yet"
-        return self.channels
-
     def _gather(self) -> None:
-        self._channels.on_gather(self)
+        self.channels.on_gather(self)
         with profiled(self.name, "gather"):
             for group in self.groups:
-                ticket = group.gather(self._channels)
+                ticket = group.gather(self.channels)
                 if ticket is not None:
                     self._tickets.append(ticket)
 
@@ -334,7 +331,7 @@ class Unit:
             for each in self.holders:
                 if each.computes or is_users(each):
                     return
-            self.register()
+            self._show(full=False)
 
     def _arrive(self) -> None:
         if self.state is State.ON_THE_WAY:
@@ -358,7 +355,7 @@ class Unit:
 
     def _list_groups(self) -> None:
         self.trainable_groups = [group for group in self.groups if group.agreed]
-        """The groups whose gradients are reduced: the same on all ranks, whatever each has frozen."""
+        """The groups whose gradients are reduced: the same on all ranks, even if they froze different ones."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
         """Their numbers."""
         self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
@@ -380,14 +377,6 @@ class Unit:
         """Whether gradients arrived that no reduction has taken."""
         for group in self.groups:
             if (group.agreed or group.trainable) and group.gradients.arrived:
-                return True
-        return False
-
-    @property
-    def awaits_reduction_in_turn(self) -> bool:
-        """Whether gradients arrived that all ranks reduce."""
-        for group in self.trainable_groups:
-            if group.gradients.arrived:
                 return True
         return False
 

@@ -1,4 +1,4 @@
-"""Calls that keep nobody alive: units, runtimes and buffers tell each other things, and go without the collector."""
+"""Calls that keep no object alive: units, runtimes and buffers tell each other things, and go without the collector."""
 
 import weakref
 from collections.abc import Callable

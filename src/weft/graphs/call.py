@@ -155,7 +155,7 @@ class GraphedCall:
     ) -> str:
         gradients = [signature.gradients[number] for number in sorted(signature.gradients)]
         try:
-            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients)
+            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients, self._count)
         except Exception as error:
             self.failed = True
             self.refuse(str(error) if isinstance(error, CaptureRefused) else f"{type(error).__name__}: {error}")
@@ -163,6 +163,9 @@ class GraphedCall:
         signature.captured.append(captured)
         self.captures += 1
         return "captured in this pass"
+
+    def _count(self, because: str) -> None:
+        self.eager[because] += 1
 
     def refuse(self, because: str) -> None:
         """All calls are eager from now on."""

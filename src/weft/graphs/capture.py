@@ -11,24 +11,42 @@ class CaptureRefused(RuntimeError):
     """A function does what a graph cannot hold; the message is the reason. Its calls stay eager."""
 
 
-_under_way = False
+_captures = 0
+_answer: Callable[[Any, Any], Any] | None = None
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
     """Around a capture."""
-    global _under_way
-    _under_way = True
+    global _captures
+    _captures += 1
     try:
         yield
     finally:
-        _under_way = False
+        _captures -= 1
 
 
-def refuse_in_capture(what: str) -> None:
-    """Raise CaptureRefused if a capture is under way, in which `what` cannot be."""
-    if _under_way:
-        raise CaptureRefused(what)
+@contextmanager
+def answering(answer: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Inside, `answer(ask, parameter)` says where a backward writes gradients of weights."""
+    global _answer
+    before, _answer = _answer, answer
+    try:
+        yield
+    finally:
+        _answer = before
+
+
+def answered(ask: Any, parameter: Any) -> Any:
+    """Where the gradient of `parameter` is written, if a backward is being captured; else None: `ask` the engine.
+
+    Raises CaptureRefused in the capture of a forward.
+    """
+    if _answer is not None:
+        return _answer(ask, parameter)
+    if _captures:
+        raise CaptureRefused("a forward in it asks for gradients of weights (weft.fsdp.weight_gradient)")
+    return None
 
 
 class Recording(Protocol):

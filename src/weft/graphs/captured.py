@@ -5,7 +5,8 @@
 
 Between a forward and its backward a capture is busy: what is saved for the backward lies in memory that the next
 forward writes to. Autograd adds the gradients of parameters up and leaves them in `.grad`, as it does for an
-eager call.
+eager call. A backward that writes gradients of weights itself is recorded once for each set of buffers, when the first
+backward writes to them (`weft.graphs.writes`).
 """
 
 import weakref
@@ -17,11 +18,14 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft.graphs import tape
-from weft.graphs.capture import Backend, CaptureRefused
-from weft.graphs.places import Places, range_of
+from weft.graphs.capture import Backend, CaptureRefused, Recording, answering
+from weft.graphs.places import Places, Ranges, range_of, versions_set
+from weft.graphs.writes import Targets, Writes
 
 POISON = False
 """For tests: fill what a capture computes before each replay, and all of it when its backward is done."""
+MOST_BACKWARDS = 8
+"""Of one capture: buffers that are new for each backward have no graph."""
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -46,6 +50,14 @@ class Sample(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, **options).zero_()
 
 
+class Backward(NamedTuple):
+    """One recorded backward, and its static gradients; None where there is none."""
+
+    recording: Recording
+    of_inputs: list[Tensor | None]
+    of_parameters: list[Tensor | None]
+
+
 class Lease:
     """A forward in a capture, until its backward is done or its graph is gone."""
 
@@ -62,7 +74,7 @@ class Captured:
     """`function` captured with these arguments: flat `leaves`, and their `spec`.
 
     `places`: the parameters and buffers that the function may read. `gradients`: samples of the gradients of the
-    differentiable outputs, in their order. Raises CaptureRefused.
+    differentiable outputs, in their order. `count`: is told why a backward is eager. Raises CaptureRefused.
     """
 
     def __init__(
@@ -73,9 +85,12 @@ class Captured:
         spec: TreeSpec,
         places: Places,
         gradients: Sequence[Sample],
+        count: Callable[[str], None],
     ) -> None:
         self.ready = False
         """Whether all ranks have it."""
+        self._backend = backend
+        self._count = count
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -118,25 +133,53 @@ class Captured:
         if len(differentiable) != len(self._gradients):
             raise CaptureRefused("some of its outputs get gradients and others do not")
         inputs = [each for each in entered if each.requires_grad]
-        parameters = self._places.trained()
+        trained = self._places.trained()
         known += [*self._forward.memory(), *map(range_of, self._gradients), *map(range_of, outputs)]
+        self._known = known
 
-        def backward() -> Any:
-            # Retained: a second backward must find what the first one read.
-            wanted = [*inputs, *parameters]
-            return torch.autograd.grad(differentiable, wanted, self._gradients, retain_graph=True, allow_unused=True)
+        # Retained: a further backward must find what this one read. It runs when replays have written to all that
+        # autograd saved; the forward before it has made the values.
+        saved = [*self._places.tensors(), *entered]
+        at_capture = [each._version for each in saved]
+        wanted = [*inputs, *trained]
 
-        found, self._backward = backend.capture(backward, known, self._forward)
-        self._of_inputs = [each if each is None else each.data for each in found[: len(inputs)]]
-        pairs = [(each, to) for each, to in zip(found[len(inputs) :], parameters) if each is not None]
-        self.parameters = [to for _, to in pairs]
-        """Those that get gradients."""
-        self._of_parameters = [(each.data, self._places.is_owned(to)) for each, to in pairs]
+        def differentiate() -> Sequence[Tensor | None]:
+            with versions_set(saved, at_capture):
+                return torch.autograd.grad(
+                    differentiable, wanted, self._gradients, retain_graph=True, allow_unused=True
+                )
+
+        self._differentiate = differentiate
+        self._owned = [self._places.is_owned(each) for each in trained]
+        self._writes = Writes(trained)
+        with self._writes.tried() as scratch:
+            backward = self._record(self._writes.begin, scratch)
+        self._backwards: dict[tuple[Any, ...], Backward] = {} if self._writes else {(): backward}
+        self.parameters = [to for to, gradient in zip(trained, backward.of_parameters) if gradient is not None]
+        """Those that get gradients by autograd."""
         self._needs = [each.requires_grad for each in entered]
         self._results = [each.data if isinstance(each, Tensor) else each for each in results]
         self._differentiable = [each.requires_grad for each in outputs]
-        self.nbytes = self._forward.nbytes + self._backward.nbytes
-        self.nbytes += sum(each.untyped_storage().nbytes() for each in (*self._inputs, *self._gradients))
+
+    def _record(self, begin: Callable[[], None], may_write: Ranges) -> Backward:
+        def backward() -> Sequence[Tensor | None]:
+            begin()
+            return self._differentiate()
+
+        found, recording = self._backend.capture(backward, [*self._known, *may_write], self._forward)
+        return self._sorted(recording, found)
+
+    def _sorted(self, recording: Any, found: Sequence[Tensor | None]) -> Backward:
+        gradients = [each if each is None else each.data for each in found]
+        count = len(gradients) - len(self._owned)
+        return Backward(recording, gradients[:count], gradients[count:])
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of what it computes, and of what is copied into it."""
+        recordings = [self._forward, *(each.recording for each in self._backwards.values())]
+        statics = sum(each.untyped_storage().nbytes() for each in (*self._inputs, *self._gradients))
+        return statics + sum(each.nbytes for each in recordings)
 
     def holder(self) -> Lease | None:
         """The forward in flight."""
@@ -172,23 +215,45 @@ class Captured:
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "
                 "leave its module out of weft.Graphs"
             )
-        if POISON:
-            self._backward.poison()
         wanted = [each for each, needs in zip(gradients, self._differentiable) if needs]
         for static, gradient in zip(self._gradients, wanted):
             if gradient is None:
                 static.zero_()
             else:
                 static.copy_(gradient)
-        self._backward.replay()
+        targets = self._writes.targets()
+        done = self._replay(targets)
+        targets.written()
         # The caller may keep the gradient of an input. Those of sharded parameters are copied at the end of their
         # unit's backward, before the next replay.
-        of_inputs = iter(self._of_inputs)
+        of_inputs = iter(done.of_inputs)
         handed: list[Tensor | None] = []
         for needs in self._needs:
             gradient = next(of_inputs) if needs else None
             handed.append(None if gradient is None else gradient.clone())
-        return [*handed, *(each.detach() if owned else each.clone() for each, owned in self._of_parameters)]
+        pairs = [(each, owned) for each, owned in zip(done.of_parameters, self._owned) if each is not None]
+        return [*handed, *(each.detach() if owned else each.clone() for each, owned in pairs)]
+
+    def _replay(self, targets: Targets) -> Backward:
+        """Run the backward into these buffers; it is recorded for them before if they are new."""
+        found = self._backwards.get(targets.key)
+        if found is None:
+            because = f"a backward writes to more than {MOST_BACKWARDS} sets of buffers"
+            try:
+                if len(self._backwards) < MOST_BACKWARDS:
+                    with self._places.restored(), targets.restored(), answering(targets.answer):
+                        found = self._backwards[targets.key] = self._record(targets.begin, targets.ranges())
+            except CaptureRefused as error:
+                because = str(error)
+            if found is None:
+                self._count(because)
+                targets.begin()
+                with answering(targets.answer), torch.enable_grad():
+                    return self._sorted(None, self._differentiate())
+        if POISON:
+            found.recording.poison()
+        found.recording.replay()
+        return found
 
     def rest(self) -> None:
         """No forward is in flight."""

@@ -18,6 +18,17 @@ def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]
     return start, start + (last + 1) * tensor.itemsize, writable
 
 
+@contextmanager
+def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[None]:
+    """Inside, autograd takes `tensors` for those that it saved at `versions`."""
+    now = tuple(each._version for each in tensors)
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), now)
+
+
 class Places:
     """Of `modules`. `is_owned`: whether the gradients of a parameter are copied as soon as its backward is over."""
 

@@ -99,7 +99,7 @@ class Cuts:
     def boxes(self, part: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """The part as rectangles of the full tensor: `(offsets, sizes, first element within the part)`."""
         start, stop = self.borders[part], self.borders[part + 1]
-        if part == 0 and not math.prod(self.shape):  # nothing, but it has a shape that somebody must state
+        if part == 0 and not math.prod(self.shape):  # nothing, but it has a shape that some rank must state
             yield (0,) * len(self.shape), self.shape, 0
         at = start
         while at < stop:

@@ -94,6 +94,8 @@ class GatherOrder:
         self._ahead: dict[tuple[str, tuple[int, ...]], dict[tuple[int, bool], tuple[int, ...]]] = {}
         """What to gather ahead of each position: worked out once for each record."""
         self._wanted_at: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self._wanted: tuple[int, ...] = ()
+        """What should be here, or on its way, besides what is held, behind the latest use."""
         self._around: tuple[Any, ...] | None = None
         """The forward that a backward interrupts: a gradient that is taken inside of it."""
 
@@ -125,7 +127,7 @@ class GatherOrder:
         self._kind = "forward"
         if self._around is not None:
             (self._kind, self.events, self._expected, self._position, self._on_plan) = self._around[:5]
-            self._gathered, self._wanted_at = self._around[5:]
+            self._gathered, self._wanted_at, self._wanted = self._around[5:]
             self._around = None
 
     @property
@@ -142,12 +144,13 @@ class GatherOrder:
 
     def _state(self) -> tuple[Any, ...]:
         now = (self._kind, self.events, self._expected, self._position, self._on_plan)
-        return (*now, set(self._gathered), self._wanted_at)
+        return (*now, set(self._gathered), self._wanted_at, self._wanted)
 
     def _follow(self, expected: tuple[int, ...]) -> None:
         self.events = []
         self._expected, self._position, self._on_plan, self._waits = expected, 0, True, False
         self._gathered.clear()
+        self._wanted = ()
         key = (self._kind, expected)
         if key not in self._ahead:
             if len(self._ahead) == _RECORDS:
@@ -194,10 +197,12 @@ class GatherOrder:
             for each in named:
                 self.events.append(("ahead", each.number, 0))
                 each.prefetch()
+            self._wanted = self._look_ahead()
             return
         if unit.tied or not unit.resident:
             self._gather(unit)
-        for following in self._wanted():
+        self._wanted = self._look_ahead()
+        for following in self._wanted:
             if not (ahead := self._units[following]).resident:
                 if not ahead.has_room():
                     break
@@ -209,7 +214,7 @@ class GatherOrder:
             return False
         number, position, expected = unit.number, self._position, self._expected
         if position < len(expected):
-            return number == expected[position] or number in self._wanted()
+            return number == expected[position] or number in self._wanted
         if self._kind == "forward":  # behind its last use the backward comes
             for coming in self._known(BACKWARD):
                 if not self._units[coming].holders:
@@ -244,11 +249,11 @@ class GatherOrder:
         bundle = self._bundles.get(unit.number)
         if bundle is not None and self._kind != "schedule" and not self._gathered.issuperset(bundle.numbers):
             self._gathered.update(bundle.numbers)
+            self._wanted = self._look_ahead()
             bundle.gather()
         unit.prefetch()
 
-    def _wanted(self) -> tuple[int, ...]:
-        """The units that should be here, or on their way, besides those that are held."""
+    def _look_ahead(self) -> tuple[int, ...]:
         position = self._position
         if not self._on_plan or not position:
             return ()

@@ -9,7 +9,7 @@
 A buffer has one place for all its lifetimes, so that its address never changes. Two buffers overlap in the slab only if
 they never are alive together. The slab is no higher than it must be: buffers that meet all others are stacked, the rest
 is put against the bottom and the top of what is left. That is exact for layers which are gathered one ahead, of
-whatever sizes: neighbours take opposite sides. Where more are alive together, a few orders and heights are tried.
+any sizes: neighbours take opposite sides. Where more are alive together, a few orders and heights are tried.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -57,7 +57,7 @@ class ReductionOrder(ABC):
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
         self.waits_for_room = True
-        """Whether few are kept alive. Where the host waits itself, it could wait for ever for a rank that waits for it
+        """Whether few are kept alive. Where the host waits itself, it could wait endlessly for a rank that waits for it
         in the backward of another model."""
         self.arrived: list[int] = []
         """The units whose gradients were to be reduced in this backward, in their order."""

@@ -1,10 +1,10 @@
-"""Memory that is empty in a way that can be seen, until somebody has filled it.
+"""Memory that is empty in a way that can be seen, until it is filled.
 
 dtype                                  empty memory holds            not filled, if it is left in
 -------------------------------------  ----------------------------  -----------------------------------
 floating but float8, complex           NaN, with every bit set       any element
 bool                                   neither False nor True        any element
-integers of 32 and 64 bits             a number that nobody chooses  any element
+integers of 32 and 64 bits             a number that no one chooses  any element
 few values: int8, int16, float8        bytes as in the others        all elements, if of 8 bytes or more
 """
 
@@ -21,7 +21,7 @@ def blank(tensor: torch.Tensor) -> None:
 
 
 def blank_storage(tensor: torch.Tensor) -> None:
-    """Make all memory of the plain `tensor`, whatever its strides, visibly empty."""
+    """Make all memory of the plain `tensor`, of any strides, visibly empty."""
     storage = tensor.untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_empty_byte(tensor.dtype))
 

@@ -11,12 +11,12 @@ step has shown before (a pass in another order, a block used twice) takes its ow
 fallback, and leads to a new plan when the step is over. A plan knows all steps so far; if they do not go together, so
 that it would take more than `PATIENCE` times what was alive at once, it starts anew from the last step.
 
-A buffer that must be in its place finds another one there only if somebody holds what nobody foresaw, such as a user
+A buffer that must be in its place finds another one there only if it is held by something unforeseen, such as a user
 who unshards all layers between a forward and its backward. If the other is not being computed with it moves out, values
 and all, into memory of its own, and comes back when it is needed at its address:
 
     take(one)       the place is free, or its tenant `is_evictable`: move_out(tenant)
-    come_back(it)   whoever is in its place now moves out in turn
+    come_back(it)   what is in its place now moves out in turn
 """
 
 import weakref
@@ -117,7 +117,7 @@ class Pool:
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = _UNKNOWN
-        """The stream that first took or foresaw memory: the slab is its own, on whatever stream a backward ends."""
+        """The stream that first took memory. The slab belongs to it, even if a backward ends on another stream."""
         self._step = self._changed = 0
         self._step_peak = 0
         self.outdated = False
@@ -275,7 +275,7 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """The place of `transient` in the slab, if it has one that nobody else is in."""
+        """The place of `transient` in the slab, if it has one that is free."""
         if self.plan is None:
             self.outdated = True
             return None

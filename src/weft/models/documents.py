@@ -50,7 +50,7 @@ class Documents:
     """Where documents begin in a batch of `batch` rows of `seq` tokens; checked when it is made, on the host.
 
     `starts`: the first position of each document and of each stretch of padding, counted through the rows. `padding`:
-    which of them are padding, as indices into `starts`. `continues`: the last document of each row goes on behind the
+    which of them are padding, as indices into `starts`. `continues`: the last document of each row continues behind the
     row, so that the label at its last position counts. Two values are equal if they describe the same.
 
     Raises `ValueError` for starts that do not ascend, do not begin every row or lie outside of the batch.
@@ -171,7 +171,7 @@ class Documents:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is one document without padding, as where nobody says otherwise."""
+        """Whether each row is one document without padding, the default."""
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:

@@ -77,7 +77,7 @@ class HybridModel(nn.Module):
                 self.embedding.ranks = self.ranks
         self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
         if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
-            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, whoever has the depths
+            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, with depths or without
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
@@ -241,7 +241,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     """Raise `ValueError` if `meshes` has an axis of which a model of `cfg` would make nothing."""
     if meshes.tp is not None:
-        check_shared(cfg, meshes.tp.size())
+        check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
             f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"

@@ -49,9 +49,14 @@ def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
 
 
 def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
-    """The options of expert units: a rank's experts see the tokens of the whole expert-parallel group."""
+    """The options of expert units: a rank's experts see the tokens of the whole expert-parallel group.
+
+    Whole experts are cut over tensor-parallel ranks as well, whose gradients are parts of a sum.
+    """
     assert meshes.ep is not None
     divisor = (options.get("gradient_divide_factor") or 1) * meshes.ep.size()
+    if meshes.tp is not None and meshes.etp is None:
+        divisor /= meshes.tp.size()
     changed = {"gradient_divide_factor": divisor}
     if meshes.expert.ndim == 1:  # the expert mesh reaches over what is an outer axis elsewhere
         changed["outer_strategy"] = "no_shard"

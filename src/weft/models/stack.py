@@ -39,7 +39,7 @@ class Layer(nn.Module):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
             block: Any = layer_class(symbol)(cfg, source / str(number), beside)
             if ranks is not None:
-                share(block, cuts_of(symbol, cfg), ranks)
+                share(block, cuts_of(symbol, cfg, ranks.experts), ranks)
                 block.share(ranks)
             self.add_module(LAYER_KEYS[symbol], block)
 

@@ -28,6 +28,7 @@ from weft.models.gathering import gathered, summed
 from weft.moe.parts import Cut, place
 
 LANE = "tensor"
+CUT, ALIKE, SPREAD = "cut", "alike", "spread"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class TensorRanks:
     """The ranks that share every layer; `mesh` is 1-D."""
 
     mesh: DeviceMesh
+    experts: str = CUT
+    """How an expert lies: `CUT` over them, `ALIKE` on each, or `SPREAD` with the others over expert-parallel ranks."""
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -53,15 +56,19 @@ class TensorRanks:
 
     def gather(self, x: Tensor) -> Tensor:
         """Each rank's positions [B, S / size, ...] -> all, [B, S, ...]. In backward gradients are summed."""
-        return torch.cat(gathered(self.group, x, lane=LANE)[0].unbind(), dim=1)
+        return torch.cat(self.stacked(x).unbind(), dim=1)
 
     def scatter(self, x: Tensor) -> Tensor:
         """The sum over the ranks of [B, S, ...] -> this rank's positions of it, [B, S / size, ...]."""
         return summed(self.group, torch.stack(x.chunk(self.size, dim=1)), lane=LANE)
 
+    def stacked(self, x: Tensor) -> Tensor:
+        """What each rank has, [size, ...]. In backward gradients are summed."""
+        return gathered(self.group, x, lane=LANE)[0]
+
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
         """The mean over `count` ranks from `first` on; every rank of the axis calls it."""
-        return gathered(self.group, x, lane=LANE)[0][first : first + count].mean(0)
+        return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The parts of all ranks along `dim`, of `sizes`, together; every rank computes the same from them."""
@@ -86,7 +93,9 @@ class TensorRanks:
 
 def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
     """Those of `meshes`, None where every rank has whole layers."""
-    return None if meshes is None or meshes.tp is None else TensorRanks(meshes.tp)
+    if meshes is None or meshes.tp is None:
+        return None
+    return TensorRanks(meshes.tp, CUT if meshes.etp is not None else ALIKE if meshes.ep is None else SPREAD)
 
 
 # --- how every parameter lies -----------------------------------------------------------------------------------------
@@ -103,17 +112,26 @@ class Rows:
     width: int = 1
 
 
-Lies = Cut | Rows | None
+@dataclass(frozen=True)
+class Elsewhere:
+    """Not on the tensor-parallel axis: experts that `GroupedExperts.spread` lays over others."""
+
+
+Lies = Cut | Rows | Elsewhere | None
 
 
 def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
     return Cut(dim, sections)
 
 
-def cuts_of(symbol: str, cfg: HybridConfig) -> dict[str, Lies]:
-    """How the parameters of a block lie, by their names or by those of their modules."""
+def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
+    """How the parameters of a block lie, by their names or by those of their modules; `experts`: see `TensorRanks`."""
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
-    return norms | _KINDS[symbol](cfg)
+    lies = norms | _KINDS[symbol](cfg)
+    if symbol != "E" or experts == CUT:
+        return lies
+    # Each rank computes with whole weights for its own positions, as it does with a norm.
+    return {name: Elsewhere() if experts == SPREAD and name.startswith("experts.") else WHOLE for name in lies}
 
 
 def _attention(cfg: HybridConfig) -> dict[str, Lies]:
@@ -173,6 +191,25 @@ def _delta(cfg: HybridConfig) -> dict[str, Lies]:
     }
 
 
+def _kimi_delta(cfg: HybridConfig) -> dict[str, Lies]:
+    heads, each, latent = (cfg.kda_num_heads, cfg.kda_head_dim), (cfg.kda_num_heads, 1), (1, cfg.kda_head_dim)
+    return {
+        "in_proj": _columns(heads, heads, heads, each, latent, latent),
+        "conv1d": _columns(heads, heads, heads),
+        "f_proj": _columns(heads),
+        "g_proj": _columns(heads),
+        "A_log": _columns(each),
+        "dt_bias": _columns(heads),
+        "gated_norm": WHOLE,
+        "out_proj": Rows(*heads),
+    }
+
+
+def _parallel(cfg: HybridConfig) -> dict[str, Lies]:
+    parts = {"attention": _attention(cfg), "mamba": _mamba(cfg)}
+    return {f"{part}.{name}": how for part, lies in parts.items() for name, how in lies.items()}
+
+
 def _mlp(cfg: HybridConfig) -> dict[str, Lies]:
     return _feed_forward("", cfg.intermediate_size)
 
@@ -197,7 +234,16 @@ def _feed_forward(path: str, inner: int) -> dict[str, Lies]:
 
 
 _UP = ("gate_proj", "up_proj")
-_KINDS = {"*": _attention, "+": _latent, "M": _mamba, "G": _delta, "-": _mlp, "E": _experts}
+_KINDS = {
+    "*": _attention,
+    "+": _latent,
+    "P": _parallel,
+    "M": _mamba,
+    "G": _delta,
+    "K": _kimi_delta,
+    "-": _mlp,
+    "E": _experts,
+}
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
@@ -216,6 +262,8 @@ def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path:
                 continue
             full = f"{where}.{name}" if where else name
             how = lies[full] if full in lies else lies[where]
+            if isinstance(how, Elsewhere):
+                continue
             if isinstance(how, Rows):
                 is_bias = name.endswith("bias")
                 cut = None if is_bias or not how.units else Cut(1, ((how.units, how.width),))

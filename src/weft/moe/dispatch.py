@@ -128,7 +128,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """One rank holds all experts: nothing moves, and nobody waits."""
+    """One rank holds all experts: nothing moves, and nothing waits."""
 
     rows_per: str = "expert"
 

@@ -4,6 +4,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.fsdp.driver import in_backward
 from weft.moe.dispatch import Dispatcher, Halves, Handle, LocalDispatcher, exchange
@@ -54,6 +55,8 @@ class MoE(nn.Module):
         "_shared": ("mlp", ("shared_expert", "shared_expert_gate")),
     }
     """What `weft.Graphs` may capture: methods, with the scope and the modules that each uses (None: all)."""
+    other_positions: DeviceMesh | None = None
+    """Ranks that have the other positions of the same sequences, where there are any."""
     load: Tensor
     exchanged: Tensor
     """Assignments to experts on other ranks, and the rows that travelled for them, of training forwards, [2] int64."""

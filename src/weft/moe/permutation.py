@@ -157,7 +157,7 @@ def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tens
 def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
     """As `sum_slots`, but in one pass over the rows that are there, and a product is added without being rounded.
 
-    What has no row adds nothing, whatever is in the row that its place names.
+    What has no row adds nothing; the row that its place names is ignored.
     """
     if not len(rows):
         return rows.new_zeros(len(places.rows), rows.shape[1], dtype=_wide(rows))

@@ -1,6 +1,6 @@
 """The router: which experts a token visits, and how much each of them counts.
 
-logits  = W x (+ b)                                 in fp32, whatever the model computes in
+logits  = W x (+ b)                                 in fp32, also where the model is not
 scores  = softmax(logits) or sigmoid(logits)
 choice  = scores (+ bias), in the best groups only  which experts: no gradient
 weights = scores of the chosen (/ their sum) * scaling_factor
@@ -63,6 +63,8 @@ class Router(nn.Module):
     """
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
+    over_positions: Callable[[Tensor], Tensor] | None = None
+    """Gives what each of the ranks has that have the other positions of the sequences, [ranks, ...], differentiable."""
     expert_bias: Tensor | None
     added_loss: Tensor
     """The sum of the losses of training forwards since `weft.moe.router_losses` read it, fp32."""
@@ -193,10 +195,14 @@ class Router(nn.Module):
         if self.aux_loss_coef:
             shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
             mean = shares.view(load.shape[0], seq, self.num_experts).sum(1) / max(1, seq)
+            if self.over_positions is not None:
+                loads = self.over_positions(load)
+                load, seq, mean = loads.sum(0), seq * len(loads), self.over_positions(mean).mean(0)
             frequency = load * (self.num_experts / (self.top_k * max(1, seq)))
             terms.append((frequency * mean).sum() * (self.aux_loss_coef / max(1, load.shape[0])))
         if self.z_loss_coef:
-            terms.append(logits.logsumexp(-1).square().sum() * (self.z_loss_coef / tokens))
+            squares = logits.logsumexp(-1).square().sum() * (self.z_loss_coef / tokens)
+            terms.append(squares if self.over_positions is None else self.over_positions(squares[None]).mean())
         return sum(terms[1:], terms[0]) if terms else None
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ class _Root:
 class WeightSource:
     """Random numbers that depend on the seed and on a weight's name only.
 
-    A weight filled from `source / "decoder" / "0"` gets the same values in whatever order, on whichever rank
+    A weight filled from `source / "decoder" / "0"` gets the same values in any order, on any rank
     and beside whichever other weights it is filled, and again when it is filled again. So a pipeline stage
     need not draw the layers of the others, a rank only draws the experts it holds, and a model on the meta
     device can be materialised unit by unit. Kinds of devices differ: a weight filled on an accelerator has

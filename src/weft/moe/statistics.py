@@ -17,9 +17,10 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     """Assignments per expert since the last reset, [num_experts] int64 for each layer by its name in `model`.
 
     Counted are forwards in training mode, what a capacity dropped included, recomputation excluded. `group`: sum over
-    its ranks (of every axis of a mesh), which all call this; None: this rank's own.
+    its ranks (of every axis of a mesh), which all call this, and over tensor-parallel ranks where each counts its own
+    positions; None: this rank's own.
     """
-    return _read({name: layer.load for name, layer in expert_layers(model).items()}, reset, group)
+    return _read(model, "load", reset, group)
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
 
     Counted as in `load_statistics`; coefficients are applied. Divide by the number of forwards for what one adds.
     """
-    return _read({name: layer.router.added_loss for name, layer in expert_layers(model).items()}, reset, group)
+    return _read(model, "router.added_loss", reset, group)
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) ->
     The first number is that of the assignments, which is that of the rows with one row per expert; the second that of
     the rows which travelled. Counted as in `load_statistics`, but for what a capacity dropped.
     """
-    return _read({name: layer.exchanged for name, layer in expert_layers(model).items()}, reset, group)
+    return _read(model, "exchanged", reset, group)
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
@@ -46,15 +47,20 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def _read(counters: dict[str, Tensor], reset: bool, group: Ranks) -> dict[str, Tensor]:
+def _read(model: nn.Module, buffer: str, reset: bool, group: Ranks) -> dict[str, Tensor]:
     """A copy of the counters, summed over the ranks as one tensor."""
-    if not counters:
+    layers = expert_layers(model)
+    if not layers:
         return {}
+    counters = {name: layer.get_buffer(buffer) for name, layer in layers.items()}
     total = torch.cat([counter.view(-1) for counter in counters.values()])
     if isinstance(group, DeviceMesh):
         groups = [group_of(group, axis) for axis in range(group.ndim)]
     else:
         groups = [group] if group is not None else []
+    others = next(iter(layers.values())).other_positions
+    if groups and others is not None and buffer != "router.added_loss":  # which is that of all positions
+        groups.append(group_of(others, 0))
     for each in groups:
         reduce_now(total, dist.ReduceOp.SUM, each, "statistics of experts")
     if reset:

@@ -8,7 +8,7 @@
 
     row   | hidden ...... | weight 0 .. m-1 | expert 0 .. m-1 |     m: as many experts as a token can visit on one rank
 
-The weights and the numbers of the experts are bits in the row's dtype: a row is one message, whatever that dtype is. In
+The weights and the numbers of the experts are bits in the row's dtype: a row is one message in every dtype. In
 backward the gradients of the weights travel in their place. The weight of an expert is applied once, where the expert
 is. A rank adds the outputs of a row up in the order in which the router ranked the experts, a token those of its ranks
 in the order of the ranks: both in fp32 at least, and the same in every run.

@@ -79,7 +79,7 @@ def flat(
             runs[decay].append(run)
     outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
     _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
-    in_stages = parts_of(model) is not None  # these have the same groups, whatever lies in them
+    in_stages = parts_of(model) is not None  # these have the same groups, even where they hold nothing
     groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
     if runs[False] or (in_stages and no_decay is not None):
         groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})
@@ -275,7 +275,7 @@ _classes: dict[type, Any] = {}
 
 
 def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise if `optimizer` cannot step with the group's dtypes: nobody lists which can, so one of them tries."""
+    """Raise if `optimizer` cannot step with the group's dtypes: no list says which can, so one of them tries."""
     main, main_grad = group.recipe.main, group.recipe.main_grad
     if main == main_grad:
         return

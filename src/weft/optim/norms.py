@@ -166,7 +166,7 @@ def _norm_of(
         groups = [group for group in groups if group not in again]
     total = _total(groups, norm_type, unsharded) if groups else torch.zeros((), device=unit_of(model).device)
     if stages is not None:
-        # In fp64, which every stage can say, whatever dtype its gradients have.
+        # In fp64 on every stage, because stages may have gradients of different dtypes.
         parts = list(torch.zeros(stages.size(), dtype=torch.float64, device=total.device).split(1))
         parts[stages.rank()] = total.double().reshape(1)
         all_gather_uneven(parts, stages.rank(), stages, "a norm of the model over its stages")
@@ -245,7 +245,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
 
 def _squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None]]) -> list[float | None]:
     """The squared 2-norms of tensors: of each, a group, the number of the parameter there whose shape and cuts it has,
-    and what lies here of it, None for nothing. None for a tensor of which nobody has anything. Collective.
+    and what lies here of it, None for nothing. None for a tensor of which no rank has anything. Collective.
     """
     if not parts:  # a stage without parameters
         return []

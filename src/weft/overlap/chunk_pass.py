@@ -193,7 +193,7 @@ class ChunkPass:
     def _embed_backward(self) -> None:
         self._embed.backward()
 
-    # --- where it goes on in another stage ----------------------------------------------------------------------------
+    # --- where it continues in another stage --------------------------------------------------------------------------
 
     def _receive_forward(self) -> None:
         assert self._before is not None

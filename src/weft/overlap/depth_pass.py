@@ -49,7 +49,7 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run one step. Returns what goes on from `hidden` in a forward."""
+        """Run one step. Returns what follows from `hidden` in a forward."""
         if direction == FORWARD:
             return self._entered(hidden) if slot == "enter" else self._left(hidden)
         if slot == "leave":

@@ -8,7 +8,7 @@
     combine    exchange   all-to-all back
     finish     compute    weighting, residual
 
-A layer's `forward` is `run_stages`: a scheduled run and a plain run are the same code. Whatever one stage hands to a
+A layer's `forward` is `run_stages`: a scheduled run and a plain run are the same code. What one stage hands to a
 later one is in the `Crossing`; a tensor that takes another way is found by the schedule and refused.
 """
 
@@ -143,7 +143,7 @@ class StagedPredictor(Protocol):
 def beside_forward(module: nn.Module) -> str:
     """What a call of `module` does beside its forward, such as "has hooks"; empty where that is nothing.
 
-    Nobody does it where stages call the parts of `module` alone.
+    They never run where stages call the parts of `module` alone.
     """
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"

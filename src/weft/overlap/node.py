@@ -36,7 +36,7 @@ class Value:
         return tensor
 
     def take_gradient(self) -> Tensor:
-        """The gradient, zeros if nobody left one."""
+        """The gradient, zeros if none was left."""
         gradient, self.gradient = self.gradient, None
         return self._zeros() if gradient is None else gradient
 
@@ -148,6 +148,6 @@ def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int,
             ahead.extend(following)
             continue
         raise UndeclaredTensor(
-            f"node {name} uses {what}: whatever crosses from one stage to a later one goes through the Crossing, or "
+            f"node {name} uses {what}: what crosses from one stage to a later one goes through the Crossing, or "
             "its gradient would be lost or counted twice"
         )

@@ -137,7 +137,7 @@ def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Ten
     if len(args) > len(kind.arguments) or given.keys() & kwargs.keys():
         return None
     given |= kwargs
-    asked = {name for name, value in given.items() if value is not None}  # torch spells out options nobody asked for
+    asked = {name for name, value in given.items() if value is not None}  # torch spells out options that were not given
     if not asked <= set(kind.arguments[:3]):
         return None
     operands: list[Any] = [given.get(name) for name in kind.arguments[:3]]

@@ -43,7 +43,7 @@ class Cut:
         if self.placement == V and self.chunks % 2:
             raise ValueError(f"placement='v' with {self.chunks} chunks on a rank: it comes back; give it 2")
         if self.group is not None:
-            from weft.comm.groups import next_channel  # with torch, which whoever reads tables need not wait for
+            from weft.comm.groups import next_channel  # imports torch, which reading tables does not need
 
             object.__setattr__(self, "channel", next_channel(self.group))
 

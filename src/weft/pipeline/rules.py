@@ -1,4 +1,4 @@
-"""What each rank of a table must keep to, whatever the others do.
+"""What each rank of a table must keep to, independently of the others.
 
 F0.1 F1.1        a chunk takes microbatches in order, each once: gradients add as they do in one process, and what
                  crosses a border between stages arrives in the order in which it is asked for

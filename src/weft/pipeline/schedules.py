@@ -9,7 +9,7 @@
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; weights apart at both ends
     zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
 
-A number in brackets is what a schedule takes when nobody says. In each table a chunk takes the microbatches in order,
+A number in brackets is a schedule's default. In each table a chunk takes the microbatches in order,
 forward and backward, so gradients add as they do in one process.
 """
 

@@ -5,7 +5,7 @@
     .  .  F0 F1 B0 ...             B, I    its own F, and B or I of the stage behind
     .  .  .  F0 B0 F1 B1 ...       W       its own I
 
-Where nobody can start any more, the ranks wait for each other, and the table is refused.
+Where no rank can start any more, the ranks wait for each other, and the table is refused.
 """
 
 from collections.abc import Iterator, Sequence

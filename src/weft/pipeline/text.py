@@ -1,4 +1,4 @@
-"""The text form of a table, for a schedule of one's own:
+"""The text form of a table, for your own schedule:
 
     # one microbatch less alive than in 1f1b on the first rank
     table mine: chunks 1, microbatches 2, placement loop

@@ -119,7 +119,7 @@ class Channel:
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
-        """What belongs to `key` has these shapes: nobody need tell."""
+        """What belongs to `key` has these shapes: no message is needed."""
         self._known[key] = shapes
         self._expect()
 

@@ -1,13 +1,17 @@
 """Narrow formats for weights: recipes, and the pure functions that carry them out."""
 
 from weft.quantize.choice import ExceptEnds, except_ends
-from weft.quantize.formats import dequantize, largest_of, quantize, wide_scales
+from weft.quantize.decode import dequantize
+from weft.quantize.formats import largest_of, quantize, wide_scales
 from weft.quantize.recipe import Quantization, blockwise, mx, nvfp4, rowwise, tensorwise
+from weft.quantize.shares import Shares, count_losses
 
 __all__ = [
     "ExceptEnds",
     "Quantization",
+    "Shares",
     "blockwise",
+    "count_losses",
     "dequantize",
     "except_ends",
     "largest_of",

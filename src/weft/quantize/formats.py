@@ -1,9 +1,10 @@
-"""Values to payload and scales, and back: pure functions.
+"""Values to payload and scales: pure functions.
 
     x  --via-->  x  --/ scale, clamp, round to nearest even-->  payload        y = payload * scale, in fp32
 
 A scale follows from the largest finite magnitude of its block. An infinity saturates, and a NaN stays one: in the
-payload, or for nvfp4, which has no NaN, in the scale of its block.
+payload, or for nvfp4, which has no NaN, in the scale of its block. On CPU values are quantized in chunks, so that the
+temporary fp32 values stay in the cache.
 """
 
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from weft.quantize.decode import CHUNK
 from weft.quantize.recipe import Quantization
+from weft.quantize.tiles import over_tiles, tiled, untiled
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -25,7 +28,11 @@ Scales = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize(
-    tensor: torch.Tensor, recipe: Quantization, *, largest: torch.Tensor | None = None
+    tensor: torch.Tensor,
+    recipe: Quantization,
+    *,
+    largest: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Scales]:
     """The payload of `tensor`, uint8, and its scales.
 
@@ -35,54 +42,76 @@ def quantize(
     `[]` (nvfp4). A `[S, R, C]` tensor has `S` of each.
 
     `largest`: for recipes with one scale for each matrix, `largest_of` each whole matrix, where `tensor` is a part of
-    it. Raises ValueError for a shape that does not fit, TypeError for a tensor that is not
-    floating.
+    it. `out`: where the payload is written. Raises ValueError for a shape that does not fit, TypeError for a tensor
+    that is not floating.
     """
     recipe.check(tensor.shape)
-    tiles = _tiled(_read(tensor, recipe), recipe)
+    if out is None:
+        *rows, width = tensor.shape or (1,)
+        shape = (*rows, width // recipe.values_per_byte) if tensor.ndim else ()
+        out = torch.empty(shape, dtype=torch.uint8, device=tensor.device)
+    if tensor.device.type != "cpu" or tensor.numel() <= CHUNK:
+        return out, _quantize_at_once(tensor, recipe, largest, out)
+    if tensor.ndim == 3:
+        found = list(largest) if largest is not None else [None] * len(tensor)
+        matrices = [quantize(one, recipe, largest=most, out=into)[1] for one, most, into in zip(tensor, found, out)]
+        return out, _joined(matrices, torch.stack)
+    if recipe.shares_maximum and largest is None:
+        largest = largest_of(tensor, recipe)
+    values, codes, step = tensor, out, CHUNK
+    if recipe.kind == "tensorwise":
+        values, codes = tensor.reshape(-1), out.view(-1)
+    else:
+        step = max(1, CHUNK // (tensor.shape[1] * recipe.block[0])) * recipe.block[0]
+    parts = [
+        _quantize_at_once(part, recipe, largest, into) for part, into in zip(values.split(step), codes.split(step))
+    ]
+    return out, parts[0] if recipe.kind == "tensorwise" else _joined(parts, torch.cat)
+
+
+def _joined(scales: list[Any], join: Any) -> Scales:
+    """Those of parts as those of the whole; of nvfp4, whose scales are pairs, parts in `torch.cat` have one unit."""
+    if isinstance(scales[0], tuple):
+        units = torch.stack([unit for _, unit in scales]) if join is torch.stack else scales[0][1]
+        return join([steps for steps, _ in scales]), units
+    return join(scales)
+
+
+def _quantize_at_once(
+    tensor: torch.Tensor, recipe: Quantization, largest: torch.Tensor | None, out: torch.Tensor
+) -> Scales:
+    """Write the payload to `out`; the scales."""
+    tiles = tiled(_read(tensor, recipe), recipe)
     magnitudes = _finite_magnitudes(tiles)
     scales: Scales
     if recipe.kind == "mx":
         scales = _e8m0(magnitudes.amax((-3, -1)))
         inverse = ((254 - scales.int()) << 23).view(torch.float32)
-        payload = _e4m3(tiles.mul_(_over_tiles(inverse)))
+        payload = _e4m3(tiles.mul_(over_tiles(inverse)))
     elif recipe.kind == "nvfp4":
         biggest = magnitudes.amax((-3, -1))
         unit = wide_scales(F.pad(biggest.flatten(-2), (0, 1)).amax(-1) if largest is None else largest, recipe)
         steps = (biggest / E2M1_MAX / unit[..., None, None]).clamp(_E4M3_LEAST, E4M3_MAX).to(torch.float8_e4m3fn)
         scale = steps.float() * unit[..., None, None]
         steps = torch.where(tiles.isnan().any(-1).any(-2), torch.nan, steps.float()).to(torch.float8_e4m3fn)
-        codes = _e2m1(tiles / _over_tiles(scale)).reshape(tensor.shape)
-        return codes[..., 0::2] | codes[..., 1::2] << 4, (steps.view(torch.uint8), unit)
+        codes = _e2m1(tiles / over_tiles(scale)).reshape(tensor.shape)
+        torch.bitwise_or(codes[..., 0::2], codes[..., 1::2] << 4, out=out)
+        return steps.view(torch.uint8), unit
     else:
         found = magnitudes.amax((-3, -1)) if largest is None else largest[..., None, None]
         scale = wide_scales(found, recipe)
-        payload = _e4m3(tiles.div_(_over_tiles(scale)))
+        payload = _e4m3(tiles.div_(over_tiles(scale)))
         scales = scale.reshape(recipe.scale_shape(tensor.shape))
-    return _untiled(payload, tensor.shape), scales
-
-
-def dequantize(
-    payload: torch.Tensor, scales: Any, recipe: Quantization, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """The values of a payload and its scales, as `quantize` returns them, in `dtype`. Products are taken in fp32."""
-    if recipe.kind == "nvfp4":
-        steps, unit = scales
-        halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
-        codes = (halves & 0x80) | (halves & 0x70) >> 2  # in the bits of e4m3 a value of e2m1 is 64 times smaller
-        scale = steps.view(torch.float8_e4m3fn).float() * unit[..., None, None]
-        tiles = _tiled(codes.view(torch.float8_e4m3fn).float() * 64, recipe)
-        return (tiles * _over_tiles(scale)).reshape(codes.shape).to(dtype)
-    tiles = _tiled(payload.view(torch.float8_e4m3fn).float(), recipe)
-    scale = scales.view(torch.float8_e8m0fnu).float() if recipe.kind == "mx" else scales
-    tiles = tiles * _over_tiles(scale.reshape(*tiles.shape[:-3], tiles.shape[-2]))
-    return _untiled(tiles, payload.shape).to(dtype)
+    out.copy_(untiled(payload, tensor.shape))
+    return scales
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
     """The largest finite magnitude of all of `tensor`, as `quantize` sees it: fp32 `[]`; 0 for an empty one."""
-    values = _read(tensor, recipe)
-    return _finite_magnitudes(values).amax() if values.numel() else values.new_zeros(())
+    if not tensor.numel():
+        return torch.zeros((), device=tensor.device)
+    parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())
+    return torch.stack([_finite_magnitudes(_read(part, recipe)).amax() for part in parts]).amax()
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
@@ -97,30 +126,6 @@ def _read(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
         raise TypeError(f"quantize got a tensor of {tensor.dtype}: pass float64, float32, bfloat16 or float16")
     seen = tensor.detach() if recipe.via is None else tensor.detach().to(recipe.via)
     return seen.to(torch.float32, copy=True)
-
-
-def _tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """`[..., R, C]` as `[..., R / r, r, C / c, c]`, the last tiles filled with zeros."""
-    values = values.reshape((1,) * (2 - values.ndim) + values.shape)
-    height, width = values.shape[-2:]
-    rows, columns = (side or max(size, 1) for side, size in zip(recipe.block, (height, width)))
-    down = -height % rows if recipe.block[0] else rows - height  # a block of all rows exists even if there is none
-    across = -width % columns if recipe.block[1] else columns - width
-    if down or across:
-        values = F.pad(values, (0, across, 0, down))
-    sides = values.shape[-2] // rows, rows, values.shape[-1] // columns, columns
-    return values.reshape(*values.shape[:-2], *sides)
-
-
-def _untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    values = tiles.flatten(-4, -3).flatten(-2, -1)
-    if len(shape) > 1:
-        values = values[..., : shape[-2], : shape[-1]]
-    return values.reshape(shape)
-
-
-def _over_tiles(scale: torch.Tensor) -> torch.Tensor:
-    return scale[..., :, None, :, None]
 
 
 def _finite_magnitudes(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The trainer: from a TOML file, or a model and data of one's own, to weights, a report and checkpoints."""
+"""The trainer: from a TOML file, or your own model and data, to weights, a report and checkpoints."""
 
 from typing import TYPE_CHECKING
 

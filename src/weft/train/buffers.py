@@ -1,4 +1,4 @@
-"""Buffers of a model of one's own, such as the running statistics of BatchNorm, over the ranks.
+"""Buffers of your own model, such as the running statistics of BatchNorm, over the ranks.
 
     "broadcast"   after each step all ranks take those of rank 0
     "mean"        after each step all ranks take the mean; buffers that are no floating-point numbers, those of rank 0

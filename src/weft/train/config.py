@@ -17,7 +17,6 @@ from typing import Any
 
 from weft.errors import NotReadable
 from weft.models import HybridConfig
-from weft.models.shared import check_shared
 from weft.pipeline import SCHEDULES, Table, table
 from weft.train.errors import ConfigError
 from weft.train.files import parse_toml, read_bounded
@@ -31,6 +30,7 @@ from weft.train.sections import (
     ScheduleConfig,
     ShardingConfig,
 )
+from weft.train.sections.pattern import check_pattern
 from weft.train.sections.rules import microbatches_per_step, require
 from weft.train.sections.sizes import check_sizes
 from weft.train.tokenizer import load_tokenizer
@@ -82,71 +82,24 @@ class TrainConfig:
         rule = 'has no effect with data.packing = "stream", where it is so; set data.packing = "whole", or leave it out'
         require("train.cross_documents", crosses, packs or not crosses, rule)
         if isinstance(self.model, HybridConfig):
-            self._check_pattern(self.model)
+            check_pattern(self.model, self.data, self.train, self.sharding)
         else:
             self.check_own_model()
 
     def check_own_model(self) -> None:
-        """Raise ConfigError for what has no effect on a model of one's own."""
+        """Raise ConfigError for what has no effect on your own model."""
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
             ("sharding.tp", self.sharding.tp, 1),
+            ("sharding.etp", self.sharding.etp, None),
             ("sharding.pp", self.sharding.pp, 1),
             ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),
             ("train.check", self.train.check, False),
             ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
         ):
-            require(name, value, value == default, "has no effect on a model of one's own; leave it out")
-
-    def _check_pattern(self, model: HybridConfig) -> None:
-        ep = self.sharding.ep
-        require(
-            "data.factory",
-            self.data.factory,
-            not self.data.factory,
-            "has no effect on a model of tokens; name a model.factory, too, or leave it out",
-        )
-        require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
-        require(
-            "sharding.ep",
-            ep,
-            ep == 1 or "E" in model.pattern,
-            f"model.pattern = {show(model.pattern)} has no experts (E) to spread; set sharding.ep = 1",
-        )
-        fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
-        require(
-            "sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}"
-        )
-        require(
-            "train.overlap",
-            self.train.overlap,
-            ep > 1 or not self.train.overlap,
-            "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
-            "train.overlap = false",
-        )
-        self._check_shared_layers(model)
-        self._check_stages()
-        has_bias = model.expert_bias and "E" in model.pattern
-        require(
-            "train.expert_bias_rate",
-            self.train.expert_bias_rate,
-            has_bias or self.train.expert_bias_rate == LoopConfig.expert_bias_rate,
-            "has no effect on a model without expert biases; set model.expert_bias = true, or leave it out",
-        )
-
-    def _check_shared_layers(self, model: HybridConfig) -> None:
-        tp, length = self.sharding.tp, self.data.sequence_length
-        if tp == 1:
-            return
-        try:
-            check_shared(model, tp)
-        except ValueError as error:
-            raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
-        fits = length % tp == 0 or self.sharding.cp > 1
-        rule = f"must be a multiple of sharding.tp = {tp}, over which positions are cut"
-        require("data.sequence_length", length, fits, rule)
+            require(name, value, value == default, "has no effect on your own model; leave it out")
 
     @property
     def hybrid(self) -> HybridConfig:
@@ -186,30 +139,6 @@ class TrainConfig:
                 f"and {count} microbatches of each pipeline in a step: {error}"
             ) from error
 
-    def _check_stages(self) -> None:
-        pp, segments, loop = self.sharding.pp, len(self.hybrid.parsed.segments), self.train
-        without = "has no effect with sharding.pp = 1; leave it out"
-        require("train.pipeline_schedule", loop.pipeline_schedule, pp > 1 or not loop.pipeline_schedule, without)
-        require(
-            "sharding.pp",
-            pp,
-            segments == 1 or segments % pp == 0,
-            f"must divide the {segments} segments of model.pattern = {show(self.hybrid.pattern)}, or that has no '|'",
-        )
-        require(
-            "train.activation_checkpointing",
-            loop.activation_checkpointing,
-            pp == 1 or not loop.activation_checkpointing,
-            "recomputes layers as a whole, and with sharding.pp they run in stages; leave it out and recompute inside "
-            'of them: model.recompute = ["attend", "experts"]',
-        )
-        require(
-            "train.compile",
-            loop.compile,
-            pp == 1 or not loop.compile,
-            "compiles layers as a whole, and with sharding.pp they run in stages; leave it out",
-        )
-
     def validate(self, world_size: int) -> None:
         """Check what depends on the number of processes and on the tokenizer's file; every process is a
         data-parallel rank, or one stage, context rank or tensor-parallel rank of such.
@@ -236,7 +165,7 @@ class TrainConfig:
             "runs two microbatches beside each other, and a step of each rank has one: it would hide nothing; set "
             f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
         )
-        check_sizes(self)
+        check_sizes(self.model, self.data, self.train)
         if self.data.kind == "tokens" or isinstance(self.model, OwnModelConfig):
             return
         tokenizer = load_tokenizer(self.data.tokenizer)

@@ -95,7 +95,13 @@ def evaluate(
     _refuse_without_effect(overrides, config)
     require_trust(run, config, overrides, trust=trust, asked=str(run))
     loop = dataclasses.replace(
-        config.train, pipeline_schedule="", overlap=False, delay_wgrad=False, early_release=False, compile=""
+        config.train,
+        pipeline_schedule="",
+        overlap=False,
+        delay_wgrad=False,
+        early_release=False,
+        halves=False,
+        compile="",
     )
     config = dataclasses.replace(config, sharding=ShardingConfig(), train=loop)
     config.validate(1)

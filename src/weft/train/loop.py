@@ -65,7 +65,7 @@ class Trainer:
     """One rank's part of a run; needs the default process group.
 
     Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
-    goes on, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
+    resumes, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
     another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given;
     `command`: as in `open_run`; `memory`: the folder of copies, as in `Saves`.
     """
@@ -114,7 +114,7 @@ class Trainer:
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
-        # Whatever is random from here on differs between ranks; the initial weights must not.
+        # Random numbers from here on differ between ranks; the initial weights must not.
         _seed_all(config.train.seed, self.rank)
 
         self._tell = self.say  # until there is a progress to keep out of the way of
@@ -169,7 +169,7 @@ class Trainer:
 
     def _go_on(self) -> None:
         """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
-        # The schedule sets the learning rate from the configuration; the other options of an optimizer of one's own are
+        # The schedule sets the learning rate from the configuration; the other options of your own optimizer are
         # its own, and may have changed on the way.
         held = (lambda name: name != "params") if self._is_optimizer_configured else (lambda name: name == "lr")
         options = [
@@ -315,6 +315,9 @@ class Trainer:
             norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
+        if _due(self.config.train.quantization_shares_every, self.position.step + 1):
+            shares = self.stages.merged(weft.quantization_shares(self.model))
+            metrics.log_quantization(self.position.step + 1, shares)
         norm = float(clip_gradients(self.model, self.config.train.gradient_clip))
         skipped = self.spikes.is_one(norm)
         if not skipped:
@@ -327,7 +330,7 @@ class Trainer:
         if self.average and not skipped:
             self.average.after_step()
 
-        # One small all-reduce a step carries everything that ranks have to agree on; another one numbers of one's own.
+        # One small all-reduce a step carries everything that ranks have to agree on; another one your own numbers.
         mean = losses.double().mean() / self.ranks
         parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
         router_mean = router_losses.double() / (len(microbatches) * parts)

@@ -172,7 +172,7 @@ def _decay_groups(
         {"params": [p for p in every if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # Stages of a pipeline have the same groups, whatever lies in them.
+    # Stages of a pipeline have the same groups, even where they hold nothing.
     return [group for group in groups if group["params"] or in_stages]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.groups import exchange_objects
 from weft.comm.timeline import Timeline
 from weft.models.prediction import prediction_losses
 from weft.models.stages import Stages
@@ -15,6 +16,7 @@ from weft.train.activations import Activations
 from weft.train.config import TrainConfig
 from weft.train.own_numbers import OwnNumbers
 from weft.train.record.profile import Operations
+from weft.train.report.timeline import computing
 from weft.train.run.watchdog import Watchdog
 from weft.train.task.task import Task
 
@@ -43,6 +45,8 @@ class Passes:
         """Those of a step on this rank, once that is counted."""
         self.timeline: Timeline | None = None
         """Of the last step of the run, where things run beside each other."""
+        self.computed: list[float] = []
+        """Seconds that each rank of the world computed in that step."""
         self.own_numbers = OwnNumbers(device)
         """Of the last step."""
 
@@ -87,7 +91,7 @@ class Passes:
         loop, weights = self._config.train, self._task.batches.microbatch_weights
         scales = [weight / len(microbatches) for weight in weights]
         if loop.overlap or self.table is not None:
-            if step == loop.steps and self._stages.have_first_rank:
+            if step == loop.steps:
                 self.timeline = Timeline()
                 self._stages.all_of(None)  # their clocks begin together
             with self.timeline or nullcontext():
@@ -98,8 +102,12 @@ class Passes:
                     overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,
+                    halves=loop.halves,
                     loss_scale=scales,
                 )
+            if self.timeline is not None:
+                computed = computing(self.timeline.intervals())
+                self.computed = exchange_objects(computed, what="how long each rank has computed")
             return _weighted(losses, weights)
         found = []
         for number, microbatch in enumerate(microbatches, start=1):

@@ -67,7 +67,7 @@ class Source:
             return hf.config_of(self.path, ignored=self.ignored)
         model = self._run_config.model
         if not isinstance(model, HybridConfig):
-            raise ConfigError(f"{self.run}: is a run of a model of one's own, {model.factory}; load it where that is")
+            raise ConfigError(f"{self.run}: is a run of your own model, {model.factory}; load it where that is")
         return model
 
     @cached_property
@@ -76,7 +76,7 @@ class Source:
         if self.run is not None:
             if self._run_config.data.kind == "tokens":
                 raise ConfigError(
-                    f'{self.run}: data.kind = "tokens", and nobody knows the tokenizer that made them; write the model '
+                    f'{self.run}: data.kind = "tokens", and the tokenizer that made them is unknown; write the model '
                     "with weft convert, put the tokenizer.json beside it, and name that directory"
                 )
             return load_tokenizer(self._run_config.data.tokenizer)

@@ -29,7 +29,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The one of `known` that was probably meant, in a list, whatever the case of its letters; none if none is near."""
+    """The one of `known` that was probably meant, in a list, ignoring case; none if none is near."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 

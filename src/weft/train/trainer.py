@@ -1,4 +1,4 @@
-"""The trainer for a model, data and habits of one's own."""
+"""The trainer for your own model, data and habits."""
 
 import os
 import sys
@@ -89,7 +89,7 @@ class Trainer(loop.Trainer):
             _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
-                raise ConfigError("[optimizer]: has no effect with an optimizer of one's own; leave the section out")
+                raise ConfigError("[optimizer]: has no effect with your own optimizer; leave the section out")
             or_start = resume == OR_START
             run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start, own_task=True)
             with loop.beginning(run):
@@ -137,7 +137,7 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
     plain = TrainConfig()
     for section in OF_TASK:
         if getattr(config, section) != getattr(plain, section):
-            raise ConfigError(f"[{section}]: has no effect with a model and data of one's own; leave the section out")
+            raise ConfigError(f"[{section}]: has no effect with your own model and data; leave the section out")
     config.check_own_model()
 
 

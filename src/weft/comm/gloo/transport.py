@@ -125,7 +125,7 @@ class Gloo:
             more       first every rank gets and sums its slice, in fp32, then the sums go round in `partial`'s dtype
 
         All sends of a round overlap, in both directions. The second round begins when the first has ended on this rank,
-        whatever others do; a lane starts it beside the computation.
+        even if the others do not; a lane starts it beside the computation.
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:

@@ -1,4 +1,4 @@
-"""Who waits for what: a process' waits are watched, so that ranks that wait for each other for ever find out.
+"""Who waits for what: a process' waits are watched, so that deadlocked ranks find out.
 
 Each collective has a key that is the same on all ranks, and a number: how many of that key this rank has issued. A rank
 that has waited for a while says in the job's store what it waits for and what it has issued. `rules` has who is stuck
@@ -7,10 +7,10 @@ then, and what an exception or the end of a program mean. Of the stuck ranks
     one lacks what another waits for, and can take part in it      it takes part
     none can                                                       CollectiveMismatch, on every one that waits in weft
 
-What a rank says may be old, where its thread got no time. So whoever finds ranks stuck asks a question, and counts only
-what was said after it: a rank that says the same then has waited all the time.
+What a rank says may be old, where its thread got no time. So a rank that finds others stuck asks a question, and counts
+only what was said after it: a rank that says the same then has waited all the time.
 
-While nobody waits long this costs two assignments per wait and a look every tenth of a second. Where ranks take part in
+While no wait is long this costs two assignments per wait and a look every tenth of a second. Where ranks take part in
 what others wait for, they will again, for each unit that one of them skips: for a while all of them look more often.
 """
 
@@ -46,7 +46,7 @@ SHORT_S = 0.01
 SHORT_S_PER_RANK = 2e-4
 """What each rank adds to that, so that the store can answer all."""
 EXPLAINED_S = 2.0
-"""How long a rank whose wait was broken looks for somebody who says why."""
+"""How long a rank whose wait was broken looks for a rank that says why."""
 GOODBYE_S = 10.0
 """How long the end of a process waits for the thread."""
 
@@ -91,7 +91,6 @@ class HangDetector:
         self._issued: dict[str, int] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._joinable: MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()
-        self._also: list[Callable[[], None]] = []
         self._call: Call | None = None
         self._since = 0.0
         self._token = 0
@@ -133,14 +132,10 @@ class HangDetector:
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
-    @contextmanager
-    def looking(self, look: Callable[[], None]) -> Iterator[None]:
-        """Inside, the thread calls `look()` at each of its looks, for what watches the progress of a program."""
-        self._also.append(look)
-        try:
-            yield
-        finally:
-            self._also.remove(look)
+    def waits_for(self, thread: int | None) -> str:
+        """The collective, of weft or outside of it, that `thread` waits in, for a person; empty elsewhere."""
+        call = self._call
+        return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
         """A forward begins: an earlier failure is over."""
@@ -232,8 +227,6 @@ class HangDetector:
         with contextlib.suppress(Exception):  # the store went with the job
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
-                for look in tuple(self._also):
-                    look()
                 delay = self.delay()
                 slowest = SLOWEST_S * delay / DELAY_S
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
@@ -248,7 +241,7 @@ class HangDetector:
         return f"{self._failed}, then its program ended" if self._failed else "its program ended"
 
     def _look(self) -> bool:
-        """Say what this rank waits for, and see whether others wait for ever with it; whether to look again soon."""
+        """Say what this rank waits for, and see whether others are deadlocked with it; whether to look again soon."""
         mine = self._state()
         if mine is None:
             self._before = None

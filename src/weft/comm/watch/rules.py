@@ -7,8 +7,8 @@
       some ranks have not begun                                    it
     waits for one that all have begun      the same              when the network has   never: it is under way
     waits in a collective outside of weft  the place             when others come, but  every rank of the world is stuck
-                                                                   nobody knows which
-    left a pass by an exception, and has   the exception         perhaps: somebody may  it has said so and done nothing
+                                                                   it is unknown which
+    left a pass by an exception, and has   the exception         perhaps: code may      it has said so and done nothing
       done nothing of weft since                                   catch it               for `ABANDONED_S`
     has ended its program                  that, and why         never                  at once
 
@@ -74,7 +74,7 @@ def state_from(words: Mapping[str, Any]) -> State:
 
 @dataclass
 class Picture:
-    """The states of ranks, as far as they matter to one that waits; read when somebody asks for them."""
+    """The states of ranks, as far as they matter to one that waits; read on demand."""
 
     read: Callable[[int], State | None]
     world: Iterable[int]

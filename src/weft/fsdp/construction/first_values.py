@@ -9,7 +9,7 @@
 Each module that owns something on the meta device gets empty memory and is asked to fill it, parameters and buffers, by
 its `reset_parameters()`: children before parents, in the order in which constructors run, so that units that are
 sharded in the order in which the model builds them draw the random numbers that it would draw on a real device. The
-ranks take rank 0's values, whatever state their random generators were in.
+ranks take rank 0's values, for any state of their random generators.
 
 What is on a real device already, such as weights that were loaded with `assign=True`, keeps its values: the fillers see
 copies of it, one module's at a time. What a filler leaves as it was is an error and never garbage: the memory is empty
@@ -106,7 +106,7 @@ def materialize(
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(local_of(filled).detach(), group, "first weights")
-    for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none goes on alone
+    for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none continues alone
         _check_filled(real[parameter], module, name, slots[parameter].name)
     for module, name, buffer in buffers:
         _check_filled(real[buffer], module, name, modules[module] + name)

@@ -8,7 +8,7 @@ a parameter of a unit, or a DTensor                nothing
 with hooks for its gradient, or in `ignored_params`  nothing: the user takes care of it
 of a module around the root that DDP or FSDP has   nothing
 of a module around the root                        RuntimeError, before the backward begins
-of no module around the root                       nothing: whoever made it knows what it is
+of no module around the root                       nothing: its maker knows what it is
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The parameters that modules had before they were sharded, which somebody may still hold.
+"""The parameters that modules had before they were sharded, which other code may still hold.
 
 what is done with one                          after `fully_shard`
 ---------------------------------------------  -----------------------------------------------------------------

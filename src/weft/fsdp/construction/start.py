@@ -2,9 +2,9 @@
 
 when                           what happens
 -----------------------------  -----------------------------------------------------------------------------------
-a unit is made                 replicas get the values of the first of them, whatever seeds their ranks had
-the first pass of a root       parameters from the meta device that nobody filled are an error, on every rank;
-                               replicas of the others are made alike again, whatever each has filled them with
+a unit is made                 replicas get the values of the first of them, for any seeds of their ranks
+the first pass of a root       parameters from the meta device that no one filled are an error, on every rank;
+                               replicas of the others are made alike again, if they were filled differently
 a root's runtime is made       what tensor parallelism does not slice is made alike over the ranks of the slices
 """
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.graphs.capture import refuse_in_capture
+from weft.graphs.capture import answered
 
 _homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
 
@@ -64,9 +64,10 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     `parameter`: as the module sees it in forward, or as it is registered at rest. For a parameter that is not sharded
     the buffer is its `.grad`. Raises ValueError for a frozen parameter.
     """
-    refuse_in_capture("a backward in it writes gradients of weights itself (weft.fsdp.weight_gradient)")
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
+    if (place := answered(weight_gradient, parameter)) is not None:
+        return place
     if parameter in _homes:
         home = home_of(parameter)
         assert home is not None, "the parameter outlived its model"

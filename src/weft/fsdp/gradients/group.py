@@ -13,8 +13,8 @@ Where a group's gradients are, and what may happen to them:
     nowhere      pack       packed       the end of a backward   what autograd left goes into the packed buffer
     packed       pack       packed       a further microbatch    more is added
     packed       reduce     on the way   its turn                the reductions start; `main` belongs to the engine
-    on the way   arrive     reduced      whoever needs room      the transient memory is given back
-    on the way   wait       summed       whoever needs room      so too; the outer axis waits for the last microbatch
+    on the way   arrive     reduced      a need for room         the transient memory is given back
+    on the way   wait       summed       a need for room         so too; the outer axis waits for the last microbatch
     summed       pack       packed       a further microbatch
     reduced      pack       packed       a unit that is reduced twice in one backward
     reduced      publish    nowhere      the end of a backward   `main` is handed out as `.grad` and belongs to the user
@@ -90,7 +90,7 @@ class GroupGradients:
         self.present = [False] * len(full_parameters)
         """Of which parameters a gradient is among those packed since the last `publish`, on any rank once agreed."""
         self.is_owed = False
-        """Whether some rank may have packed gradients of an earlier backward: the same on all, whatever each ran."""
+        """Whether some rank may have packed gradients of an earlier backward: the same answer on all."""
         self.gives_all = False
         """Whether parameters that no rank used get a gradient of zeros, or none."""
         self.sums_only = False
@@ -108,6 +108,8 @@ class GroupGradients:
         self._filled = [False] * len(full_parameters)
         """Which parts of the packed gradients hold something that a further gradient is added to."""
         self._declared = [number for number, full in enumerate(full_parameters) if declares_writing(full)]
+        self.declared = bool(self._declared)
+        """Whether modules have declared that they add to `main_grad` themselves."""
         self._written: set[int] = set()
         """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
 
@@ -139,11 +141,6 @@ class GroupGradients:
 
     # --- what modules write themselves --------------------------------------------------------------------------------
 
-    @property
-    def declared(self) -> bool:
-        """Whether modules have declared that they add to `main_grad` themselves."""
-        return bool(self._declared)
-
     def offer(self, pool: Pool, *, defer: bool) -> None:
         """Set `main_grad` of the full parameters that were declared so: zeros, or what is there already."""
         for number in self._declared:
@@ -161,7 +158,7 @@ class GroupGradients:
         self._packed(pool, defer=defer)
         accumulate, self._filled[number] = self._filled[number], True
         self._written.add(number)
-        return self._stages[0].views()[number], accumulate
+        return self._stages[0].views[number], accumulate
 
     def facts(self) -> GradientFacts:
         """What the plan of a step must know of these gradients."""
@@ -184,7 +181,7 @@ class GroupGradients:
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
         self._packed(pool, defer=defer)
-        if not all(self._filled) and (padding := self._stages[0].padding()):
+        if not all(self._filled) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -196,7 +193,7 @@ class GroupGradients:
         for number in self._declared:
             if leaves_a_dummy(self._full[number]):
                 left[number] = None
-        for number, (view, gradient) in enumerate(zip(self._stages[0].views(), left)):
+        for number, (view, gradient) in enumerate(zip(self._stages[0].views, left)):
             if gradient is not None:
                 if not self._sharded[number].requires_grad:  # frozen since the forward
                     gradient = None
@@ -314,7 +311,7 @@ class GroupGradients:
         self.present = [False] * len(self._full)
 
     def drop(self) -> None:
-        """The backward failed: nobody shall take what it has left for gradients, whole or in part, here or elsewhere.
+        """The backward failed: what it has left must not be taken for gradients, whole or in part, here or elsewhere.
         Reductions under way may still write to the main gradients, until `discard`."""
         self._forget()
         self.main.drop()

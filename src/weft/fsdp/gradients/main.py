@@ -2,8 +2,8 @@
 
 They have an owner. While they are handed out they are the user's: the engine reads them, and writes to them only by
 adding what a further backward brings, as torch does to a `.grad` that is still set. While reductions are under way they
-are the engine's, and `.grad` is empty: what somebody else puts there meanwhile, such as the gradient of a penalty, is
-added when they are published. Memory that was handed out is used again only if nobody holds it any more.
+are the engine's, and `.grad` is empty: what other code puts there meanwhile, such as the gradient of a penalty, is
+added when they are published. Memory that was handed out is used again only if nothing holds it any more.
 """
 
 import sys
@@ -34,7 +34,7 @@ class MainGradients:
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
         self._uses = 0
-        """How many tensors share their memory that nobody else has asked for."""
+        """How many tensors share their memory that no other code has asked for."""
         self._withdrawn: list[int] | None = None
         """The parameters whose `.grad` the engine has taken back; None while the gradients are the user's."""
 
@@ -58,7 +58,7 @@ class MainGradients:
 
     def _exclusive(self, kept: Sequence[int], *, renewed: bool) -> FlatBuffer:
         """The gradients, with the values of the parameters `kept` and zeros for the others, if any are kept at all; in
-        new memory where somebody holds what was handed out and is no `.grad` any more.
+        new memory where other code holds what was handed out and is no `.grad` any more.
 
         `renewed`: they will be those of another backward. Else a view of all of them is one of what they are now.
         """
@@ -90,10 +90,12 @@ class MainGradients:
 
     def _is_viewed(self) -> bool:
         """Whether anybody else has views of what was handed out."""
-        uses = torch._C._storage_Use_Count(self._storage._cdata)
-        return uses > self._uses + len(self._windows) or any(
-            sys.getrefcount(self._windows[place]) > _ALONE for place in self._windows
-        )
+        if torch._C._storage_Use_Count(self._storage._cdata) > self._uses + len(self._windows):
+            return True
+        for place in self._windows:
+            if sys.getrefcount(self._windows[place]) > _ALONE:
+                return True
+        return False
 
     def _open(self) -> FlatBuffer:
         self.buffer = main = self._plan.home_buffer(self._plan.recipe.main_grad)
@@ -113,7 +115,7 @@ class MainGradients:
         return self._windows[start, stop]
 
     def take_over(self) -> FlatBuffer | None:
-        """The gradients, once they hold what `.grad` says, whoever set it; None where that is nothing."""
+        """The gradients, once they hold what `.grad` says, by any code; None where that is nothing."""
         held = [parameter.grad for parameter in self._parameters]
         if all(gradient is None for gradient in held):
             return None
@@ -145,7 +147,7 @@ class MainGradients:
                     hook(parameter)
 
     def drop(self) -> None:
-        """They are nothing: `.grad` is empty, whoever set it."""
+        """They are nothing: `.grad` is empty, for any reason."""
         self._withdrawn = None
         for parameter in self._parameters:
             parameter.grad = None

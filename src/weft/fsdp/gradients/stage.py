@@ -49,13 +49,15 @@ class GradientStage:
             inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
         )
         self._hooked: torch.Tensor | None = None
-        """What a hook on the reduction works on. It stays: the lane uses it when nobody else knows of it any more."""
+        """What a hook on the reduction works on. It stays: the lane uses it when no other code knows of it any more."""
         self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
         """The buffer that was open last: the pool hands out the same memory step after step, so it stays."""
-        self._views: tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]] = (None, [], [])
-        """Of the tensors and of the padding, in the memory that comes first."""
+        self.views: list[torch.Tensor] = []
+        """The open buffer's view of each tensor."""
+        self.padding: list[torch.Tensor] = []
+        """The views of what belongs to no tensor, of a whole buffer."""
 
     @property
     def _reduction(self) -> Callable[..., Any]:
@@ -69,6 +71,8 @@ class GradientStage:
         memory = pool.take(self._memory[dtype])
         if self._latest is None or self._latest.local is not memory:
             self._latest = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, memory)
+            gaps = self._plan.layout.gaps if self._latest.pieces == 1 else ()  # a piece has other gaps than the whole
+            self.views, self.padding = self._latest.views(), [memory[start:stop] for start, stop in gaps]
         self.buffer = self._latest
         return self.buffer
 
@@ -81,24 +85,6 @@ class GradientStage:
             inbox=self._inbox.nbytes,
             shared=recipe.main_grad == recipe.reduce,
         )
-
-    def views(self) -> list[torch.Tensor]:
-        """The open buffer's view of each tensor."""
-        return self._viewed()[1]
-
-    def padding(self) -> list[torch.Tensor]:
-        """The open buffer's views of what belongs to no tensor; it is a whole one."""
-        views = self._viewed()[2]
-        assert self.buffer is not None and self.buffer.pieces == 1, "a piece has other gaps than the whole"
-        return views
-
-    def _viewed(self) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
-        assert self.buffer is not None, "open first"
-        local = self.buffer.local
-        if self._views[0] is not local:
-            gaps = self._plan.layout.gaps if self.buffer.pieces == 1 else ()
-            self._views = (local, self.buffer.views(), [local[start:stop] for start, stop in gaps])
-        return self._views
 
     def reduce_into(
         self,

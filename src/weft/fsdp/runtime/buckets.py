@@ -9,9 +9,9 @@
     any unit of A   A, once in a pass; what of it is here already, or has no room, is sent and not kept
     another of A    nothing: it is here, until its own forward or backward, or the pass, is over
     one again       that unit by itself: its memory went after the first time
-    another rank's  A, to be sent and not kept, whatever this rank does: it may be in another pass
+    another rank's  A, to be sent and not kept: this rank may be in another pass
 
-Which units are in a bucket follows from the model alone, and is so the same on all ranks, whatever each of them runs:
+Which units are in a bucket follows from the model alone, and is so the same on all ranks, for any units they run:
 ranks that need different units of a bucket send the same message. A schedule, and a user who says what to gather ahead,
 gather unit by unit.
 """
@@ -67,9 +67,9 @@ class Bucket:
             unit.gather_started(ticket)
 
     def serve(self) -> Ticket:
-        """Start the part that other ranks need of this one in a gather whose result nobody uses here.
+        """Start the part that other ranks need of this one in a gather whose result is not used here.
 
-        Whatever was gathered here: those who ask may be in another pass.
+        Also what was gathered here: those who ask may be in another pass.
         """
         return self._start([None for unit in self._units for _ in unit.groups])
 

@@ -3,7 +3,7 @@
     what happened since they were made                       they are made anew, on all ranks
     -------------------------------------------------------  ---------------------------------------------------------
     nothing yet, or the last backward of a step              at the next pass: an optimizer is expected
-    somebody wrote to main weights, on any rank              at the next pass: version counters tell, the ranks agree
+    main weights were written, on any rank                   at the next pass: version counters tell, the ranks agree
     nothing                                                  no: the passes of a step use what the first has made
 
 Weights that are gathered for each use need none of this: they are gathered from what the main weights are then.
@@ -76,7 +76,7 @@ class Freshness:
                 group.await_refresh()
 
     def forget(self) -> None:
-        """A pass was abandoned: nobody knows what was made anew where."""
+        """A pass was abandoned: it is unknown what was made anew where."""
         self.ahead.clear()
         self._made.clear()
         self._certain = True

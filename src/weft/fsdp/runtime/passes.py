@@ -11,7 +11,7 @@
     any of them   end               what was      its end
                                     around it
     any           fail              failed        an exception that leaves the pass
-    failed        recover           idle          whoever comes next: a forward, a backward, a schedule, `unshard()`, a
+    failed        recover           idle          the next call: a forward, a backward, a schedule, `unshard()`, a
                                                   state dict that is read or loaded
 
 A forward inside of a backward is a recomputation, and no pass. Autograd does not say that a backward failed; but it

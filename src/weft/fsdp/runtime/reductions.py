@@ -78,19 +78,13 @@ class Reductions(ReductionOrder):
         """Whether what is reduced now goes through all stages."""
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
-    def keeps_order(self, unit: Unit) -> bool:
-        """Whether the reductions of `unit` keep to the order that the ranks agree on.
-
-        Not where gathers of different units could be taken for one another: what such ranks compute is wrong anyway.
-        """
-        return self._checked and unit.is_addressed
-
     def begin(self, *, taking_turns: bool = True) -> None:
         """A backward begins, or was abandoned. Not `taking_turns`: of a schedule, which has an order of its own."""
         if not taking_turns:
             self.take_turns(None)
             return
         due = []
+        # Not a unit whose gathers could be taken for those of another: what ranks out of order compute is wrong anyway.
         for number in self.agreed:
             unit = self._units[number]
             if unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed:
@@ -123,12 +117,15 @@ class Reductions(ReductionOrder):
                 self._note(unit.number, "reduction", group.reduced_bytes)
 
     def left_over(self, unit: Unit) -> bool:
-        """Whether gradients of earlier backwards wait for a reduction that is due and that no backward starts."""
-        if self.defers(unit) or unit.number in self.waiting:
-            return False
-        finishing = self._finishes(unit)
+        """Whether gradients are here that no backward's end has taken: of this backward, or of earlier ones if their
+        reduction is due."""
         for group in unit.trainable_groups:
-            if group.gradients.accumulates(finishing):
+            gradients = group.gradients
+            if gradients.arrived:
+                return True
+            waits = gradients.where in (Where.PACKED, Where.SUMMED)
+            due = waits and not self.defers(unit) and unit.number not in self.waiting
+            if due and gradients.accumulates(self._finishes(unit)):
                 return True
         return False
 

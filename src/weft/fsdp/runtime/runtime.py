@@ -200,7 +200,7 @@ class Runtime:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, outermost: Unit) -> None:
-        """The module of `outermost` is called. If no other is under way, a pass begins: whatever an earlier one left
+        """The module of `outermost` is called. If no other is under way, a pass begins: what an earlier one left
         behind goes."""
         self._depth += 1
         if self._depth > 1 or self._recomputes:
@@ -273,7 +273,7 @@ class Runtime:
             self._plan()
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """`what` ended in `error`, which somebody around it may catch: it is told only if the pass ends by it."""
+        """`what` ended in `error`, which code around it may catch: it is told only if the pass ends by it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
@@ -285,7 +285,7 @@ class Runtime:
         self.reset()
 
     def _finish_uploads(self) -> None:
-        """Make the host wait until no upload reads weights in CPU memory any more: whoever is next may write them."""
+        """Make the host wait until no upload reads weights in CPU memory any more: the caller may write them next."""
         for group in self._offloaded:
             group.finish_upload()
 
@@ -367,7 +367,8 @@ class Runtime:
 
     def offer(self, unit: Unit) -> None:
         """Make `main_grad` ready for the modules of `unit` that declared to use it."""
-        self.reductions.offer_main_gradients(unit)
+        if unit.writes_gradients:
+            self.reductions.offer_main_gradients(unit)
 
     def expect_more(self, more: bool) -> None:
         """Whether a schedule has further microbatches to reduce."""
@@ -405,7 +406,7 @@ class Runtime:
         self._calls.clear()
         units = self.units
         for unit in reversed(units):
-            if unit.awaits_reduction_in_turn or self.reductions.left_over(unit):
+            if self.reductions.left_over(unit):
                 self.ready(unit)
         late = [unit for unit in units if unit.others and any(unit.groups[number].trainable for number in unit.others)]
         for unit in late:  # the ranks have yet to hear that one of them trains these
@@ -459,7 +460,7 @@ class Runtime:
         groups = self.groups
         if self.graphs is not None and not self.options.check_collectives:  # each rank for itself
             self.graphs.agree(self.graphs.failed)
-        if not self.options.check_collectives:  # nobody knows what others have: where there may be something, there is
+        if not self.options.check_collectives:  # others are not asked: where there may be something, there is
             for group in (group for group in groups if group.trainable):
                 own = group.gradients.present
                 group.gradients.present = [p.requires_grad or here for p, here in zip(group.sharded_parameters, own)]
@@ -526,7 +527,7 @@ class Runtime:
             group.gradients.drop()
 
     def recover(self) -> None:
-        """Whoever comes from outside begins here: what a failed pass has left goes."""
+        """Calls from outside begin here: what a failed pass has left goes."""
         if self.passes.current is not Pass.FAILED:
             return
         if self._depth:
@@ -563,7 +564,7 @@ class Runtime:
 
     def _come_to_rest(self, stays: Callable[[Unit], bool] | None = None) -> None:
         """What the pass has started ends, and the memory of all units goes but for those of which `stays` says so.
-        Raises RuntimeError if somebody who computes still holds weights."""
+        Raises RuntimeError if a computation still holds weights."""
         self._helper.collect()
         self._finish_uploads()
         units = self.units
@@ -615,14 +616,14 @@ class Runtime:
     def _before_gather(self, unit: Unit) -> None:
         if self._freshness.ahead:
             self._freshness.reach(unit)
-        if self.passes.current is not Pass.EVALUATION and not self.reductions.keeps_order(unit):
+        if not (self.options.check_collectives and unit.is_addressed) and self.passes.current is not Pass.EVALUATION:
             for group in unit.groups:
                 if group.plan.moves:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
 
 def _refuse_leaks(units: Iterable[Unit]) -> None:
-    """Raise if somebody who computes still holds weights though the pass is over."""
+    """Raise if a computation still holds weights though the pass is over."""
     for unit in units:
         if unit.holders and unit.computes:
             leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)

@@ -67,7 +67,7 @@ def read(raw: Raw) -> Raw:
             f"partial_rotary_factor={raw['partial_rotary_factor']}: transformers reads {part} in its place; "
             "put it into rope_parameters"
         )
-    rotated = raw.get("attn_rotary_emb")  # older files have it, and nobody reads it
+    rotated = raw.get("attn_rotary_emb")  # older files have it, and no code reads it
     width = raw.get("hidden_size", 4096) // raw.get("num_attention_heads", 32)
     if rotated not in (None, int(width * ours["partial_rotary_factor"])):
         raise ConversionError(f"attn_rotary_emb={rotated}: weft's bamba rotates half of a head, {width // 2}")

@@ -37,7 +37,7 @@ def read(raw: Raw) -> Raw:
         )
     return {
         "pattern": "".join(SYMBOLS[name] for name in blocks) if blocks else raw["hybrid_override_pattern"],
-        "time_step_limit_min": raw.get("time_step_min", 0.001),  # time_step_limit is in the file, and nobody reads it
+        "time_step_limit_min": raw.get("time_step_min", 0.001),  # time_step_limit is in the file, and no code reads it
         "rope_theta": 0.0,
         "router_score": "sigmoid",
         "expert_bias": True,

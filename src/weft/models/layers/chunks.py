@@ -1,6 +1,6 @@
 """Sequences in chunks of equal length, for recurrences with a decay.
 
-Within a chunk a position reads those before it through the decay between them; between chunks a state goes on. At the
+Within a chunk a position reads those before it through the decay between them; between chunks goes a state. At the
 border of a document the decay is 0: nothing is left of what was before.
 """
 
@@ -41,7 +41,7 @@ def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
 
 
 def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """Sums along the last dimension from its start, with the `numbers` of documents from the start of one's own.
+    """Sums along the last dimension from its start, with the `numbers` of documents from their own start.
 
     Nothing of another document enters a sum: not even its rounding.
     """

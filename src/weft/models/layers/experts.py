@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
-from weft.models.tensor_parallel import TensorRanks
+from weft.models.tensor_parallel import CUT, TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.dispatch import Halves
 from weft.moe.permutation import Permutation
@@ -16,9 +16,14 @@ from weft.overlap import Crossing
 
 
 class Experts(MoE):
-    """It ends a logical layer. With `ranks` each computes a part of every expert, for all positions."""
+    """It ends a logical layer.
+
+    With `ranks` each computes a part of every expert, for all positions; with `positions` each computes whole experts,
+    for its own.
+    """
 
     ranks: TensorRanks | None = None
+    positions: TensorRanks | None = None
 
     graph_scopes: ClassVar = {**MoE.graph_scopes, "_joined": ("finish", ("latent_out", "post_norm"))}
 
@@ -53,13 +58,17 @@ class Experts(MoE):
 
     def share(self, ranks: TensorRanks) -> None:
         """See `Block.share`."""
-        self.ranks = ranks
+        if ranks.experts == CUT:
+            self.ranks = ranks
+        else:
+            self.positions, self.other_positions = ranks, ranks.mesh
+            self.router.over_positions = ranks.stacked
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
         rows, weights, shared, loss, handle = self.send(gathered(self.ranks, normed(self.norm, x_BSD)))
-        if self.ranks is not None and loss is not None:
-            loss = self.ranks.shared(loss)
+        if (knows_loss := self.ranks or self.positions) is not None and loss is not None:
+            loss = knows_loss.shared(loss)
         kept = {"residual": x_BSD}
         if weights is not None:
             kept["weights"] = weights

@@ -19,7 +19,9 @@ from weft.models.layers.convolution import CausalConvolution
 from weft.models.layers.delta_net import delta_chunked, delta_stepwise
 from weft.models.layers.kernels import fast_rule
 from weft.models.layers.norm import GatedNorm
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
+from weft.moe.parts import part
 from weft.moe.source import WeightSource
 
 STEPS = 1e-3, 1e-1
@@ -63,13 +65,21 @@ class KimiDelta(Block):
         step = self.dt_bias.exp()
         self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
 
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        super().share(ranks)
+        inner, heads, of_decay, of_gate = self.widths
+        self.heads //= ranks.size
+        self.widths = inner // ranks.size, heads // ranks.size, of_decay, of_gate
+
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
         qkv, b, decay, gate = self.in_proj(x_BSD).split(self.widths, dim=-1)
         q, k, v = self.conv1d(qkv, state, documents).chunk(3, dim=-1)
         q_BSHC, k_BSHC, v_BSHC = (each.unflatten(-1, (self.heads, -1)) for each in (q, k, v))
-        steps = F.softplus(self.f_proj(decay).to(self.dt_bias.dtype) + self.dt_bias)
-        g_BSHC = -self.A_log.exp()[:, None] * steps.unflatten(-1, (self.heads, -1))
+        dt_bias = part(self, "dt_bias")
+        steps = F.softplus(self.f_proj(decay).to(dt_bias.dtype) + dt_bias)
+        g_BSHC = -part(self, "A_log").exp()[:, None] * steps.unflatten(-1, (self.heads, -1))
         known = state.get("delta") if state is not None else None
         if state is not None and x_BSD.shape[1] == 1:
             o_BSHC, last = delta_stepwise(q_BSHC, k_BSHC, v_BSHC, g_BSHC, b.sigmoid(), known)

@@ -24,7 +24,7 @@ from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of both latents, in every published model, whatever the other norms have."""
+"""Of the norms of both latents, in every published model, unlike the other norms."""
 
 
 class LatentAttention(Block):

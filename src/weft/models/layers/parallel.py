@@ -10,6 +10,7 @@ from weft.models.context import Borders
 from weft.models.layers.attention import Attention
 from weft.models.layers.block import Beside, Block, State
 from weft.models.layers.mamba2 import Mamba2
+from weft.models.tensor_parallel import TensorRanks
 from weft.moe.mlp import scaled
 from weft.moe.source import WeightSource
 
@@ -25,6 +26,12 @@ class Parallel(Block):
         self.multipliers = cfg.attention_out_multiplier, cfg.ssm_out_multiplier
         for part in (self.attention, self.mamba):  # the norms are those of this block
             part.norm = part.post_norm = None
+
+    def share(self, ranks: TensorRanks) -> None:
+        """See `Block.share`."""
+        super().share(ranks)
+        for part in (self.attention, self.mamba):
+            part.share(ranks)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""

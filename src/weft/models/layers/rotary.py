@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
 
     `scaling`: {"rope_type": one of those above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
     One instance serves all layers of a stack. Its tables are buffers [positions, width] that checkpoints leave out;
-    they grow when a longer sequence comes, and are fp32 at least whatever dtype the module is cast to. `local`: what
+    they grow when a longer sequence comes, and are at least fp32 in any dtype the module is cast to. `local`: what
     layers with a window use in its place.
     """
 

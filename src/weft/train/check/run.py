@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
-from weft.debug.ranks import MissingMessage, name_modules, run_ranks
+from weft.debug.mailbox import MissingMessage
+from weft.debug.ranks import name_modules, run_ranks
 from weft.dtensor.uneven import local_of
 from weft.models import Documents, HybridModel, context_part
 from weft.train.check.findings import Alone, Seen, findings

@@ -13,7 +13,7 @@ from math import gcd
 from weft.models import HybridConfig
 from weft.models.pattern import LogicalLayer
 from weft.models.shared import check_shared
-from weft.train.config import TrainConfig
+from weft.train.config import ShardingConfig, TrainConfig
 from weft.train.errors import ConfigError
 
 _FEW = 8
@@ -51,7 +51,7 @@ def smaller(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
     config = _with_plain_options(config)
     config, ranks = _on_fewer_ranks(config, ranks)
     model = _with_fewer_layers(config)
-    model = _with_smaller_sizes(model, config.sharding.tp, config.sharding.ep)
+    model = _with_smaller_sizes(model, config.sharding)
     config = dataclasses.replace(config, model=model)
     return _with_fewer_rows(config, ranks), ranks
 
@@ -64,7 +64,13 @@ def data_ranks(config: TrainConfig, ranks: int) -> int:
 
 def _with_plain_options(config: TrainConfig) -> TrainConfig:
     loop = dataclasses.replace(
-        config.train, precision="fp32", unquantized_ends=0, compile="", check=False, peak_tflops=0.0
+        config.train,
+        steps=max(config.train.steps, 2),  # the last step is recorded
+        precision="fp32",
+        unquantized_ends=0,
+        compile="",
+        check=False,
+        peak_tflops=0.0,
     )
     sharding = dataclasses.replace(config.sharding, offload=False, graphs=(), graphs_backend="cuda")
     return dataclasses.replace(config, train=loop, sharding=sharding)
@@ -76,13 +82,15 @@ def _on_fewer_ranks(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
         return config, ranks
     copies, ep = min(sharding.dp_replicate, 2), sharding.ep
     per_copy = data_ranks(config, ranks) // sharding.dp_replicate
-    within = per_copy * sharding.cp % ep == 0
+    beside = sharding.cp * sharding.tp // sharding.expert_ranks
+    """Over how many ranks experts are spread for each shard."""
+    within = per_copy * beside % ep == 0
     """Whether a group of experts is inside one copy."""
-    alone = per_copy * sharding.cp * sharding.dp_replicate == ep
+    alone = per_copy * beside * sharding.dp_replicate == ep
     for fewer in dict.fromkeys((min(ep, 2), ep)):
         for shards in range(min(per_copy, 2), per_copy + 1):
-            everyone = shards * sharding.cp * copies
-            fits = everyone % fewer == 0 and (shards * sharding.cp % fewer == 0) == within
+            everyone = shards * beside * copies
+            fits = everyone % fewer == 0 and (shards * beside % fewer == 0) == within
             if fits and (fewer == 1 or (everyone == fewer) == alone):
                 return _sized(config, copies, shards, fewer)
     return config, ranks
@@ -92,8 +100,9 @@ def _sized(config: TrainConfig, copies: int, shards: int, ep: int) -> tuple[Trai
     before = config.sharding
     kept = before.reshard_after_forward
     if kept is not None and not isinstance(kept, bool):
-        least = shards * before.cp // ep if ep > 1 and shards * before.cp % ep == 0 else shards * before.cp
-        kept = gcd(kept, least)
+        spread = shards * before.cp * before.tp // before.expert_ranks
+        least = spread // ep if ep > 1 and spread % ep == 0 else shards * before.cp
+        kept = gcd(kept, gcd(least, shards * before.cp))
     outer = before.outer_strategy if copies > 1 else "no_shard"
     after = dataclasses.replace(
         before, dp_replicate=copies, dp_shard=-1, ep=ep, reshard_after_forward=kept, outer_strategy=outer
@@ -131,19 +140,22 @@ def _kinds(layers: tuple[LogicalLayer, ...]) -> list[str]:
     return list(dict.fromkeys(layer.symbols for layer in layers))
 
 
-def _with_smaller_sizes(model: HybridConfig, tp: int, ep: int) -> HybridConfig:
+def _with_smaller_sizes(model: HybridConfig, sharding: ShardingConfig) -> HybridConfig:
+    tp, ep = sharding.tp, sharding.ep
     model = dataclasses.replace(model, capacity_factor=None)
     for many, few in _HEADS.items():
-        model = _first(model, tp, _heads(model, many, few, tp))
+        model = _first(model, sharding, _heads(model, many, few, tp))
     if model.head_dim is None:
-        model = _first(model, tp, [{"head_dim": width} for width in (8, 16, model.attention_head_dim)])
+        model = _first(model, sharding, [{"head_dim": width} for width in (8, 16, model.attention_head_dim)])
     for name, sizes in _WIDTHS.items():
-        model = _first(model, tp, _below(model, name, sizes))
+        model = _first(model, sharding, _below(model, name, sizes))
     least = max(2 * model.n_group, model.num_experts_per_tok + 1)
-    model = _first(model, tp, _below(model, "num_experts", (ep * each for each in range(1, 65) if ep * each >= least)))
+    model = _first(
+        model, sharding, _below(model, "num_experts", (ep * each for each in range(1, 65) if ep * each >= least))
+    )
     for name in _INNER:
         if getattr(model, name):
-            model = _first(model, tp, _below(model, name, (2 * tp, 4 * tp, 8 * tp)))
+            model = _first(model, sharding, _below(model, name, (2 * tp, 4 * tp, 8 * tp)))
     return model
 
 
@@ -164,13 +176,13 @@ def _heads(model: HybridConfig, many: str, few: str, tp: int) -> Iterator[dict[s
     yield {many: smallest * before[1], few: before[1]}
 
 
-def _first(model: HybridConfig, tp: int, candidates: object) -> HybridConfig:
-    """With the first of some changes that make a model which `tp` ranks can share."""
+def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) -> HybridConfig:
+    """With the first of some changes that make a model which the ranks can share."""
     for changes in candidates:  # type: ignore[attr-defined]
         try:
             changed = dataclasses.replace(model, **changes)
-            if tp > 1:
-                check_shared(changed, tp)
+            if sharding.tp > 1:
+                check_shared(changed, sharding.tp, sharding.expert_ranks)
         except ValueError:
             continue
         return changed

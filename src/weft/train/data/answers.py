@@ -5,7 +5,7 @@ A token that has no label is kept as itself plus the number of tokens that there
 
 import numpy as np
 
-from weft.train.data.sequences import Sequences
+from weft.train.data.rows import Sequences
 
 WITHOUT = -101
 _AT_ONCE = 4096

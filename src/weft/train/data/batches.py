@@ -30,7 +30,7 @@ class Batches:
     tokens: 1-D token array, or several texts, mixed by `weights`. A new shuffled order for each epoch of a text,
     determined by `seed` alone: every sequence comes once per epoch, and step k sees the same `global_batch_size`
     sequences for any `dp_size`. vocabulary: what no token may reach; None: not looked at. held: what is validated on,
-    which must be the same in a run that goes on. cut: takes of each microbatch what this rank has of its sequences.
+    which must be the same in a resumed run. cut: takes of each microbatch what this rank has of its sequences.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Batches:
                 how = f"was {then[0]} long and is {here[0]}" if then[0] != here[0] else "is as long, with other tokens"
                 raise ConfigError(
                     f"{name}: is another text than that of the checkpoint (it {how}); bring that one back with its "
-                    "data.tokenizer, at whatever place, or start a new run without --resume"
+                    "data.tokenizer, in any place, or start a new run without --resume"
                 )
         self.position = int(state["position"])
 

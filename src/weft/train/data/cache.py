@@ -45,7 +45,7 @@ class Part:
     starts: np.ndarray
     """Where documents begin, int64, ascending."""
     fingerprint: str = ""
-    """Of tokens and starts: the same wherever they lie; empty: nobody compares them."""
+    """Of tokens and starts: the same wherever they lie; empty: they are not compared."""
     conversations: int | None = None
     """Of conversations the number of tokens that there are: larger ones have no label (see `answers`)."""
     name: str = "data.paths"

@@ -1,4 +1,4 @@
-"""Documents on disk, whatever they lie in.
+"""Documents on disk, in files of any kind.
 
 kind         files                                      a document
 "text"       any text                                   a file; large ones come in pieces
@@ -100,7 +100,7 @@ def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: f
 
 
 def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
-    """`rows` of `path` in UTF-8. Whatever cannot be read of it is a ConfigError that says where."""
+    """`rows` of `path` in UTF-8. What cannot be read of it is a ConfigError that says where."""
     done = 0
     try:
         for text, share in rows:

@@ -8,14 +8,16 @@ Documents that are packed whole are apart: none reads another, and none predicts
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from weft.models import Documents
 from weft.models.documents import PADDING
+from weft.train.data.answers import Answered, split
 from weft.train.data.cache import Part
+from weft.train.data.rows import Sequences
 from weft.train.errors import ConfigError
 from weft.train.toml_values import show
 
@@ -25,28 +27,6 @@ documents that are apart a dict: "tokens", "labels" and "documents"."""
 Packing = Literal["stream", "whole"]
 NO_LABEL = -100
 _SLOTS = 1000
-
-
-class Sequences(Protocol):
-    """Sequences by number."""
-
-    length: int
-    apart: bool
-    """Whether no document reads another or predicts the first token of the next."""
-
-    def __len__(self) -> int: ...
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [len(indices), length + 1]; -100 where nothing is."""
-        ...
-
-    def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Of each place that `rows` gives the number of its document, -1 where nothing is."""
-        ...
-
-    def labels(self, indices: np.ndarray) -> np.ndarray:
-        """How many labels each has."""
-        ...
 
 
 class Windows:
@@ -143,8 +123,6 @@ def sequences(
         )
     if part.conversations is None:
         return found
-    from weft.train.data.answers import Answered  # which is made of sequences
-
     answered = Answered(found, part.conversations)
     if len(answered) < at_least:
         raise ConfigError(
@@ -200,8 +178,6 @@ class Mixture:
 
     def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:
         """The sequences as tokens and labels, with documents where these are apart."""
-        from weft.train.data.answers import split
-
         tokens, labels = map(torch.from_numpy, split(self.rows(texts, indices)))
         if not any(text.apart for text in self.texts):
             return tokens, labels

@@ -1,1 +1,1 @@
-"""What is recorded while a run goes on, for people and for files."""
+"""What is recorded while a run trains, for people and for files."""

@@ -1,7 +1,7 @@
 """Where a run's numbers go beside metrics.jsonl.
 
 "tensorboard"             the run's folder, tensorboard/
-"wandb"                   Weights & Biases; a run that goes on goes on there
+"wandb"                   Weights & Biases; a resumed run continues there
 "package.module:Class"    Class(folder, resumed_step, settings), with the methods of `Logger`
 """
 
@@ -34,7 +34,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files, without what a run that goes on will write again."""
+    """Event files, without what a resumed run will write again."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +95,7 @@ _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ConfigError for one that cannot be used; without the package of TensorBoard a run goes on."""
+    """Raise ConfigError for one that cannot be used; without the package of TensorBoard a run continues."""
     for name in names:
         if ":" in name:
             found = imported("run.loggers", name)

@@ -5,6 +5,7 @@ r"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and loggers
 {"step": 100, "kind": "experts", "load": {"decoder.layers.0.mlp": [512, 498, ...], ...}, "exchanged": {...}}
 {"step": 100, "kind": "sample", "text": "def read(self):\n ..."}
 {"step": 100, "kind": "norms", "weight": {"lm_head.weight": 31.2, ...}, "gradient": {"lm_head.weight": 0.1, ...}}
+{"step": 100, "kind": "quantization", "saturated": {"decoder.layers.0": 0.0, ...}, "underflowed": {...}}
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.storage import WrittenFile
+from weft.quantize import Shares
 from weft.train.files import parse_json, replace_text
 from weft.train.record.loggers import Logger, open_loggers
 
@@ -26,7 +28,7 @@ _LONGEST = 64 << 20
 class Metrics:
     """Appends a run's numbers; each line is on its way to the disk when `log` returns.
 
-    resumed_step: the step of the checkpoint that the run goes on from; later lines, which the run will write
+    resumed_step: the step of the checkpoint that the run resumes from; later lines, which the run will write
     again, are removed. 0 starts over: all lines go. `enabled=False` (ranks other than 0) writes nothing.
     loggers: those of `run.loggers`, which are told the run's `settings`.
     """
@@ -82,6 +84,16 @@ class Metrics:
         self._write({"step": step, "kind": "norms", "weight": _readable(weights), "gradient": _readable(gradients)})
         for what, norms in (("weight", weights), ("gradient", gradients)):
             self._scalars(step, {f"{what}_norm/{name}": norm for name, norm in norms.items()})
+
+    def log_quantization(self, step: int, shares: Mapping[str, Shares]) -> None:
+        """One line for `step` with the shares of saturated and underflowed weights by unit; loggers get a curve of
+        each."""
+        if self._file is None:
+            return
+        named = {what: {name: getattr(each, what) for name, each in shares.items()} for what in Shares._fields}
+        self._write({"step": step, "kind": "quantization", **named})
+        for what, by_unit in named.items():
+            self._scalars(step, {f"{what}/{name}": share for name, share in by_unit.items()})
 
     def log_sample(self, step: int, text: str) -> None:
         """One line for `step` with what the model wrote."""
@@ -140,7 +152,7 @@ def _is_whole(record: dict[str, Any]) -> bool:
     if type(record.get("step")) is not int or not isinstance(kind := record.get("kind"), str):
         return False
     rest = [value for name, value in record.items() if name not in ("step", "kind")]
-    if kind in ("experts", "norms"):
+    if kind in ("experts", "norms", "quantization"):
         return all(isinstance(value, dict) and _are_numbers(list(value.values())) for value in rest)
     if kind == "sample":
         return list(record) == ["step", "kind", "text"] and isinstance(record["text"], str)

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines for whoever started it, and in its folder what the report is made of."""
+"""What a run says of itself: lines for the person who started it, and in its folder what the report is made of."""
 
 import dataclasses
 import shlex
@@ -22,7 +22,7 @@ from weft.train.passes import Passes
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
-from weft.train.report.timeline import HiddenExchange, write_timeline
+from weft.train.report.timeline import HiddenExchange, slow_ranks, write_timeline
 from weft.train.run.runs import CONFIG, recorded_name
 from weft.train.run.trust import mark_as_own
 from weft.train.state import Position
@@ -51,7 +51,7 @@ class Account:
         """Those of the start, until they are written."""
 
     def begin(self, step: int) -> None:
-        """Of a run that begins, or goes on from `step`: then nothing is written before `keep_start`."""
+        """Of a run that begins, or resumes from `step`: then nothing is written before `keep_start`."""
         ranks = dist.get_world_size()
         if self._writes:
             resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
@@ -82,7 +82,7 @@ class Account:
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A run keeps its name, by which it is found again, whatever that of the configuration it goes on with.
+        # A run keeps its name, by which it is found again, not that of the configuration that resumes it.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
@@ -110,7 +110,7 @@ class Account:
             return
         try:
             self._write(position, passes, *zip(*found))
-        except Exception as error:  # the run is complete, whatever a parser or a drawing stumbles over
+        except Exception as error:  # the run is complete, even if a parser or a drawing fails
             said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct that"
             said = " ".join(str(error if isinstance(error, ConfigError) else said).split())
             self._say(f"{said}, then: weft report {shlex.quote(str(self._folder))}")
@@ -141,10 +141,13 @@ class Account:
         keep_facts(self._folder, facts)
         if passes.timeline is not None:
             write_timeline(self._folder, recorded[0])
+            keep_facts(self._folder, {"computed": passes.computed})
             if passes.table is not None:
                 write_stages(self._folder, measured(passes.table, recorded))
             if hidden := HiddenExchange.of(recorded[0]):
                 self._say(f"in the last step {hidden}")
+            if slow := slow_ranks(passes.computed):
+                self._say(f"slow ranks in the last step: {slow}")
         path = write_report(self._folder)
         keep_facts(self._folder, {"reported": position.step})
         self._say(f"report: {path}" + ("" if can_draw() else f" ({NO_PICTURES})"))

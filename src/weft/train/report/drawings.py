@@ -7,7 +7,7 @@ from typing import Any
 from weft.train.report import expert_figures, figures, pattern_figure, pipeline_figure
 from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups, own_names, units_of
 from weft.train.report.stages import read_stages
-from weft.train.report.timeline import HiddenExchange, read_timeline
+from weft.train.report.timeline import HiddenExchange, read_timeline, slow_ranks
 
 Drawing = tuple[str, str, figures.Draw]
 """File name, what it shows, how to draw it."""
@@ -19,7 +19,7 @@ def draw_all(
     """Write each picture as `NAME.svg` and `NAME-dark.svg` into `folder`; returns (what it shows, light, dark)."""
     pictures = []
     drawings = _figures(records, facts, baselines) + _pattern_figures(facts) + _stage_figures(folder)
-    for name, title, draw in drawings + _expert_figures(folder, records):
+    for name, title, draw in drawings + _expert_figures(folder, records, facts):
         light, dark = figures.render(draw, figures.LIGHT), figures.render(draw, figures.DARK)
         (folder / f"{name}.svg").write_bytes(light)
         (folder / f"{name}-dark.svg").write_bytes(dark)
@@ -79,7 +79,7 @@ def _rows_saved(loads: list[dict[str, Any]]) -> str:
     )
 
 
-def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing]:
+def _expert_figures(folder: Path, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[Drawing]:
     """As `_figures`, of a run with experts."""
     found: list[Drawing] = []
     loads = [record for record in records if record["kind"] == "experts"]
@@ -91,5 +91,7 @@ def _expert_figures(folder: Path, records: list[dict[str, Any]]) -> list[Drawing
     intervals = read_timeline(folder)
     if hidden := HiddenExchange.of(intervals):
         draw = expert_figures.lanes(intervals, hidden.fraction)
-        found.append(("lanes", f"Computation and exchange in one training step: {hidden}", draw))
+        slow = slow_ranks(facts.get("computed", []))
+        title = f"Computation and exchange in one training step: {hidden}" + (f"; {slow}" if slow else "")
+        found.append(("lanes", title, draw))
     return found

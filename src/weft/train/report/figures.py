@@ -47,7 +47,7 @@ POINTS = 1200
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:
     """A figure as "svg" or "png", `size` in inches (for PNG, at 150 dots each)."""
     style: dict[Any, Any] = {
-        "svg.fonttype": "path",  # the same letters everywhere, whatever fonts there are
+        "svg.fonttype": "path",  # the same letters with any installed fonts
         "svg.hashsalt": "weft",
         "font.family": "DejaVu Sans",
         "font.size": 10,
@@ -132,7 +132,7 @@ def loss(
 
 
 def throughput(speed: Curve, unit: str, resumed: Sequence[int] = ()) -> Draw:
-    """Tokens or whatever `unit` is per second over the steps, with their median."""
+    """Tokens, or another `unit`, per second over the steps, with their median."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), "Throughput", f"{unit} per second")

@@ -38,7 +38,7 @@ def median(points: Sequence[tuple[float, float]]) -> float:
 
 
 def counted(records: list[dict[str, Any]]) -> str:
-    """What the run counts: "tokens" of a text, or "samples" of data of one's own."""
+    """What the run counts: "tokens" of a text, or "samples" of your own data."""
     return "samples" if any("samples_per_second" in record for record in records) else "tokens"
 
 

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.comm.timeline import Interval, busy
+from weft.comm.timeline import Interval, busy, overlap
 from weft.overlap import hidden_fraction
-from weft.overlap.order import EXCHANGE
+from weft.overlap.order import COMPUTE, EXCHANGE
 from weft.train.files import parse_json, replace_text
 
 FILE = "timeline.json"
+SLOW = 1.1
+"""A rank that computes longer than this many times the mean is named."""
 
 
 def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> None:
@@ -25,6 +27,21 @@ def read_timeline(run_directory: str | Path) -> list[Interval]:
     if not path.exists():
         return []
     return [Interval(*parse_json(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def computing(intervals: Sequence[Interval]) -> float:
+    """Seconds for which this rank computed and waited for nothing."""
+    return busy(intervals, COMPUTE) - overlap(intervals, COMPUTE, "wait")
+
+
+def slow_ranks(seconds: Sequence[float]) -> str:
+    """Names the ranks that compute longer than `SLOW` times the mean; empty where there are none.
+
+    seconds: those that each rank computed in one step.
+    """
+    mean = sum(seconds) / len(seconds) if seconds else 0.0
+    slow = {rank: each / mean for rank, each in enumerate(seconds) if each > SLOW * mean}
+    return ", ".join(f"rank {rank} computes {times:.2f} x the mean" for rank, times in slow.items())
 
 
 @dataclass(frozen=True)

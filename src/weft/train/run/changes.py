@@ -1,4 +1,4 @@
-"""What a run that goes on does with settings that are no longer those it was trained with.
+"""What a resumed run does with settings that are no longer those it was trained with.
 
     REFUSED   the weights were trained as something else, or the setting would have no effect any more; the same layers
               in other groups are told with `run.renumber`
@@ -67,13 +67,13 @@ def treatment(setting: str) -> Treatment:
 
 
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
-    """What a person should know before the run in `directory` goes on from `step` with `config`.
+    """What a person should know before the run in `directory` resumes from `step` with `config`.
 
     Raises ConfigError that names the settings which cannot change.
     """
     path = directory / CONFIG
     if not path.is_file():
-        return [f"{path} is gone: nobody knows whether the run was trained with these settings"]
+        return [f"{path} is gone: these settings cannot be compared with those of the run"]
     before = load_config(path)
     differences = dict(_differences(to_dict(before), to_dict(config)))
     kinds = {name: treatment(name) for name in differences}
@@ -90,7 +90,7 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     refused = [f"{name} = {new} (it is {old})" for name, (old, new) in differences.items() if kinds[name] == REFUSED]
     if refused:
         raise ConfigError(
-            f"{', '.join(refused)}: cannot change in a run that goes on; leave it as it is in {path}, or start a new "
+            f"{', '.join(refused)}: cannot change in a resumed run; leave it as it is in {path}, or start a new "
             "run without --resume"
         )
     told = [

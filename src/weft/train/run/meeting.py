@@ -1,10 +1,16 @@
-"""How the ranks of a run find each other, and what is said while some are not there yet."""
+"""How the ranks of a run find each other, and what is said while some are not there yet.
+
+A store on a stopped process takes connections and never answers, and its calls know no timeout. So each call waits in a
+thread of its own, while this one counts the time, says for whom it waits, and obeys requests to stop.
+"""
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -16,10 +22,14 @@ FIRST_WORD_S = 5.0
 """After which waiting is worth a line."""
 NEXT_WORD_S = 60.0
 _POLL_S = 0.1
+_ANSWER_S = 1.0
+"""In which a store that runs answers; requests to stop wait that long."""
 COUNT = "count"
 """How many ranks have come; below zero once one of them has left again."""
 _AWAY = 1 << 32
 _STORE_TIMEOUT = timedelta(minutes=30)
+
+Answer = TypeVar("Answer")
 
 
 def meet(
@@ -30,27 +40,38 @@ def meet(
     patience: float,
     stop: StopRequest,
     say: Callable[[str], None],
+    begin: Callable[[dist.Store], None] | None = None,
 ) -> dist.Store:
     """A store that all ranks have come to. `init_method`: file:///… or tcp://host:port.
 
     Waits up to `patience` seconds, says whom it waits for, and obeys `stop`. Raises Refused, naming the ranks that did
-    not come, and Interrupted.
+    not come or the store that does not answer, and Interrupted. `begin`: asks the store for what follows, and is waited
+    for in the same way.
     """
     where = urlsplit(init_method)
-    wait = _Wait(patience, stop, say)
+    wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
     if where.scheme == "file":
         store: dist.Store = dist.FileStore(where.path, ranks)
     else:
         store = _connect(where.hostname or "", where.port or 0, rank, ranks, wait)
     keys = [f"here/{number}" for number in range(ranks)]
-    store.set(keys[rank], socket.gethostname())
-    store.add(COUNT, 1)
-    while (count := store.add(COUNT, 0)) < ranks:
+
+    def come() -> None:
+        store.set(keys[rank], socket.gethostname())
+        store.add(COUNT, 1)
+
+    def absent() -> str:
+        return wait.answer(lambda: _absent(store, keys))
+
+    wait.answer(come)
+    while (count := wait.answer(lambda: store.add(COUNT, 0))) < ranks:
         if count < 0 and wait.is_over_for_others():
             raise Interrupted("stopped: another rank was stopped while it waited; nothing was trained")
         if stop.requested and _leave(store, ranks):
-            raise Interrupted(f"stopped while waiting for {_absent(store, keys)}; nothing was trained")
-        wait.on(lambda: _absent(store, keys))
+            raise Interrupted(f"stopped while waiting for {absent()}; nothing was trained")
+        wait.on(absent)
+    if begin is not None:
+        wait.answer(lambda: begin(store))
     return store
 
 
@@ -64,6 +85,8 @@ def _leave(store: dist.Store, ranks: int) -> bool:
 
 def _connect(host: str, port: int, rank: int, ranks: int, wait: "_Wait") -> dist.Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process listens
+    holder = "torchrun" if agent else "rank 0"
+    wait.silent = f"{holder}, whose store at {host}:{port} does not answer"
     listens = rank == 0 and not agent
     if listens:
         try:
@@ -74,8 +97,8 @@ def _connect(host: str, port: int, rank: int, ranks: int, wait: "_Wait") -> dist
         while not _answers(host, port):
             if wait.stop.requested:
                 raise Interrupted(f"stopped while waiting for rank 0 at {host}:{port}; nothing was trained")
-            wait.on(lambda: f"{'torchrun' if agent else 'rank 0'}, which should listen on {host}:{port}")
-        store = dist.TCPStore(host, port, ranks, False, _STORE_TIMEOUT)
+            wait.on(lambda: f"{holder}, which should listen on {host}:{port}")
+        store = wait.answer(lambda: dist.TCPStore(host, port, ranks, False, _STORE_TIMEOUT))
     return dist.PrefixStore(f"weft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -96,22 +119,46 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
-        self.patience, self.stop, self.say = patience, stop, say
+    """`silent`: whom a store belongs to that does not answer."""
+
+    def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
+        self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
         self.started = time.monotonic()
         self.next_word = FIRST_WORD_S
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Whether somebody has left for a second, which is longer than it takes to think better of it."""
+        """Whether a rank has left for a second, which is longer than it takes to think better of it."""
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
+
+    def answer(self, question: Callable[[], Answer]) -> Answer:
+        """What `question` gives, which a store may never answer."""
+        answers: list[Answer] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True, name="weft-meeting")
+        thread.start()
+        thread.join(_ANSWER_S)
+        while thread.is_alive():
+            if self.stop.requested:
+                raise Interrupted(f"stopped while waiting for {self.silent}; nothing was trained")
+            self.on(lambda: self.silent)
+        if errors:
+            raise errors[0]
+        return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
         """A moment longer, for whom `whom` names."""
         waited = time.monotonic() - self.started
         if waited > self.patience:
-            raise Refused(f"{whom()} did not come within {self.patience:g} s (run.patience)")
+            raise Refused(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")
         if waited > self.next_word:
             self.say(f"waiting for {whom()}")
             self.next_word = waited + NEXT_WORD_S

@@ -13,7 +13,7 @@ class _Steady(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on, what nobody can read or store is lost, and ends nothing."""
+    """From now on, what cannot be read or stored is lost, and ends nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stream is not None:

@@ -1,7 +1,7 @@
 """What ranks say of themselves to each other, over connections of their own.
 
 Each rank listens, and answers in a thread. It is asked directly: neither rank 0 nor the job's store need be alive. The
-addresses go over the store once, at the start.
+addresses go over the store once, at the start. A thread waits for them there: a store that is stopped never answers.
 """
 
 import json
@@ -21,6 +21,8 @@ _ASK, _TELL = "ask", "tell"
 _LOOPBACK = "127.0.0.1"
 _LONGEST = 1 << 16
 _AT_ONCE = 64
+_ANSWER_S = 5.0
+"""In which a store that runs answers."""
 
 
 class Peers:
@@ -30,21 +32,25 @@ class Peers:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._state, self._heard = state, heard
         self._known: dict[int, dict[str, Any]] = {}
+        self._asked: float | None = None
+        """Since when the store has not answered."""
+        self._announced = threading.Event()
         self._over = threading.Event()
         if self.ranks == 1:
             return
         hosts = _own_hosts()
         self._listening = socket.create_server((_LOOPBACK if hosts == [_LOOPBACK] else "", 0), backlog=256)
         self._secret = secrets.token_hex(16)  # no stranger tells ranks that another one has failed
-        store = dist.distributed_c10d._get_default_store()
-        with suppress(RuntimeError, AttributeError):
-            store = getattr(store, "clone")()  # noqa: B009  a connection of its own: the main thread may wait in the other one
-        number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks
-        self._store = dist.PrefixStore(f"weft/peers-{number}", store)
-        own = {"hosts": hosts, "port": self._listening.getsockname()[1], "secret": self._secret}
-        self._store.set(str(self.rank), json.dumps(own))
+        self._own = {"hosts": hosts, "port": self._listening.getsockname()[1], "secret": self._secret}
+        self._default_store = dist.distributed_c10d._get_default_store()
         for work, name in ((self._answer_all, "answers"), (self._learn, "addresses")):
             threading.Thread(target=work, daemon=True, name=f"weft-{name}").start()
+        self._announced.wait(_ANSWER_S)  # two of them in one process get their numbers in order
+
+    @property
+    def store_is_silent(self) -> bool:
+        """Whether the store does not answer, so that some addresses are not known."""
+        return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:
         """Answer no longer."""
@@ -82,15 +88,25 @@ class Peers:
         return None
 
     def _learn(self) -> None:
-        """Where the others listen. The store may not answer, which only this thread waits for."""
-        waiting = set(range(self.ranks)) - {self.rank}
+        """Where the others listen."""
+        store, waiting = self._default_store, set(range(self.ranks)) - {self.rank}
+        self._asked = time.monotonic()
         with suppress(RuntimeError):  # the store is gone: what is not known now will not be
+            with suppress(RuntimeError, AttributeError):
+                store = getattr(store, "clone")()  # noqa: B009  a connection of its own: the main thread may wait in the other one
+            number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks
+            store = dist.PrefixStore(f"weft/peers-{number}", store)
+            store.set(str(self.rank), json.dumps(self._own))
+            self._announced.set()
             while waiting and not self._over.is_set():
                 for rank in sorted(waiting):
-                    if self._store.check([str(rank)]):
-                        self._known[rank] = json.loads(self._store.get(str(rank)))
+                    self._asked = time.monotonic()
+                    if store.check([str(rank)]):
+                        self._known[rank] = json.loads(store.get(str(rank)))
                         waiting.remove(rank)
                 self._over.wait(0.1)
+        self._asked = None
+        self._announced.set()
 
     def _answer_all(self) -> None:
         while not self._over.is_set():

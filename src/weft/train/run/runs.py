@@ -1,4 +1,4 @@
-"""Run directories: a new run never takes the place of an old one, and an old one goes on only when asked to.
+"""Run directories: a new run never takes the place of an old one, and an old one resumes only when asked to.
 
 runs/stdlib/          the first run named "stdlib"
 runs/stdlib-2/        the second one
@@ -38,7 +38,7 @@ class Run:
     directory: Path
     step: int | None = None
     """The newest committed checkpoint when the directory was chosen; None starts from the beginning. From which one the
-    run goes on is decided when it has the directory for itself."""
+    run resumes is decided when it has the directory for itself."""
     note: str = ""
     """What a person should know about the choice of directory."""
 
@@ -114,7 +114,7 @@ def refuse_other_directories(folder: Path, asked: str) -> None:
     for run in folder.resolve().parents[:2]:
         if (run / CONFIG).is_file() and committed_steps(run / CHECKPOINTS):
             raise ConfigError(
-                f"{asked}: is no run, but lies in one, which goes on from its newest checkpoint; name the run: {run}"
+                f"{asked}: is no run, but lies in one, which resumes from its newest checkpoint; name the run: {run}"
             )
 
 
@@ -133,12 +133,12 @@ def refuse_no_run(folder: Path, asked: str) -> None:
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError for a run whose model and data a program gave to `weft.train.Trainer`.
 
-    goes_on: whether somebody wants to train on; else to read its weights.
+    goes_on: whether it is to be trained further; else to read its weights.
     """
     if _describes_task(directory) is False:
         checkpoints = str(directory / CHECKPOINTS)
         way = (
-            f"run that program again (with resume={str(directory)!r} it goes on)"
+            f"run that program again (with resume={str(directory)!r} it resumes)"
             if goes_on
             else "its weights load into the model that the program makes: "
             f"weft.checkpoint.CheckpointManager({checkpoints!r}).load({{'model': weft.checkpoint.ModelState(model)}})"
@@ -159,8 +159,8 @@ def refuse_described_task(directory: Path) -> None:
 
 
 def _describes_task(directory: Path) -> bool | None:
-    """Whether the configuration of a run describes its model and data; None where it cannot be read, which whoever
-    needs it says."""
+    """Whether the configuration of a run describes its model and data; None where it cannot be read, which its
+    reader says."""
     try:
         tables = read_tables(directory)
     except (OSError, ValueError):
@@ -203,7 +203,7 @@ def _new_run(config: RunConfig, command: str | None) -> Run:
     if not earlier:
         return Run(directory, None, f"a new run in {directory}")
     steps = committed_steps(earlier[-1] / CHECKPOINTS)
-    go_on = f"; it goes on from step {steps[-1]} with: {resuming(command, earlier[-1])}" if steps else ""
+    go_on = f"; it resumes from step {steps[-1]} with: {resuming(command, earlier[-1])}" if steps else ""
     return Run(directory, None, f"a new run in {directory}; {earlier[-1]} is left as it is{go_on}")
 
 

@@ -15,7 +15,7 @@ TOGETHER_S = 0.5
 
 
 class Requests:
-    """How often somebody asked to stop: a scheduler that signals a process and its group, too, asks once."""
+    """How often a stop was asked for: a scheduler that signals a process and its group, too, asks once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +50,7 @@ _NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C a
 class StopRequest:
     """Set by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
-    One byte in the pipe asks to stop. Its end means that the starter is gone: nobody would see what this
+    One byte in the pipe asks to stop. Its end means that the starter is gone: no one would see what this
     process does or stop it, so it ends at once. A second request by signal ends the process at once too.
     """
 
@@ -74,7 +74,7 @@ class StopRequest:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Give the signals back to who had them before `listen`, unless somebody else has taken them since."""
+        """Give the signals back to who had them before `listen`, unless others have taken them since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)

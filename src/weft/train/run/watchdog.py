@@ -9,7 +9,10 @@ takes longer than the limit is a hang by itself. A rank that has not moved for l
     one is not in a collective                   likewise
     all are in collectives                       they wait for each other
 
-The first one that knows tells the others, and a rank that fails tells them why.
+The engine's detector of hangs says which collective a rank waits for. It reads from the job's store what the others
+wait for, and finds within seconds that ranks run different things. This thread is another one because it must not ask
+the store: rank 0 may hold that, and be the rank that is stopped. The first rank that knows tells the others, and a rank
+that fails tells them why.
 """
 
 import os
@@ -25,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.checkpoint.storage import running
+from weft.comm.watch.hang_detector import hang_detector, start_hang_detector
 from weft.train.run.peers import Peers
 
 _MOMENT_S = 2.0
@@ -69,8 +73,10 @@ class Watchdog:
     def start(self) -> "Watchdog":
         """As entering it; does nothing the second time."""
         if self.limit and self._peers is None:
-            self._peers = Peers(self._state, self._hear)
+            self._since = time.monotonic()
             self._thread.start()
+            self._peers = Peers(self._state, self._hear)
+            start_hang_detector()  # every collective of weft is watched from here on, those of saves and loads too
         return self
 
     def __exit__(
@@ -160,7 +166,10 @@ class Watchdog:
 
     def _who_hangs(self) -> str | None:
         """A part of a sentence; None where a rank moves, for which the others wait."""
-        assert self._peers is not None
+        if self._peers is None:
+            return None
+        if self._peers.store_is_silent:
+            return "the store of the job, which rank 0 or the launcher holds, does not answer"
         states: dict[int, Any] = {self.rank: self._state(), **self._peers.ask(_MOMENT_S)}
         silent = [rank for rank, state in sorted(states.items()) if state is None]
         if silent:
@@ -208,8 +217,10 @@ def _standing(thread: int) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread)
     stack = traceback.extract_stack(frame)
     collective = any(part in entry.filename for entry in stack for part in _COLLECTIVE)
-    last = stack[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}, in {last.name}", collective
+    detector, last = hang_detector(), stack[-1]
+    waits = detector.waits_for(thread) if detector is not None else ""
+    place = f"{Path(last.filename).name}, line {last.lineno}, in {last.name}"
+    return f"waits for {waits}: {place}" if waits else place, collective
 
 
 def _doing(state: dict[str, Any]) -> str:

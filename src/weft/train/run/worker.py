@@ -1,4 +1,4 @@
-"""One rank of `weft train`, whoever started it."""
+"""One rank of `weft train`, however it was started."""
 
 import json
 import os

@@ -55,10 +55,12 @@ class Place:
         from weft.comm.backends import backend_for
         from weft.train.run.meeting import meet
 
-        store = meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say)
+        def begin(store: dist.Store) -> None:
+            dist.init_process_group(backend_for(device), store=store, rank=self.rank, world_size=self.ranks)
+
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend_for(device), store=store, rank=self.rank, world_size=self.ranks)
+        meet(self.init_method, self.rank, self.ranks, patience=patience, stop=stop, say=say, begin=begin)
 
 
 def begin_alone() -> None:
@@ -87,7 +89,7 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, SLURM or `weft train` itself gave this process; None when nobody did."""
+    """The place that torchrun, SLURM or `weft train` itself gave this process; None without one."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", ranks))

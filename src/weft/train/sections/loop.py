@@ -42,6 +42,8 @@ class LoopConfig:
     """Steps between two lines of output when the output is no terminal."""
     parameter_norms_every: int = 0
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
+    quantization_shares_every: int = 0
+    """With a quantized `precision`: steps between two records of saturated and underflowed weights by unit; 0: none."""
     profile_step: int = 0
     """First of the steps that torch's profiler records, a trace for each rank; 0: none."""
     profile_steps: int = 3
@@ -64,12 +66,15 @@ class LoopConfig:
     """With `overlap`: compute weight gradients apart, under an exchange."""
     early_release: bool = False
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    halves: bool = False
+    """With `overlap`: exchange the rows of a microbatch that stands alone in two halves, so that experts start on the
+    first."""
     check: bool = False
     """Before the first step, run the step of a small copy of the model in one process, and compare (`weft check`)."""
     watchdog: float = 600.0
     """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Of a model of one's own, such as running statistics: after each step rank 0's, their mean, or each rank's own."""
+    """Of your own model, such as running statistics: after each step rank 0's, their mean, or each rank's own."""
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence see each other, as if they were one text."""
     expert_bias_rate: float = 1e-3
@@ -132,7 +137,14 @@ class LoopConfig:
             self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
             'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
         )
-        for name in ("delay_wgrad", "early_release"):
+        every = self.quantization_shares_every
+        require(
+            "train.quantization_shares_every",
+            every,
+            every >= 0 and (not every or self.precision not in ("fp32", "bf16")),
+            'is a number of steps, and has no effect without a quantized train.precision, such as "mxfp8"',
+        )
+        for name in ("delay_wgrad", "early_release", "halves"):
             value = getattr(self, name)
             require(f"train.{name}", value, self.overlap or not value, "has no effect without train.overlap = true")
         require(

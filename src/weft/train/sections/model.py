@@ -1,4 +1,4 @@
-"""[model] with a factory: a model of one's own, by its place."""
+"""[model] with a factory: your own model, by its import path."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ class OwnModelConfig:
     factory: str
     """A function that builds an nn.Module, on the meta device: "package.module:function"."""
     loss: str = ""
-    """`loss(model, microbatch)` of one's own; empty: the cross-entropy of what `model(tokens)` gives."""
+    """Your own `loss(model, microbatch)`; empty: the cross-entropy of what `model(tokens)` gives."""
     options: dict = field(default_factory=dict)
     """What the factory is called with."""
 

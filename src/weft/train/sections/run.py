@@ -19,7 +19,7 @@ class CheckpointConfig:
     keep_best: bool = False
     """Save where a validation is better than all before, and keep the best one beside the newest."""
     asynchronous: bool = True
-    """Write while training goes on."""
+    """Write while training continues."""
     memory_every: int = 0
     """Steps between two copies in the host's memory, from which `weft train --restarts` resumes; 0: none."""
 

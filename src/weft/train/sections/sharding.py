@@ -1,5 +1,6 @@
 """[sharding]: what is cut over the ranks, and how."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,8 @@ class ShardingConfig:
     """Ranks that share every sequence: each has two slices of it, and layers exchange what crosses."""
     tp: int = 1
     """Ranks that share every layer: heads, widths and the vocabulary are cut, and positions between layers."""
+    etp: int | None = None
+    """Ranks over which each expert is cut: as many as `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
     """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
@@ -53,6 +56,9 @@ class ShardingConfig:
         require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
         require("sharding.cp", self.cp, self.cp >= 1, "must be a number of ranks, 1 for whole sequences on every rank")
         require("sharding.tp", self.tp, self.tp >= 1, "must be a number of ranks, 1 for whole layers on every rank")
+        fits = sorted({1, self.tp})
+        rule = f"must be 1 or sharding.tp = {self.tp}; choose from {fits}"
+        require("sharding.etp", self.etp, self.etp is None or self.etp in fits, rule)
         require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
         require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
         without = "has no effect with sharding.pp = 1"
@@ -107,12 +113,19 @@ class ShardingConfig:
         used = bool(self.graphs) or self.graphs_backend == "cuda"
         require("sharding.graphs_backend", self.graphs_backend, used, "has no effect without sharding.graphs")
 
+    @property
+    def expert_ranks(self) -> int:
+        """Over how many ranks each expert is cut."""
+        return self.tp if self.etp is None else self.etp
+
     def check(self, ranks: int) -> None:
         """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks, those of `cp` among them."""
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
+        among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks, too
+        fits = [size for size in range(1, among + 1) if among % size == 0]
         require(
-            "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {ranks}; choose from {fits}"
+            "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {among}; choose from {fits}"
         )
         everyone, ranks, copies = ranks, ranks // self.cp, self.dp_replicate
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
@@ -128,7 +141,8 @@ class ShardingConfig:
         )
         shards *= self.cp
         # Experts are cut over fewer ranks; their units reshard over as many neighbours as the others.
-        least = shards // self.ep if self.ep > 1 and shards % self.ep == 0 else shards
+        spread = shards * self.tp // self.expert_ranks
+        least = math.gcd(shards, spread // self.ep) if self.ep > 1 and spread % self.ep == 0 else shards
         choice = self.reshard_after_forward
         sizes = [size for size in range(1, least + 1) if least % size == 0]
         require(

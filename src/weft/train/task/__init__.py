@@ -1,1 +1,1 @@
-"""What a loop trains: the text of a configuration, or a model and data of one's own."""
+"""What a loop trains: the text of a configuration, or your own model and data."""

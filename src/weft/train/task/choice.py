@@ -15,7 +15,7 @@ from weft.train.task.text import TextTask, factory_of
 
 
 def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> Task:
-    """Text, or with `data.factory` data of one's own."""
+    """Text, or with `data.factory` your own data."""
     model, data = config.model, config.data
     if not data.factory:
         return TextTask(config, device, say)
@@ -23,7 +23,7 @@ def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None
     if dataclasses.replace(data, factory="", validation_factory="") != DataConfig():
         raise ConfigError("[data]: has no effect beside data.factory; leave the other settings out")
     if not model.loss:
-        raise ConfigError('model.loss = "": data of one\'s own (data.factory) needs a loss of its own; name its place')
+        raise ConfigError('model.loss = "": your own data (data.factory) needs its own loss; name its place')
     held = imported("data.validation_factory", data.validation_factory) if data.validation_factory else None
     loss = imported("model.loss", model.loss)
     return OwnTask(factory_of(model), loss, imported("data.factory", data.factory), held, None, config, device)

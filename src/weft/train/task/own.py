@@ -1,4 +1,4 @@
-"""A model and data of one's own."""
+"""Your own model and data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -179,7 +179,7 @@ class Stream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (size := int(state["microbatch_size"])) != self.microbatch_size:
             raise ConfigError(
-                f"train.microbatch_size = {self.microbatch_size} (it was {size}): the position in data of one's own is "
+                f"train.microbatch_size = {self.microbatch_size} (it was {size}): the position in your own data is "
                 "counted in microbatches, and would be another; leave it as it was, or start a new run"
             )
         self.epoch, self.taken, self._iterator = int(state["epoch"]), int(state["taken"]), None

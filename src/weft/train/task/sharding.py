@@ -24,6 +24,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
         cp=sizes.cp,
         ep=sizes.ep,
         tp=sizes.tp,
+        etp=sizes.etp,
     )
 
 

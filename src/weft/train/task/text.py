@@ -106,7 +106,7 @@ class TextTask:
 
     @property
     def _bytes_per_token(self) -> float | None:
-        """Of the validation text; None where nobody knows, or each text has its own."""
+        """Of the validation text; None where it is unknown, or each text has its own."""
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 

@@ -1,0 +1,119 @@
+"""Gradients of weights that a captured backward writes into the buffers that are reduced.
+
+convention         while a backward is tried    while it is captured           before and after each replay
+-----------------  ---------------------------  -----------------------------  -------------------------------------
+weight_gradient    gets scratch; calls noted    gets what the engine answered  the engine is asked again, in order
+main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
+
+A graph holds the addresses of these buffers, and whether it writes or adds. So the first microbatch and later ones
+have a recording each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.graphs.capture import CaptureRefused, answering
+from weft.graphs.places import Ranges, range_of
+
+Target = tuple[Tensor, bool]
+"""A buffer, and whether to add to it."""
+Ask = Callable[[nn.Parameter], Target]
+
+
+class Writes:
+    """What a backward writes: `asked`, its questions in order; `added`, the parameters whose `main_grad` it adds to."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.asked: list[tuple[Ask, nn.Parameter]] = []
+        self.added: list[Any] = []
+        self._declared: list[Any] = [each for each in parameters if hasattr(each, "grad_added_to_main_grad")]
+
+    def __bool__(self) -> bool:
+        return bool(self.asked or self.added)
+
+    @contextmanager
+    def tried(self) -> Iterator[Ranges]:
+        """Inside, a backward writes to scratch, and what it writes is noted; yields memory that it may write to."""
+        before = [(vars(each).get("main_grad"), each.grad_added_to_main_grad) for each in self._declared]
+        scratch = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._declared]
+        for each, place in zip(self._declared, scratch):
+            each.main_grad, each.grad_added_to_main_grad = place, False
+        try:
+            with answering(self._note):
+                yield [range_of(each, writable=True) for each in scratch]
+            self.added = [each for each in self._declared if each.grad_added_to_main_grad]
+        finally:
+            for each, (place, flag) in zip(self._declared, before):
+                each.main_grad, each.grad_added_to_main_grad = place, flag
+                if place is None:
+                    del each.main_grad
+
+    def begin(self) -> None:
+        """The backward starts, maybe again."""
+        self.asked.clear()
+
+    def _note(self, ask: Ask, parameter: nn.Parameter) -> Target:
+        if isinstance(parameter, DTensor):
+            raise CaptureRefused("a backward in it asks for the gradient of a DTensor (weft.fsdp.weight_gradient)")
+        self.asked.append((ask, parameter))
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device), False
+
+    def targets(self) -> "Targets":
+        """Ask for all buffers of the backward that follows."""
+        return Targets(self)
+
+
+class Targets:
+    """The buffers of one backward. `key`: what a recording of it holds of them."""
+
+    def __init__(self, writes: Writes) -> None:
+        self._asked = [parameter for _, parameter in writes.asked]
+        self._answers = [ask(parameter) for ask, parameter in writes.asked]
+        self._added = writes.added
+        self._next = 0
+        buffers = self._buffers()
+        self.key = (
+            *((each.data_ptr(), each.stride(), each.dtype) for each in buffers),
+            *(accumulate for _, accumulate in self._answers),
+        )
+
+    def _buffers(self) -> list[Tensor]:
+        return [*(buffer for buffer, _ in self._answers), *(each.main_grad for each in self._added)]
+
+    def ranges(self) -> Ranges:
+        """Where the backward may write."""
+        return [range_of(each, writable=True) for each in self._buffers()]
+
+    def begin(self) -> None:
+        """The backward starts, maybe again."""
+        self._next = 0
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the backward may write any number of times; afterwards the buffers are as they were."""
+        buffers = self._buffers()
+        with torch.no_grad():
+            before = [each.clone() for each in buffers]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in zip(buffers, before):
+                    buffer.copy_(values)
+
+    def answer(self, ask: Ask, parameter: nn.Parameter) -> Target:
+        """The buffer for the next question of the backward."""
+        if self._next == len(self._asked) or self._asked[self._next] is not parameter:
+            raise CaptureRefused("a backward in it asks for other gradients of weights than the time before")
+        self._next += 1
+        return self._answers[self._next - 1]
+
+    def written(self) -> None:
+        """The backward is over."""
+        for each in self._added:
+            each.grad_added_to_main_grad = True

@@ -1,0 +1,94 @@
+"""A model that a pattern describes, against the sections that cut and run it."""
+
+from weft.models import HybridConfig
+from weft.models.shared import check_shared
+from weft.train.errors import ConfigError
+from weft.train.sections.data import DataConfig
+from weft.train.sections.loop import LoopConfig
+from weft.train.sections.rules import require
+from weft.train.sections.sharding import ShardingConfig
+from weft.train.toml_values import show
+
+
+def check_pattern(model: HybridConfig, data: DataConfig, loop: LoopConfig, sharding: ShardingConfig) -> None:
+    """Raise ConfigError for settings that have no effect on this pattern, or that do not fit it."""
+    require(
+        "data.factory",
+        data.factory,
+        not data.factory,
+        "has no effect on a model of tokens; name a model.factory, too, or leave it out",
+    )
+    require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
+    _check_experts(model, loop, sharding.ep)
+    _check_shared_layers(model, data, sharding)
+    _check_stages(model, loop, sharding.pp)
+
+
+def _check_experts(model: HybridConfig, loop: LoopConfig, ep: int) -> None:
+    require(
+        "sharding.ep",
+        ep,
+        ep == 1 or "E" in model.pattern,
+        f"model.pattern = {show(model.pattern)} has no experts (E) to spread; set sharding.ep = 1",
+    )
+    fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
+    require("sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}")
+    require(
+        "train.overlap",
+        loop.overlap,
+        ep > 1 or not loop.overlap,
+        "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
+        "train.overlap = false",
+    )
+    require(
+        "train.halves",
+        loop.halves,
+        not loop.halves or model.moe_rows_per == "rank",
+        f'divides the rows of ranks, and model.moe_rows_per = {show(model.moe_rows_per)}; set that to "rank", or '
+        "train.halves = false",
+    )
+    has_bias = model.expert_bias and "E" in model.pattern
+    require(
+        "train.expert_bias_rate",
+        loop.expert_bias_rate,
+        has_bias or loop.expert_bias_rate == LoopConfig.expert_bias_rate,
+        "has no effect on a model without expert biases; set model.expert_bias = true, or leave it out",
+    )
+
+
+def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: ShardingConfig) -> None:
+    tp, length = sharding.tp, data.sequence_length
+    if tp == 1:
+        return
+    try:
+        check_shared(model, tp, sharding.expert_ranks)
+    except ValueError as error:
+        raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
+    fits = length % tp == 0 or sharding.cp > 1
+    rule = f"must be a multiple of sharding.tp = {tp}, over which positions are cut"
+    require("data.sequence_length", length, fits, rule)
+
+
+def _check_stages(model: HybridConfig, loop: LoopConfig, pp: int) -> None:
+    segments = len(model.parsed.segments)
+    without = "has no effect with sharding.pp = 1; leave it out"
+    require("train.pipeline_schedule", loop.pipeline_schedule, pp > 1 or not loop.pipeline_schedule, without)
+    require(
+        "sharding.pp",
+        pp,
+        segments == 1 or segments % pp == 0,
+        f"must divide the {segments} segments of model.pattern = {show(model.pattern)}, or that has no '|'",
+    )
+    require(
+        "train.activation_checkpointing",
+        loop.activation_checkpointing,
+        pp == 1 or not loop.activation_checkpointing,
+        "recomputes layers as a whole, and with sharding.pp they run in stages; leave it out and recompute inside "
+        'of them: model.recompute = ["attend", "experts"]',
+    )
+    require(
+        "train.compile",
+        loop.compile,
+        pp == 1 or not loop.compile,
+        "compiles layers as a whole, and with sharding.pp they run in stages; leave it out",
+    )

@@ -1,0 +1,91 @@
+"""Captured modules that write gradients of weights themselves, against eager calls, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from tests.fsdp.test_direct_gradient import WIDTH, Writing, by_helper, make, nothing, rows
+from tests.graphs.test_hooks import assert_equal, local, poisoned, tape
+from tests.pool import distributed
+from weft.graphs import captured
+
+
+def run(graphs, strategy, policy, microbatches, steps=6):
+    """Losses, gradients and weights, and the report."""
+    net = make()
+    weft.fully_shard(net.direct, strategy=strategy, mp_policy=policy)
+    weft.fully_shard(net, strategy=strategy, mp_policy=policy, runtime=weft.RuntimeOptions(graphs=graphs))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = []
+    for step in rows(steps, microbatches):
+        for number, x in enumerate(step):
+            net.set_is_last_backward(number == microbatches - 1)
+            loss = net(x[dist.get_rank()])
+            loss.backward()
+            seen.append(loss.detach())
+        seen += [local(each.grad) for each in net.parameters() if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [local(each) for each in net.parameters()], graphs and weft.graph_report(net)
+
+
+def compare(**how):
+    plain, _ = run(None, **how)
+    with poisoned():
+        found, report = run(tape("direct"), **how)
+    assert_equal(found, plain)
+    assert report["replays"] >= 2 * how["microbatches"], report
+    return report
+
+
+WIDE, HALF = weft.MixedPrecisionPolicy(), weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@distributed(2)
+def test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones():
+    report = compare(strategy="optim", policy=WIDE, microbatches=3)
+    assert not any("backward" in each for each in report["eager"]), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [WIDE, HALF])
+@distributed(2)
+def test_every_strategy_replays_written_gradients(policy):
+    for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        for microbatches in (1, 3):
+            compare(strategy=strategy, policy=policy, microbatches=microbatches)
+
+
+@distributed(2)
+def test_a_backward_into_too_many_buffers_is_eager_and_right():
+    most, captured.MOST_BACKWARDS = captured.MOST_BACKWARDS, 1
+    try:
+        report = compare(strategy="optim", policy=WIDE, microbatches=3)
+    finally:
+        captured.MOST_BACKWARDS = most
+    assert report["eager"]["a backward writes to more than 1 sets of buffers"] > 0, report
+
+
+class Asks(nn.Module):
+    """Asks where to write the gradient of `weight` too early."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x):
+        weft.fsdp.weight_gradient(self.weight)[0].zero_()
+        return Writing.apply(x, self.weight, by_helper, nothing)
+
+
+@distributed(2)
+def test_gradients_that_are_asked_for_in_forward_are_refused():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Asks())
+    weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=tape("1")))
+    for _ in range(4):
+        net(torch.ones(2, WIDTH)).sum().backward()
+        net.zero_grad()
+    assert "a forward in it asks for gradients of weights" in str(weft.graph_report(net)["eager"])
