@@ -146,7 +146,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that all wait for messages wait on",
-        "debug/mailbox.py",
+        "comm/threads/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
         CHECK + "test_a_message_that_a_rank_does_not_send",

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests.train.command import write_config
 from weft.cli import main
-from weft.debug.mailbox import MissingMessage, WrongMessage
-from weft.debug.ranks import run_ranks
+from weft.comm.threads.ranks import run_ranks
+from weft.errors import CollectiveMismatch
 from weft.models.context import Slices
 from weft.models.model import HybridModel
 from weft.models.tensor_parallel import TensorRanks
@@ -64,7 +64,7 @@ def test_a_rank_that_sends_nothing_is_named_at_once():
         if rank != 1:
             dist.all_reduce(torch.zeros(1))
 
-    with pytest.raises(MissingMessage, match=r"rank 0 waits for rank [12] in .*; rank 1 has ended; rank 2 waits"):
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: waits for rank [12] in .*; rank 1: has ended; rank 2: waits"):
         run_ranks(3, work)
 
 
@@ -76,7 +76,7 @@ def test_messages_of_different_sizes_and_failures_end_all_ranks():
         else:
             group.send([torch.zeros(2)], 1, 7)
 
-    with pytest.raises(WrongMessage, match=r"gets \[2\] float32 where it expects \[3\] float32"):
+    with pytest.raises(CollectiveMismatch, match=r"gets \[2\] float32 where it expects \[3\] float32"):
         run_ranks(2, send)
 
     def fail(rank):
@@ -236,7 +236,7 @@ def test_a_message_that_a_rank_does_not_send():
         return torch.cat([x, x], dim=1) if ranks.rank == 1 else gather(ranks, x)
 
     said = found(2, "[*-]", "sharding.tp=2", patch=mock.patch.object(TensorRanks, "gather", skipped))
-    assert "a message is missing" in said and "rank 0 waits for rank 1" in said
+    assert "wait for messages that no rank sends" in said and "rank 0: waits for rank 1" in said
 
 
 def test_positions_of_slices_that_begin_anew():

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
-from weft.debug.mailbox import MissingMessage
-from weft.debug.ranks import name_modules, run_ranks
+from weft.comm.threads.ranks import name_modules, run_ranks
 from weft.dtensor.uneven import local_of
+from weft.errors import CollectiveMismatch
 from weft.models import Documents, HybridModel, context_part
 from weft.train.check.findings import Alone, Seen, findings
 from weft.train.check.small import data_ranks, smaller
@@ -64,8 +64,8 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
         try:
             seen = run_ranks(ranks, lambda rank: _on_rank(config, rank, ranks, rows, alone))
             found = findings(alone, seen)
-        except MissingMessage as missing:
-            found = _about(missing)
+        except CollectiveMismatch as mismatch:
+            found = [str(mismatch)]
         except Exception as error:
             notes = ", ".join(getattr(error, "__notes__", ()))
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -75,14 +75,6 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
         torch.set_num_threads(threads)
     unseen = tuple(name for name, gradient in alone.gradients.items() if not gradient.any())
     return Checked(ranks, _sizes(config, ranks), len(alone.gradients), unseen, tuple(found))
-
-
-def _about(missing: MissingMessage) -> list[str]:
-    lines = [f"rank {rank} {said}" for rank, said in sorted(missing.waits.items()) if said]
-    return [
-        "a message is missing, and no rank can move: every rank of a group issues the same messages. "
-        + "; ".join(lines)
-    ]
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------

@@ -25,13 +25,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm import priority, transfers
+from weft.comm.backends import HOSTS
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.lanes import Lane
+from weft.comm.threads.mailbox import Ended, Mailbox
 from weft.comm.watch import hang_detector
-from weft.debug.mailbox import Ended, Mailbox, MissingMessage, WrongMessage
+from weft.comm.watch.rules import mismatch
+from weft.errors import CollectiveMismatch
 
 IN_PROCESS = "threads"
 """What torch calls the backend."""
+_STUCK, _RULE = "wait for messages that no rank sends", "every rank of a group issues the same messages in one order"
 _c10d: Any = torch._C._distributed_c10d
 _COLLECTIVES = 90
 """The tag of the messages of torch's own collectives."""
@@ -53,7 +57,9 @@ class _Receipt:
             raise RuntimeError("the message has not come within the timeout")
         found = box.take(self._key, self._number, self._group.world_rank, self._title)
         if [(each.numel(), each.dtype) for each in found] != [(each.numel(), each.dtype) for each in self._tensors]:
-            raise WrongMessage(f"{self._title()}, and gets {_shown(found)} where it expects {_shown(self._tensors)}")
+            raise CollectiveMismatch(
+                f"{self._title()}, and gets {_shown(found)} where it expects {_shown(self._tensors)}"
+            )
         with torch.no_grad():
             for target, source in zip(self._tensors, found):
                 target.detach().copy_(source.view_as(target))
@@ -102,7 +108,7 @@ class InProcess(dist.ProcessGroup):
 
     def name(self) -> str:
         """As which backend it passes."""
-        return "gloo"
+        return HOSTS
 
     @property
     def options(self) -> Any:
@@ -224,7 +230,7 @@ def _module_of_caller() -> str:
     place = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("weft.") and not name.startswith(("weft.comm", "weft.debug")):
+        if name.startswith("weft.") and not name.startswith("weft.comm"):
             place = place or f"{name}.{frame.f_code.co_name}"
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and module in _current.names:
@@ -326,7 +332,7 @@ def _threads_for_ranks() -> Iterator[None]:
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """What `work(rank)` returns on each of `ranks` threads, which are each a rank of one world.
 
-    Raises what the first rank raised that failed, and MissingMessage where all wait for each other.
+    Raises what the first rank raised that failed, and CollectiveMismatch where all wait for each other.
     """
     box, store = Mailbox(ranks), dist.HashStore()
     found: list[Any] = [None] * ranks
@@ -359,5 +365,5 @@ def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
         errors[first].add_note(f"on rank {first} of {ranks}")
         raise errors[first]
     if box.waits:
-        raise MissingMessage(box.waits)
+        raise mismatch(_STUCK, dict(sorted(box.waits.items())), _RULE)
     return found

@@ -8,18 +8,6 @@ from typing import Any
 from torch import Tensor
 
 
-class MissingMessage(RuntimeError):
-    """No rank can move: each waits for a message that no other sends. `waits`: what each waits for."""
-
-    def __init__(self, waits: dict[int, str]) -> None:
-        self.waits = waits
-        super().__init__("; ".join(f"rank {rank} {said}" for rank, said in sorted(waits.items())))
-
-
-class WrongMessage(RuntimeError):
-    """A message has another size or dtype than its receiver expects."""
-
-
 class Mailbox:
     """The messages between all ranks, and whose turn it is."""
 
