@@ -20,6 +20,7 @@ from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.train.buffers import buffers_of
+from weft.train.check.apart import check_apart
 from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -81,6 +82,8 @@ class Trainer:
         self.say = say if say is not None else print_on(self.rank)
         self.watchdog = watchdog or Watchdog(config.train.watchdog, end_with)
         config.validate(self.ranks)
+        if config.train.check:
+            check_apart(config, self.rank, self.ranks)
 
         self._has_own_task = task is not None
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
