@@ -34,7 +34,7 @@ _WIDTHS = {
     "kda_head_dim": (4,),
     "moe_latent_size": (12,),
     "sliding_window": (5,),
-    "num_experts_per_tok": (1, 2),
+    "num_experts_per_tok": (2,),  # with one, whose score is scaled to 1, a router has no gradient
     "vocab_size": (61, 97),
 }
 """Sizes that no axis cuts evenly, and what they may become."""
