@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft.graphs import tape
@@ -87,6 +88,8 @@ class Captured:
         self._count = count
         self._delays: Any = None if queue is None else queue.fresh()
         self._weights: Recordings | None = None
+        if any(isinstance(each, DTensor) for each in places.tensors()):
+            raise CaptureRefused("its weights are DTensors, as with tensor parallelism")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
