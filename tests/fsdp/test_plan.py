@@ -33,7 +33,7 @@ TWO_AXES = {
     "hsdp": {},
     "hsdp bf16": {"mp_policy": BF16},
     "hfsdp": {"outer_strategy": "optim"},
-    "a piece stays": {"reshard_after_forward": 2, "mesh": None},
+    "a post-forward shard stays": {"reshard_after_forward": 2, "mesh": None},
 }
 
 

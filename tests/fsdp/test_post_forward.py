@@ -115,4 +115,4 @@ def test_a_number_of_ranks_means_what_it_means_to_torch():
     assert_same(resharded_to, 2)
     for size, same in ((1, False), (4, True)):  # all of the weights stay, or none, as a bool says it
         unit = weft.fully_shard(nets.Block(4, 4), reshard_after_forward=size)._weft_unit
-        assert unit.reshard_after_forward is same and all(group.piece is None for group in unit.groups)
+        assert unit.reshard_after_forward is same and all(group.post_forward is None for group in unit.groups)

@@ -117,8 +117,8 @@ class DrivenUnit(Protocol):
     def end_holds(self, *holders: Hold) -> None:
         """Let those of these go that hold the weights."""
 
-    def leave_pieces(self) -> None:
-        """When the memory goes, pieces stay until backward if that is asked for."""
+    def keep_post_forward(self) -> None:
+        """When the memory goes, post-forward shards stay until backward if that is asked for."""
 
 
 class BackwardCall(Protocol):

@@ -38,7 +38,7 @@ from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
 from weft.fsdp.payload import payload_of
 from weft.fsdp.plan import GroupPlan
-from weft.fsdp.post_forward import PostForwardPiece
+from weft.fsdp.post_forward import PostForwardShard
 from weft.fsdp.slots import Slot, register
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
@@ -78,7 +78,7 @@ class ParameterGroup:
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
         """Whether there are model weights beside the main weights, which follow them."""
-        self.piece: PostForwardPiece | None = None
+        self.post_forward: PostForwardShard | None = None
         """What stays here of the gathered weights from forward to backward, if that is asked for."""
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
@@ -218,8 +218,8 @@ class ParameterGroup:
         group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
             full = channels.weights.take(self.transient)
-            if self.piece is not None and self.piece.held:
-                return self.piece.gather_into(full, channels.gather, self.channel)
+            if self.post_forward is not None and self.post_forward.held:
+                return self.post_forward.gather_into(full, channels.gather, self.channel)
             source = self.model_weight.local
             landing = self.payload.land(full, source, channels.weights)
             if landing is source:
@@ -248,7 +248,7 @@ class ParameterGroup:
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
             and self.offload is None
-            and self.piece is None
+            and self.post_forward is None
             and transport_of(self.groups[-1], self.device).capabilities.bundles
         )
 
@@ -328,28 +328,28 @@ class ParameterGroup:
         if upload is not None:
             upload.synchronize()
 
-    def leave_piece(self, size: int | None) -> None:
+    def shard_after_forward(self, size: int | None) -> None:
         """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
 
         For a size it is collective over the shard axis.
         """
-        self.piece = None
+        self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
             describe = self._ours("what stays of the weights")
-            self.piece = PostForwardPiece(self.layout.numel, self.recipe.compute, self.device, group, describe)
-            self.transients.append(self.piece.transient)
+            self.post_forward = PostForwardShard(self.layout.numel, self.recipe.compute, self.device, group, describe)
+            self.transients.append(self.post_forward.transient)
 
-    def keep_piece(self, channels: Channels) -> None:
-        """Keep a piece of the gathered weights, which are here, for the next gather to start from."""
-        if self.piece is not None:
+    def keep_post_forward(self, channels: Channels) -> None:
+        """Keep the post-forward shard of the gathered weights, which are here, for the next gather to start from."""
+        if self.post_forward is not None:
             with torch.no_grad():
-                self.piece.keep(self.full.local, channels.weights)
+                self.post_forward.keep(self.full.local, channels.weights)
 
     def arrived(self) -> None:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
-        if self.piece is not None:
-            self.piece.drop()
+        if self.post_forward is not None:
+            self.post_forward.drop()
         self.payload.open(self.full.local)
         self.fulls.come(self.main_weight.local._version)
 

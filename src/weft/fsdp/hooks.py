@@ -283,7 +283,7 @@ class HookDriver(ABC):
             engine.keep(unit, UNTIL_BACKWARD)
         elif not recomputing:
             if call is not None:
-                unit.leave_pieces()
+                unit.keep_post_forward()
             if len(unit.holders) > 1:
                 unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:

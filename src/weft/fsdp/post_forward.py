@@ -17,8 +17,8 @@ from weft.comm.lanes import Lane, Ticket
 from weft.memory.pool import Pool, Transient
 
 
-class PostForwardPiece:
-    """One of `group.size()` equal pieces of a group's gathered weights, of `numel` elements in all."""
+class PostForwardShard:
+    """One of `group.size()` equal shards of a group's gathered weights, of `numel` elements in all."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class PostForwardPiece:
         self._group = group
 
     def keep(self, full: torch.Tensor, pool: Pool) -> None:
-        """Copy this rank's piece of the gathered weights."""
+        """Copy this rank's shard of the gathered weights."""
         if not self.held:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
 
     def gather_into(self, full: torch.Tensor, lane: Lane, channel: int) -> Ticket:
-        """Start filling the gathered weights from the pieces of the group."""
+        """Start filling the gathered weights from the shards of the group."""
         return lane.run(collectives.all_gather, full, self.transient.tensor, self._group, channel=channel)
 
     def drop(self) -> None:

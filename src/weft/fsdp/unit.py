@@ -125,7 +125,7 @@ class Unit:
         self._divide_factor = divide_factor
         self._replaced_factor: float | None = None
         self._tickets: list[Ticket] = []
-        self._leaves_pieces = False
+        self._keeps_post_forward = False
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
             register_owner(self, group, [group.full_parameters, group.sharded_parameters])
@@ -180,7 +180,7 @@ class Unit:
             self.prefetch()
         if self.state is State.ON_THE_WAY:
             self._arrive()
-        self._leaves_pieces = False
+        self._keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
                 if each.place is not None:
@@ -246,35 +246,33 @@ class Unit:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False
             for group in self.groups:
-                if self._leaves_pieces:
-                    group.keep_piece(self.channels)
+                if self._keeps_post_forward:
+                    group.keep_post_forward(self.channels)
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
-        """Let the weights go after forward, or not; an int: except for pieces over that many ranks."""
+        """Let the weights go after forward, or not; an int: keep them sharded over that many ranks."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
         for group in self.groups:
-            group.leave_piece(size)
+            group.shard_after_forward(size)
 
-    def leave_pieces(self) -> None:
-        """The forward is over, and a backward follows: when the memory goes, pieces stay if that is asked for."""
-        self._leaves_pieces = True
+    def keep_post_forward(self) -> None:
+        """The forward is over, and a backward follows: when the memory goes, post-forward shards stay if that is
+        asked for."""
+        self._keeps_post_forward = True
 
     def forget(self) -> None:
         """Drop what stayed for a backward: the next gather starts from the main weights."""
-        self._leaves_pieces = False
+        self._keeps_post_forward = False
         for group in self.groups:
-            if group.piece is not None:
-                group.piece.drop()
+            if group.post_forward is not None:
+                group.post_forward.drop()
 
     def begin_pass(self) -> None:
         """A pass begins: what an earlier one left goes, and what its user froze or unfroze counts from here on."""
-        self._leaves_pieces = False
-        for group in self.groups:
-            if group.piece is not None:
-                group.piece.drop()
+        self.forget()
         if self.state is not State.AT_REST:
             self.free()  # before the model weights change that the gather reads
         for group in self.groups:

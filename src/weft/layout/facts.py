@@ -38,10 +38,10 @@ class UnitFacts:
     """What a plan must know of one unit.
 
     `gathered`: bytes of the gathered weights of each group. `sent`: of a gather of all of them, None for as many.
-    `refreshed`: of the model weights that stay on each rank
-    and are gathered once in a step, behind the optimizer. `staging`: of what is uploaded on its way there. `pieces`:
-    of what stays of them between forward and backward. `tied`: the units whose parameters it shares. `bundle`: the
-    units that travel with it, itself included. `gradients`: of each group, None for one that has none.
+    `refreshed`: of the model weights that stay on each rank and are gathered once in a step, behind the optimizer.
+    `staging`: of what is uploaded on its way there. `post_forward`: of what stays of them between forward and backward.
+    `tied`: the units whose parameters it shares. `bundle`: the units that travel with it, itself included.
+    `gradients`: of each group, None for one that has none.
     """
 
     name: str
@@ -49,7 +49,7 @@ class UnitFacts:
     sent: int | None = None
     refreshed: int = 0
     staging: int = 0
-    pieces: int = 0
+    post_forward: int = 0
     tied: tuple[int, ...] = ()
     bundle: tuple[int, ...] = ()
     gradients: tuple[GradientFacts | None, ...] = ()

@@ -64,9 +64,9 @@ class _Unit:
         self.arrived = False
         self.holders: list[str] = []
         self.tied: list[_Unit] = []
-        self.piece = False
-        """Whether a piece stays when the memory goes."""
-        self.piece_held = False
+        self.keeps_shard = False
+        """Whether a post-forward shard stays when the memory goes."""
+        self.shard_held = False
         self._staging = 0
         self._walk = walk
 
@@ -84,7 +84,7 @@ class _Unit:
     def come(self) -> None:
         """The gather has started."""
         self.resident, self.arrived = True, False
-        self._staging = 0 if self.piece_held else self.facts.staging
+        self._staging = 0 if self.shard_held else self.facts.staging
         self._walk.take(WEIGHTS, self.gathered_bytes + self._staging)
 
     def arrive(self) -> None:
@@ -92,7 +92,7 @@ class _Unit:
         if self.resident and not self.arrived:
             self.arrived = True
             self._walk.give(WEIGHTS, self._staging)
-            self.drop_piece()
+            self.drop_shard()
 
     def acquire(self, holder: str) -> None:
         """Hold the weights."""
@@ -100,7 +100,7 @@ class _Unit:
             unit.acquire(holder)
         self.prefetch()
         self.arrive()
-        self.piece = False
+        self.keeps_shard = False
         self.holders.append(holder)
 
     def release(self, holder: str) -> None:
@@ -115,18 +115,18 @@ class _Unit:
         if self.resident and not self.holders:
             self.arrive()
             self.resident = False
-            if self.piece and not self.piece_held and self.facts.pieces:
-                self.piece_held = True
-                self._walk.take(WEIGHTS, self.facts.pieces)
+            if self.keeps_shard and not self.shard_held and self.facts.post_forward:
+                self.shard_held = True
+                self._walk.take(WEIGHTS, self.facts.post_forward)
             self._walk.give(WEIGHTS, self.gathered_bytes)
             if self.gathered_bytes:
                 self._walk.acts.append(Action("free", (self.number,)))
 
-    def drop_piece(self) -> None:
+    def drop_shard(self) -> None:
         """What stayed for the backward goes."""
-        if self.piece_held:
-            self.piece_held = False
-            self._walk.give(WEIGHTS, self.facts.pieces)
+        if self.shard_held:
+            self.shard_held = False
+            self._walk.give(WEIGHTS, self.facts.post_forward)
 
 
 class _Bundle:
@@ -223,8 +223,8 @@ class Walk:
         if trace.kind in ("forward", "evaluation", "schedule"):
             for unit in self.units:  # what an earlier pass left for a backward goes
                 unit.holders = [holder for holder in unit.holders if holder == "for good"]
-                unit.piece = False
-                unit.drop_piece()
+                unit.keeps_shard = False
+                unit.drop_shard()
                 unit.free()
         if trace.kind == "schedule":
             self._gathers.foresee(trace, self._limits.depth)
@@ -251,7 +251,7 @@ class Walk:
             if trace.kind in ("backward", "accumulation"):
                 unit.release("until backward")
             elif trace.kind == "forward":
-                unit.piece = bool(event.detail)
+                unit.keeps_shard = bool(event.detail)
             unit.release(holder)
             for each in (unit, *unit.tied):
                 if not self._gathers.stays(each):
@@ -276,8 +276,8 @@ class Walk:
             for unit in self.units:
                 if "until backward" in unit.holders:
                     unit.holders.remove("until backward")
-                unit.piece = False
-                unit.drop_piece()
+                unit.keeps_shard = False
+                unit.drop_shard()
             self._gathers.end_backward()
         for unit in self.units:
             if kind != "forward" or not self._gathers.stays(unit):

@@ -125,7 +125,7 @@ class HybridModel(nn.Module):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
-        scores = self._scores(self.leave(x_BSD))
+        scores = self._scores(self.final_norm(x_BSD))
         if self.ranks is None:
             return scores
         sizes = [units_of(self.cfg.vocab_size, self.ranks.size, rank)[1] for rank in range(self.ranks.size)]
@@ -140,14 +140,14 @@ class HybridModel(nn.Module):
         documents: Borders | None = None,
     ) -> Tensor:
         """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
-        outputs, losses = [self.leave(x_BSD)], list(losses)
+        outputs, losses = [self.final_norm(x_BSD)], list(losses)
         for number, depth in enumerate(self.depths if self.training else ()):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
             outputs.append(output_BSD)
             losses += added
         return self.total_loss(outputs, labels, losses, documents)
 
-    def leave(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """The last layer's output, normalised."""
         return self.decoder.final_layernorm(hidden)
 

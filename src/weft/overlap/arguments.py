@@ -43,7 +43,7 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []
-    _require(type(model).__name__, model, StagedPredictor, ("leave", "following", "total_loss"))
+    _require(type(model).__name__, model, StagedPredictor, ("final_norm", "following", "total_loss"))
     for number, depth in enumerate(depths):
         name = f"depth {number}"
         _require(f"{name}, a {type(depth).__name__},", depth, StagedDepth, ("staged_layers", "enter", "leave"))

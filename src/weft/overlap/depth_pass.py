@@ -63,7 +63,7 @@ class DepthPass:
 
     def _entered(self, hidden: Value) -> Value:
         def function(hidden: Tensor) -> Sequence[Tensor]:
-            previous = hidden if self._number else self._model.leave(hidden)
+            previous = hidden if self._number else self._model.final_norm(hidden)
             beside = self._microbatch.given(self._model.following)
             following = self._model.following(self._number, self._microbatch.tokens, **beside)
             depth = self._model.depths[self._number]

@@ -127,7 +127,7 @@ class StagedPredictor(Protocol):
         """The prediction depths, first to last; there may be none."""
         ...
 
-    def leave(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """The last layer's output -> what is scored, and what the first depth takes as the depth before."""
         ...
 

@@ -98,7 +98,7 @@ def test_transformers_reads_the_depths_that_are_written_and_computes_the_same(tm
     assert theirs.num_mtp_layers == count
     tokens = torch.randint(main.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     hidden = main.model(input_ids=tokens).last_hidden_state
-    ours = model.leave(model.decoder(model.embed(tokens))[0])
+    ours = model.final_norm(model.decoder(model.embed(tokens))[0])
     positions = torch.arange(9)[None].expand(2, -1)
     with torch.no_grad():
         for number, depth in enumerate(model.depths):

@@ -19,7 +19,9 @@ def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
         sent=sum(group.payload.sent for group in unit.groups),
         refreshed=sum(group.refreshed_bytes for group in unit.groups),
         staging=sum(group.staging_bytes for group in unit.groups),
-        pieces=sum(group.piece.transient.nbytes for group in unit.groups if group.piece is not None),
+        post_forward=sum(
+            group.post_forward.transient.nbytes for group in unit.groups if group.post_forward is not None
+        ),
         tied=tuple(other.number for other in unit.tied),
         bundle=tuple(sorted(bucket.numbers)) if bucket is not None else (),
         gradients=tuple(group.gradients.facts() if group.agreed else None for group in unit.groups),
