@@ -54,7 +54,7 @@ def main() -> None:
         print(f"{'bf16':16}{seed:6}{plain[-1]:18.4f}", flush=True)
     for precision in PRECISIONS:
         loss = last_loss(precision, SEEDS[0], options.steps, options.ranks)
-        verdict = "within" if loss <= max(plain) else f"{loss - max(plain):+.4f} above the seeds"
+        verdict = "not above the seeds" if loss <= max(plain) else f"{loss - max(plain):+.4f} above the seeds"
         print(f"{precision:16}{SEEDS[0]:6}{loss:18.4f}  {verdict}", flush=True)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import weft
 from tests.pool import distributed
 from weft.fsdp import plan_of
-from weft.quantize import mx, nvfp4, tensorwise
+from weft.quantize import mx, nvfp4
 
 DTYPES = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
 
@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
 @distributed(2)
 def test_small_quantized_units_share_one_message_and_compute_the_same():
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for recipe in (mx(32), tensorwise(), nvfp4()):
+    for recipe in (mx(32), nvfp4()):
         policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_quantization=recipe)
         found = []
         for size in (0, 1 << 18):
