@@ -64,7 +64,9 @@ def test_a_rank_that_sends_nothing_is_named_at_once():
         if rank != 1:
             dist.all_reduce(torch.zeros(1))
 
-    with pytest.raises(CollectiveMismatch, match=r"rank 0: waits for rank [12] in .*; rank 1: has ended; rank 2: waits"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 0: waits for rank [12] in .*; rank 1: has ended; rank 2: waits"
+    ):
         run_ranks(3, work)
 
 
