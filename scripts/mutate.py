@@ -82,7 +82,7 @@ REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_befor
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
     Mutation(
-        "nobody sums the gradient of what is whole",
+        "the gradient of what is whole is not summed",
         "moe/parts.py",
         '        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")\n',
         "",
@@ -325,7 +325,7 @@ MUTATIONS = [
         ALONE + "[M]",
     ),
     Mutation(
-        "within a chunk a state goes on over a border",
+        "within a chunk a state continues over a border",
         "models/layers/chunks.py",
         "nothing = nothing | (numbers[..., :, None] != numbers[..., None, :])",
         "pass",
@@ -1036,7 +1036,7 @@ MUTATIONS = [
         STREAMS + "test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it[2]",
     ),
     Mutation(
-        "nobody waits for a hook's stream",
+        "a hook's stream is not awaited",
         "comm/lanes.py",
         "        around.wait_stream(stream)",
         "        pass",
@@ -1050,21 +1050,21 @@ MUTATIONS = [
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
-        "nobody waits for a unit's gather",
+        "a unit's gather is not awaited",
         "fsdp/unit.py",
         "        for ticket in tickets:\n            ticket.wait()",
         "        pass",
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
-        "nobody waits for weights that are brought up to date",
+        "weights that are updated are not awaited",
         "fsdp/group.py",
         "            with torch.no_grad():\n                ticket.wait()\n            self.payload.open(",
         "            self.payload.open(",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
-        "nobody waits for rows that arrive",
+        "rows that arrive are not awaited",
         "moe/dispatch.py",
         "            self._ticket.wait()",
         "            pass",
@@ -1099,7 +1099,7 @@ MUTATIONS = [
         STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-no_shard]",
     ),
     Mutation(
-        "the host goes on while a backward's uploads read frozen weights",
+        "the host continues while a backward's uploads read frozen weights",
         "fsdp/runtime/runtime.py",
         "        self._helper.collect()\n        self._finish_uploads()",
         "        self._helper.collect()",
@@ -1409,7 +1409,7 @@ MUTATIONS = [
         "fsdp/test_behaviour.py::test_gradients_accumulate_with_and_without_synchronisation[2-optim]",
     ),
     Mutation(
-        "memory of gradients is used again although somebody holds it",
+        "memory of gradients is reused while it is held",
         "fsdp/gradients/main.py",
         "if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):",
         "if old is None:",
@@ -1569,7 +1569,7 @@ MUTATIONS = [
         "train/test_conversations.py::test_tokens_and_masks_of_forty_conversations_are_those_of_transformers[chatml]",
     ),
     Mutation(
-        "a text goes on behind its end",
+        "a text continues past its end",
         "models/generate.py",
         "if token in ends and token >= 0:",
         "if False:",
@@ -1897,7 +1897,7 @@ MUTATIONS = [
         RESUMED,
     ),
     Mutation(
-        "a resumed run reads data of one's own from the beginning",
+        "a resumed run reads your own data from the beginning",
         "train/task/own.py",
         "for done in range(self.taken):",
         "for done in ():",

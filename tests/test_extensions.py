@@ -4,6 +4,9 @@ An extension is code of its own, here, and entries in the tables of `src` that k
 file of its own in `src` unless it belongs into the file of the table, as a schedule does.
 """
 
+import inspect
+import sys
+import types
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -19,9 +22,12 @@ from weft.cli import main
 from weft.comm import backends
 from weft.comm.pending import Pending
 from weft.comm.transport import Capabilities
-from weft.models import HybridConfig, HybridModel, hf
+from weft.fsdp import group, payload
+from weft.models import HybridConfig, HybridModel, hf, kinds, pattern
 from weft.models.hf import families, llama
 from weft.models.hf.family import Family
+from weft.models.kinds.trunk import Kind
+from weft.models.layers import Block
 from weft.overlap import forward_backward
 from weft.pipeline import Action, Table, schedules
 
@@ -37,7 +43,7 @@ class Tables:
         known: MutableMapping[str, Any] = getattr(module, table)
         before = known.get(key)
         known[key] = value
-        self.files.add(module.__file__)
+        self.files.add(getattr(module, "__file__", ""))
         self._undo.append(lambda: known.pop(key) if before is None else known.__setitem__(key, before))
 
     def __enter__(self) -> "Tables":
@@ -180,6 +186,75 @@ def test_a_transport_is_a_file_and_a_line_where_the_others_are():
     toy = Plain()
     torch.testing.assert_close(trained(toy), trained(None))
     assert {"all_gather", "reduce_scatter"} <= toy.calls
+
+
+class Negated(payload.Plain):
+    """Weights travel with their signs turned."""
+
+    opened = 0
+
+    def write(self, own, source, pool):
+        return lambda: torch.neg(source, out=own)
+
+    def open(self, full):
+        Negated.opened += 1
+        full.neg_()
+
+
+@distributed(2)
+def test_a_payload_touches_two_files_its_own_and_the_one_that_chooses():
+    plain = trained(None)
+    before, group.payload_of = group.payload_of, Negated
+    try:
+        negated = trained(None)
+    finally:
+        group.payload_of = before
+    torch.testing.assert_close(negated, plain, rtol=0, atol=0)
+    assert Negated.opened > 0
+    assert len({__file__, inspect.getsourcefile(before)}) <= 2
+
+
+class Gain(Block):
+    """The smallest layer: a factor for each element of its normalised input."""
+
+    def __init__(self, cfg, source, beside):
+        super().__init__(cfg)
+        self.weight = torch.nn.Parameter(torch.full((cfg.hidden_size,), 0.5))
+
+    def mix(self, x, state, documents=None):
+        return self.weight * x
+
+
+def gradients_of(model: HybridModel, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    logits = model(rows)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows.flatten()).backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+@distributed(2)
+def test_a_layer_kind_touches_three_files_its_fields_its_layer_and_the_list_of_kinds():
+    kind = Kind("%", "gain", "gain", "gain:Gain")
+    layer = types.ModuleType("weft.models.layers.gain")
+    layer.Gain = Gain
+    rows = torch.arange(4 * 8).view(4, 8) % 61
+    with Tables() as tables:
+        tables.add(kinds, "KINDS", "%", kind)
+        counted = len(tables.files)
+        tables.add(sys, "modules", layer.__name__, layer)
+        tables.add(pattern, "LAYER_NAMES", "%", kind.title)  # made from KINDS when weft is imported
+        tables.add(pattern, "LAYER_KEYS", "%", kind.key)
+        cfg = HybridConfig(pattern="[%-]%", hidden_size=32, intermediate_size=48, vocab_size=61)
+        torch.manual_seed(0)
+        plain = HybridModel(cfg)
+        torch.manual_seed(0)
+        model = HybridModel(cfg)
+        weft.models.shard(model, weft.init_meshes("cpu"))
+        expected = gradients_of(plain, rows)
+        found = gradients_of(model, rows[2 * dist.get_rank() :][:2])
+    assert "decoder.layers.0.gain.weight" in found
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient.full_tensor(), expected[name])
+    assert 2 + counted <= 3  # its fields and its layer are files of their own
 
 
 def test_a_name_that_no_table_has_is_refused():
