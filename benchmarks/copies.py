@@ -4,6 +4,7 @@
 
 Time in the training thread: until `save` returns, which copies the state to the host. Time until it is there: when the
 background thread has written, measured and committed it. A copy every N steps adds the first of these to one step in N.
+No round begins after 60 seconds.
 """
 
 import os
@@ -21,10 +22,12 @@ from torch import nn
 
 import weft
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState
-from weft.checkpoint.manager import readable_size
-from weft.checkpoint.manifest import Manifest
+from weft.checkpoint.manifest import Manifest, readable_size
 from weft.comm.groups import first_rank_s
 from weft.train.run.memory import HOST_MEMORY
+
+LONGEST_S = 60.0
+"""No round begins after that time."""
 
 
 def main() -> None:
@@ -47,7 +50,11 @@ def main() -> None:
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in places}
     managers = {name: CheckpointManager(folder, keep=1) for name, folder in folders.items()}
+    began = time.monotonic()
     for step in range(1, options.rounds + 2):
+        if step > 2 and first_rank_s(time.monotonic() - began > LONGEST_S, what="whether time is up"):
+            break
+        done = step
         for name, manager in managers.items():
             dist.barrier()
             begin = time.perf_counter()
@@ -56,12 +63,13 @@ def main() -> None:
             manager.wait()
             if step > 1:
                 taken[name].append((returned, time.perf_counter() - begin))
-    size = Manifest.read(folders["memory"] / f"step-{options.rounds + 1:08d}").bytes
+    size = Manifest.read(folders["memory"] / f"step-{done:08d}").bytes
     for manager in managers.values():
         manager.close()
     if dist.get_rank() == 0:
         machine = f"{os.cpu_count()} cores {platform.machine()}"
-        print(f"{dist.get_world_size()} ranks, state of {readable_size(size)}, torch {torch.__version__}, {machine}")
+        rounds = f"{dist.get_world_size()} ranks, {done - 1} rounds"
+        print(f"{rounds}, state of {readable_size(size)}, torch {torch.__version__}, {machine}")
         print(f"{'to':8}{'ms in the training thread':>27}{'ms until it is there':>22}")
         for name, pairs in taken.items():
             returned, there = (statistics.median(column) * 1e3 for column in zip(*pairs))

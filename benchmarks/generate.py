@@ -20,7 +20,7 @@ from _report import machine, parser, ratio
 from weft.models import HybridConfig, HybridModel, hf
 
 WIDTH, LAYERS, VOCABULARY = 256, 4, 512
-LENGTHS = (64, 1024, 4096)
+LENGTHS = (64, 512, 2048)
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -122,7 +122,7 @@ def seconds(begin: Callable[[], Step], length: int, steps: int) -> tuple[float, 
 @torch.no_grad()
 def main() -> None:
     """Measure in turn and print median milliseconds and the median ratio of each round's."""
-    options = parser(__doc__, steps=64).parse_args()
+    options = parser(__doc__, rounds=3, steps=32).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(machine())

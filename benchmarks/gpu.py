@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import _report
@@ -39,8 +40,23 @@ from weft.comm.timeline import Timeline, busy, overlap, span
 REHEARSES = not torch.cuda.is_available() and os.environ.get("WEFT_REHEARSE") == "1"
 DEVICE = "cpu" if REHEARSES else "cuda"
 UNITS, TINY = (4, 8) if REHEARSES else (64, 8)
-LAYERS, WIDTH, HEADS, ROWS, LENGTH = (2, 32, 2, 2, 8) if REHEARSES else (12, 1024, 16, 4, 512)
 PRETENDED = 8
+
+
+class Size(NamedTuple):
+    """Transformer layers, and the rows that they compute."""
+
+    layers: int
+    width: int
+    heads: int
+    rows: int
+    length: int
+
+
+LARGE = Size(2, 32, 2, 2, 8) if REHEARSES else Size(12, 1024, 16, 4, 512)
+SMALL = Size(2, 16, 2, 1, 4) if REHEARSES else Size(24, 256, 4, 2, 64)
+SIZES = {"small": SMALL, "large": LARGE}
+"""The steps of small layers are bound by the host, which is what graphs are for."""
 
 
 def synchronize() -> None:
@@ -68,9 +84,17 @@ def sharded(net: nn.Sequential, fully_shard: Callable | None) -> nn.Module:
     return net
 
 
-def tiny(fully_shard: Callable | None) -> Callable[[], float]:
+def graphed(net: nn.Sequential) -> nn.Module:
+    """As `sharded` by weft, each layer captured in a graph."""
+    for layer in net:
+        weft.fully_shard(layer)
+    graphs = weft.Graphs(modules=[name for name, _ in net.named_children()], backend="tape" if REHEARSES else "cuda")
+    return weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
+
+
+def tiny(wrap: Callable[[nn.Sequential], nn.Module]) -> Callable[[], float]:
     """Seconds that the host takes to issue forward and backward of many tiny layers."""
-    net = sharded(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).to(DEVICE), fully_shard)
+    net = wrap(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).to(DEVICE))
     rows = torch.ones(2, TINY, device=DEVICE)
 
     def issue() -> float:
@@ -84,20 +108,22 @@ def tiny(fully_shard: Callable | None) -> Callable[[], float]:
     return issue
 
 
-def transformer(wrap: Callable[[nn.Sequential], nn.Module]) -> nn.Module:
-    """Twelve layers, 151 M parameters in fp32."""
+def transformer(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> nn.Module:
+    """Layers in fp32; the large ones have 151 M parameters."""
     torch.manual_seed(0)
     layers = [
-        nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        for _ in range(LAYERS)
+        nn.TransformerEncoderLayer(
+            size.width, size.heads, 4 * size.width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        for _ in range(size.layers)
     ]
     return wrap(nn.Sequential(*layers).to(DEVICE))
 
 
-def step_of(net: nn.Module) -> Callable[[], None]:
+def step_of(net: nn.Module, size: Size) -> Callable[[], None]:
     """Forward, backward and AdamW, waited for."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    rows = torch.randn(ROWS, LENGTH, WIDTH, device=DEVICE)
+    rows = torch.randn(size.rows, size.length, size.width, device=DEVICE)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -132,15 +158,15 @@ def allocated(of: Callable[[], None] | None = None) -> int:
 def host_time(rounds: int) -> None:
     """Microseconds of host time per unit and step, those of the plain layers taken off."""
     with pretended(PRETENDED):
-        sides = {"weft": tiny(weft.fully_shard), "FSDP2": tiny(torch_fully_shard), "plain": tiny(None)}
+        sides = {name: tiny(SIDES[name]) for name in ("weft", "graphs", "FSDP2", "plain")}
         for issue in sides.values():
-            for _ in range(3):
+            for _ in range(8):  # graphs are captured by then
                 issue()
         taken: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, issue in sides.items():
                 taken[name].append(min(issue() for _ in range(5)))
-        own = {name: [t - p for t, p in zip(taken[name], taken["plain"])] for name in ("weft", "FSDP2")}
+        own = {name: [t - p for t, p in zip(taken[name], taken["plain"])] for name in ("weft", "graphs", "FSDP2")}
         print(f"\nhost time, {UNITS} tiny units, {PRETENDED} ranks of which one is real")
         _report.table(own, "weft", "us/unit", 1e6 / UNITS)
 
@@ -162,7 +188,8 @@ def lanes() -> None:
         mock.patch.object(collectives, "reduce_scatter", reduce_scatter),
     ):
         each = weft.RuntimeOptions(bucket_bytes=0)  # in a message of its own: bundles have lanes of their own
-        step = step_of(transformer(partial(sharded, fully_shard=partial(weft.fully_shard, runtime=each))))
+        wrap = partial(sharded, fully_shard=partial(weft.fully_shard, runtime=each))
+        step = step_of(transformer(wrap, LARGE), LARGE)
         for _ in range(3):
             step()
         with Timeline() as timeline:
@@ -178,6 +205,7 @@ def lanes() -> None:
 
 SIDES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "weft": partial(sharded, fully_shard=weft.fully_shard),
+    "graphs": graphed,
     "FSDP2": partial(sharded, fully_shard=torch_fully_shard),
     "DDP": DistributedDataParallel,
     "plain": partial(sharded, fully_shard=None),
@@ -192,35 +220,53 @@ def steps(rounds: int, backend: str) -> None:
         over = (
             "one rank over NCCL" if ranks == 1 else f"{ranks} ranks over gloo that share the card, of which the first"
         )
-        say(f"\nlaunches and memory of a step, {LAYERS} transformer layers, {over}")
-        say(f"{'side':10}{'launches':>10}{'peak MiB':>12}")
-        able = {}
-        for name, wrap in SIDES.items():
-            try:
-                started, peak = launches_and_peak(wrap)
-            except RuntimeError as error:
-                if name == "weft":
-                    raise
-                say(f"{name:10} cannot: {str(error).splitlines()[0]}")
-                continue
-            able[name] = wrap
-            say(f"{name:10}{started:10}{peak / 2**20:12,.0f}")
-        say(f"\nstep of the same, medians of {rounds}")
-        taken = _report.in_turn({name: step_of(transformer(wrap)) for name, wrap in able.items()}, rounds, 5)
-        if dist.get_rank() == 0:
-            _report.table(taken, "weft", "ms/step", 1e3)
+        for name, size in SIZES.items():
+            shape = f"{size.layers} {name} transformer layers of width {size.width}, {size.rows} x {size.length} rows"
+            compare(f"{shape}, {over}", size, rounds, say)
     finally:
         dist.destroy_process_group()
 
 
-def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module]) -> tuple[int, int]:
-    """Of a step, warmed up."""
+def compare(title: str, size: Size, rounds: int, say: Callable[[str], None]) -> None:
+    """All sides on layers of one size. A side that cannot run says why; weft must."""
+    say(f"\nlaunches and memory of a step, {title}")
+    say(f"{'side':10}{'launches':>10}{'peak MiB':>12}{'replays':>10}")
+    able = {}
+    for name, wrap in SIDES.items():
+        try:
+            started, peak, replays = launches_and_peak(wrap, size)
+        except RuntimeError as error:
+            if name == "weft":
+                raise
+            say(f"{name:10} cannot: {str(error).splitlines()[0]}")
+            continue
+        able[name] = wrap
+        say(f"{name:10}{started:10}{peak / 2**20:12,.0f}{replays:10}")
+    say(f"\nstep of the same, medians of {rounds}")
+    each = {name: step_of(transformer(wrap, size), size) for name, wrap in able.items()}
+    for _ in range(8 if "graphs" in each else 0):
+        each["graphs"]()  # captured before it is timed
+    taken = _report.in_turn(each, rounds, 5)
+    if dist.get_rank() == 0:
+        _report.table(taken, "weft", "ms/step", 1e3)
+
+
+def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> tuple[int, int, int]:
+    """Of a step, warmed up; and how many of its scopes are replays."""
     before = allocated()
-    step = step_of(transformer(wrap))
-    for _ in range(3):
+    net = transformer(wrap, size)
+    step = step_of(net, size)
+    for _ in range(8):  # eager, captured, replayed
         step()
     peak = allocated(of=step) - before
-    return launches(step), peak
+    replays = replays_of(net, wrap)
+    started = launches(step)
+    return started, peak, replays_of(net, wrap) - replays
+
+
+def replays_of(net: nn.Module, wrap: Callable) -> int:
+    """How many there have been; 0 without graphs."""
+    return weft.graph_report(net)["replays"] if wrap is graphed else 0
 
 
 def _say_nothing(line: str) -> None:

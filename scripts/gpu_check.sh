@@ -1,6 +1,7 @@
 #!/bin/sh
 # What a single GPU can show: the tests that need one, once more under torch's stream sanitizer, and weft beside torch
-# FSDP2. Writes docs/results/gpu.md, also when something fails, then with the failure.
+# FSDP2. Writes docs/results/gpu.md, also when something fails, then with the failure. Each part has a time limit, and
+# all of them together end within 40 minutes.
 #
 #     scripts/gpu_check.sh                        # PYTHON=python3.12 scripts/gpu_check.sh for another one
 #     scripts/gpu_check.sh --rehearse OUTPUT.md   # without a GPU: the same parts on the CPU, with checked streams
@@ -26,17 +27,30 @@ elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 fi
 
 output=$(mktemp)
-trap 'rm -f "$output"' EXIT
 status=0
 
-# part TITLE COMMAND...: its last lines, and how it ended.
+# What is done so far is the report, also of a check that is interrupted.
+finish() {
+    mkdir -p "$(dirname "$target")"
+    cp "$output" "$target"
+    rm -f "$output"
+}
+trap finish EXIT
+trap 'exit 130' INT TERM
+
+# part TITLE SECONDS COMMAND...: its last lines, and how it ended. WEFT_PART_SECONDS: a shorter limit, for tests.
 part() {
     echo "## $1"
-    shift
+    seconds=${WEFT_PART_SECONDS:-$2}
+    shift 2
     code=0
-    text=$("$@" 2>&1) || code=$?
+    text=$(timeout -k 10 "$seconds" "$@" 2>&1) || code=$?
     printf '\n```\n%s\n```\n\n' "$(printf '%s\n' "$text" | tail -n 60)"
-    if [ "$code" -ne 0 ]; then
+    if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
+        echo "**Failed: not done after $seconds seconds.**"
+        echo
+        status=1
+    elif [ "$code" -ne 0 ]; then
         echo "**Failed: exit status $code.**"
         echo
         status=1
@@ -50,12 +64,11 @@ part() {
     echo
     "$PYTHON" -c "$where"
     echo
-    part "Tests" "$PYTHON" -m pytest -q tests/gpu
-    part "Tests under torch's stream sanitizer" env $sanitizer "$PYTHON" -m pytest -q tests/gpu/test_engine.py $some
-    part "Beside torch FSDP2" "$PYTHON" -m weft bench gpu --ranks 1
-    part "Beside torch FSDP2, two ranks on one card" "$PYTHON" -m weft bench gpu --ranks 2
+    part "Tests" 480 "$PYTHON" -m pytest -q tests/gpu --ignore tests/gpu/test_graphs.py
+    part "Tests of graphs" 300 "$PYTHON" -m pytest -q tests/gpu/test_graphs.py
+    part "Tests under torch's stream sanitizer" 420 env $sanitizer "$PYTHON" -m pytest -q tests/gpu/test_engine.py $some
+    part "Beside torch FSDP2" 600 "$PYTHON" -m weft bench gpu --ranks 1
+    part "Beside torch FSDP2, two ranks on one card" 480 "$PYTHON" -m weft bench gpu --ranks 2
 } >"$output"
 cat "$output"
-mkdir -p "$(dirname "$target")"
-cp "$output" "$target"
 exit "$status"

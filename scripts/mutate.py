@@ -74,7 +74,10 @@ TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 
+CHECK = "train/test_check.py::"
+
 GRAPHS = "graphs/test_hooks.py::"
+WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
 REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
@@ -127,6 +130,56 @@ MUTATIONS = [
         "return gradient.split(ctx.sizes, dim=ctx.dim)[ctx.ranks.rank] * ctx.ranks.size, None, None, None",
         TENSOR + "test_scores_are_those_of_one_process_and_so_are_losses_of_them[2]",
     ),
+    Mutation(
+        "a router's loss is one about this rank's positions",
+        "moe/router.py",
+        "            if self.over_positions is not None:\n",
+        "            if False:\n",
+        "models/test_whole_experts.py::test_losses_steps_and_loads_are_those_of_one_process[2]",
+    ),
+    Mutation(
+        "gradients of whole experts are averaged over tensor-parallel ranks",
+        "models/sharding.py",
+        "        divisor /= meshes.tp.size()\n",
+        "        pass\n",
+        "models/test_whole_experts.py::test_losses_steps_and_loads_are_those_of_one_process[2]",
+    ),
+    Mutation(
+        "a norm adds whole experts up over expert-parallel ranks that cross the data-parallel ones",
+        "optim/norms.py",
+        "return self._slices or slices",
+        "return slices",
+        TENSOR + "test_with_sharding_replicas_context_ranks_and_stages[4]",
+    ),
+    # --- checking a configuration -------------------------------------------------------------------------------------
+    Mutation(
+        "no gradient is compared with that of one rank",
+        "train/check/findings.py",
+        "    return found + gradients or _norm",
+        "    return found or _norm",
+        CHECK + "test_a_norm_whose_gradient_is_not_summed",
+    ),
+    Mutation(
+        "what the norm for clipping leaves out is not looked for",
+        "train/check/findings.py",
+        "        if all(_near(count, 1) for count in counts):\n            continue\n",
+        "        continue\n",
+        CHECK + "test_sinks_that_the_norm_for_clipping_leaves_out",
+    ),
+    Mutation(
+        "ranks that all wait for messages wait on",
+        "comm/threads/mailbox.py",
+        "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
+        "            self.failed = True\n",
+        CHECK + "test_a_message_that_a_rank_does_not_send",
+    ),
+    Mutation(
+        "a run with train.check begins without it",
+        "train/loop.py",
+        "        if config.train.check:\n",
+        "        if False:\n",
+        CHECK + "test_a_run_with_a_fault_begins_on_no_rank",
+    ),
     # --- graphs -------------------------------------------------------------------------------------------------------
     Mutation(
         "graphs are never replayed",
@@ -169,6 +222,27 @@ MUTATIONS = [
         "buffer.copy_(values)",
         "pass",
         GRAPHS + "test_buffers_that_a_forward_changes_are_counted_once_per_call[2]",
+    ),
+    Mutation(
+        "a replay does not say that it wrote to main_grad",
+        "graphs/writes.py",
+        "            each.grad_added_to_main_grad = True",
+        "            pass",
+        WRITES,
+    ),
+    Mutation(
+        "a replay that adds is taken for one that writes",
+        "graphs/writes.py",
+        "            *(accumulate for _, accumulate in self._answers),",
+        "",
+        WRITES,
+    ),
+    Mutation(
+        "a recording of a backward leaves its own gradients behind",
+        "graphs/writes.py",
+        "buffer.copy_(values)",
+        "pass",
+        WRITES,
     ),
     Mutation(
         "a rank replays what failed elsewhere",
@@ -1277,6 +1351,27 @@ MUTATIONS = [
         "",
         NARROW_BYTES,
     ),
+    Mutation(
+        "small quantized units travel by themselves",
+        "fsdp/group.py",
+        "self.payload.refreshes and self.plan.moves and not self.refreshed_bytes",
+        "False",
+        "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+    ),
+    Mutation(
+        "a bundle sends the quantized weights of the last step",
+        "fsdp/group.py",
+        "self.refresh(channels)\n        return self.model_weight.local",
+        "return self.model_weight.local",
+        "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+    ),
+    Mutation(
+        "elements that become zeros are not counted",
+        "quantize/shares.py",
+        "(values != 0) & (found == 0)",
+        "(values == 0) & (found != 0)",
+        "quantize/test_formats.py::test_saturated_and_underflowed_elements_are_counted",
+    ),
     # --- gradients ---------------------------------------------------------------------------------------------------
     Mutation(
         "gradients are summed and not averaged",
@@ -1422,6 +1517,21 @@ MUTATIONS = [
         "            raw = origin.config_json(family, model.cfg, raw)\n",
         "",
         "models/hf/test_found.py::test_a_field_that_is_not_known_is_passed_over_where_it_is_named",
+    ),
+    Mutation(
+        "a text is decoded without its prompt",
+        "train/source.py",
+        "each[-CONTEXT:]",
+        "each[:0]",
+        "train/test_published_programs.py::test_a_text_is_continued_with_the_blank_between_words",
+    ),
+    Mutation(
+        "a field that is null is a field",
+        "models/hf/fields.py",
+        "if raw[name] is not None}",
+        "}",
+        "models/hf/test_absent.py"
+        "::test_fields_that_switch_nothing_on_pass_in_every_family_and_those_that_do_are_refused[llama]",
     ),
     Mutation(
         "Gemma's factor of embeddings is not rounded",

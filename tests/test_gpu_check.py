@@ -1,6 +1,7 @@
 """The script for whoever has a card, without one: its first run there is no adventure."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,15 +18,22 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
     parts = report.split("## ")[1:]
     assert [part.splitlines()[0] for part in parts] == [
         "Tests",
+        "Tests of graphs",
         "Tests under torch's stream sanitizer",
         "Beside torch FSDP2",
         "Beside torch FSDP2, two ranks on one card",
     ]
     assert "failed" not in report.lower() and "cannot" not in report
-    assert "host time" in parts[2] and "one rank over NCCL" in parts[2] and "2 ranks over gloo" in parts[3]
-    for part in parts[2:]:
-        compared = part.split("step of the same")[1]
-        assert "weft / side" in compared and all(side in compared for side in ("FSDP2", "DDP", "plain"))
+    one, several = parts[3:]
+    assert "host time" in one and "one rank over NCCL" in one and "2 ranks over gloo" in several
+    for part in (one, several):
+        small, large = part.split("step of the same")[1:]
+        assert "small transformer layers" in part and "large transformer layers" in part
+        for compared in (small, large):
+            assert "weft / side" in compared
+            assert all(side in compared for side in ("graphs", "FSDP2", "DDP", "plain"))
+        replays = [int(line.split()[3]) for line in part.splitlines() if re.match(r"graphs +\d+ +\d+ +\d+$", line)]
+        assert len(replays) == 2 and all(replays), "the rows of graphs are of replays"
 
 
 @pytest.mark.slow
@@ -38,6 +46,24 @@ def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
     assert found.returncode == 1
     assert "no such luck" in report and "**Failed: exit status 3.**" in report
     assert "measured" in report.split("## Beside torch FSDP2")[1], "what comes behind runs all the same"
+
+
+@pytest.mark.slow
+def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_path):
+    hanging = tmp_path / "python"
+    hangs, runs = "*pytest*) echo begun; sleep 60;;", "*bench*) echo measured; exit;;"
+    hanging.write_text(f'#!/bin/sh\ncase "$*" in {hangs} {runs} esac\nexec {sys.executable} "$@"\n')
+    hanging.chmod(0o755)
+    found, report = rehearse(tmp_path, PYTHON=str(hanging), WEFT_PART_SECONDS="1")
+    assert found.returncode == 1
+    assert report.count("begun") == report.count("**Failed: not done after 1 seconds.**") == 3
+    assert "measured" in report.split("## Beside torch FSDP2")[1]
+
+
+def test_the_limits_of_all_parts_together_are_forty_minutes():
+    text = (ROOT / "scripts" / "gpu_check.sh").read_text()
+    limits = [int(seconds) for seconds in re.findall(r'^    part ".*?" (\d+) ', text, re.MULTILINE)]
+    assert len(limits) == 5 and sum(limits) + 10 * len(limits) <= 40 * 60
 
 
 def rehearse(tmp_path, **environment) -> tuple[subprocess.CompletedProcess, str]:

@@ -7,8 +7,40 @@ from torch import nn
 
 import weft
 from tests.pool import distributed
+from weft.fsdp import plan_of
+from weft.quantize import mx, nvfp4, tensorwise
 
 DTYPES = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+
+
+@distributed(2)
+def test_small_quantized_units_share_one_message_and_compute_the_same():
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for recipe in (mx(32), tensorwise(), nvfp4()):
+        policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_quantization=recipe)
+        found = []
+        for size in (0, 1 << 18):
+            torch.manual_seed(0)
+            net = nn.Sequential(*(nn.Linear(32, 32, bias=number != 1) for number in range(4)))
+            for number, layer in enumerate(net):
+                own = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if number == 2 else policy
+                weft.fully_shard(layer, mp_policy=own, reshard_after_forward=True)
+            runtime = weft.RuntimeOptions(bucket_bytes=size)
+            weft.fully_shard(net, mp_policy=policy, runtime=runtime)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            for _ in range(3):
+                loss = net(x).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = [each.to_local().detach().clone() for each in net.parameters()]
+            gathers = [each for each in plan_of(net).collectives if each.operation == "all-gather"]
+            peaks = {role: counts["peak"] for role, counts in weft.memory_report(net)["transient"].items()}
+            assert plan_of(net).peak_bytes == {role: peaks[role] for role in plan_of(net).peak_bytes}
+            found.append((loss.detach(), weights, sum(each.nbytes for each in gathers), len(gathers)))
+        (loss, weights, nbytes, count), (same, others, as_many, fewer) = found
+        assert torch.equal(loss, same) and all(map(torch.equal, weights, others))
+        assert fewer == 2 < count and as_many >= nbytes
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])

@@ -182,6 +182,11 @@ def tape(*modules, **options):
     return weft.Graphs(modules=modules, warmup=1, backend="tape", **options)
 
 
+def eager_and_graphed():
+    """A small net with a block, without graphs and with one of the block."""
+    return [small(lambda: Block(8, 12), graphs) for graphs in (None, tape("1"))]
+
+
 REASONS = {
     "random": "random numbers",
     "item": "host reads",
@@ -228,10 +233,7 @@ def test_a_block_that_runs_twice_before_its_backward_is_eager_the_second_time():
 
 @distributed(2)
 def test_new_shapes_evaluations_and_loaded_weights_are_right_and_counted():
-    nets = []
-    for graphs in (None, tape("1")):
-        nets.append(small(lambda: Block(8, 12), graphs))
-    seen = []
+    nets, seen = eager_and_graphed(), []
     for net in nets:
         with poisoned():
             found = steps(net, 5)
@@ -256,10 +258,7 @@ def test_new_shapes_evaluations_and_loaded_weights_are_right_and_counted():
 
 @distributed(2)
 def test_weights_that_move_and_freezing_lead_to_a_new_capture():
-    nets = []
-    for graphs in (None, tape("1")):
-        nets.append(small(lambda: Block(8, 12), graphs))
-    seen = []
+    nets, seen = eager_and_graphed(), []
     for net in nets:
         with poisoned():
             found = steps(net, 6)

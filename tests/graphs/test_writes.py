@@ -9,7 +9,7 @@ import weft
 from tests.fsdp.test_direct_gradient import WIDTH, Writing, by_helper, make, nothing, rows
 from tests.graphs.test_hooks import assert_equal, local, poisoned, tape
 from tests.pool import distributed
-from weft.graphs import captured
+from weft.graphs import writes
 
 
 def run(graphs, strategy, policy, microbatches, steps=6):
@@ -60,11 +60,11 @@ def test_every_strategy_replays_written_gradients(policy):
 
 @distributed(2)
 def test_a_backward_into_too_many_buffers_is_eager_and_right():
-    most, captured.MOST_BACKWARDS = captured.MOST_BACKWARDS, 1
+    most, writes.MOST = writes.MOST, 1
     try:
         report = compare(strategy="optim", policy=WIDE, microbatches=3)
     finally:
-        captured.MOST_BACKWARDS = most
+        writes.MOST = most
     assert report["eager"]["a backward writes to more than 1 sets of buffers"] > 0, report
 
 

@@ -171,10 +171,6 @@ def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes(
     """In the order of events: queries are computed, forward and backward, between the start of a gather and its end."""
     meshes = weft.init_meshes("cpu", cp=2)
     events = []
-    model = build(config("*"), meshes)
-    queries = model.decoder.layers[0].self_attention.q_proj
-    queries.register_forward_hook(lambda *_: events.append("queries"))
-    queries.weight.register_hook(lambda _: events.append("gradient of queries"))
 
     def noted(name):
         function = getattr(Gathering, name)
@@ -185,10 +181,16 @@ def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes(
 
         return mock.patch.object(Gathering, name, called)
 
-    with noted("send"), noted("receive"), noted("send_back"), noted("receive_back"), Timeline() as timeline:
-        model(**context_part(batch(None), meshes)).backward()
-    assert events == ["send", "queries", "receive", "send_back", "gradient of queries", "receive_back"]
-    assert any(interval.lane == "context" for interval in timeline.intervals())
+    for kind in "*+":
+        model = build(config(kind), meshes)
+        queries = model.decoder.layers[0].self_attention.q_proj
+        queries.register_forward_hook(lambda *_: events.append("queries"))
+        queries.weight.register_hook(lambda _: events.append("gradient of queries"))
+        with noted("send"), noted("receive"), noted("send_back"), noted("receive_back"), Timeline() as timeline:
+            model(**context_part(batch(None), meshes)).backward()
+        assert events == ["send", "queries", "receive", "send_back", "gradient of queries", "receive_back"], kind
+        assert any(interval.lane == "context" for interval in timeline.intervals())
+        events.clear()
 
 
 @distributed(2)

@@ -121,3 +121,6 @@ def test_activations_are_spread_over_context_and_tensor_parallel_ranks():
     part = context_part(given, context)
     assert kept_for_backward(build(cfg, context, dtype=torch.float32), part) <= 0.30 * alone
     assert kept_for_backward(build(cfg, shared, dtype=torch.float32), given) <= 0.35 * alone
+    experts, whole = dataclasses.replace(cfg, pattern="[*E][*E]"), weft.init_meshes("cpu", tp=4, etp=1)
+    alone = kept_for_backward(build(experts, dtype=torch.float32), given)
+    assert kept_for_backward(build(experts, whole, dtype=torch.float32), given) <= 0.35 * alone

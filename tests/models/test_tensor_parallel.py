@@ -85,12 +85,13 @@ def test_every_kind_of_layer_equals_one_process():
 @pytest.mark.slow
 @distributed(4)
 def test_with_sharding_replicas_context_ranks_and_stages():
-    """Two tensor-parallel ranks beside two data-parallel ranks, context ranks or stages."""
+    """Tensor-parallel ranks beside data-parallel ranks, context ranks, stages or others of their kind."""
     rows = ROWS["a document over three slices"]
     batches = [batch(rows, number=number) for number in range(4)]
-    cfg = config("[*E][M-]G/[+-]", tie_word_embeddings=True, experts_bias=True)
+    cfg = config("[PE][M-]G/[+-]", tie_word_embeddings=True, experts_bias=True, num_attention_heads=4)
     recomputed = dataclasses.replace(cfg, recompute=("attend", "experts"))
     expected = averaged(cfg, batches)
+    norm = torch.stack([each.norm() for each in expected[1].values()]).norm()
     for sizes, options in (
         ({}, {}),
         ({}, {"strategy": "optim"}),
@@ -100,8 +101,12 @@ def test_with_sharding_replicas_context_ranks_and_stages():
         ({"cp": 2}, {}),
         ({"ep": 2}, {}),
         ({"ep": 2}, {"strategy": "optim"}),
+        ({"ep": 2, "etp": 1, "cp": 2}, {"strategy": "optim"}),
+        ({"ep": 4, "etp": 1, "dp_replicate": 2}, {}),
+        ({"ep": 2, "etp": 1, "tp": 4}, {}),
     ):
-        meshes = weft.init_meshes("cpu", tp=2, **{name: size for name, size in sizes.items() if name != "recompute"})
+        axes = {"tp": 2, **{name: size for name, size in sizes.items() if name != "recompute"}}
+        meshes = weft.init_meshes("cpu", **axes)
         model = build(recomputed if "recompute" in sizes else cfg, meshes, options, torch.float32)
         mine = batches[meshes.dp_rank :: meshes.dp_size]
         mine = cut(mine, meshes) if "cp" in sizes else mine
@@ -109,10 +114,12 @@ def test_with_sharding_replicas_context_ranks_and_stages():
         losses = forward_backward(model, mine, **how, loss_scale=meshes.dp_size / 4)
         same(losses, expected[0][meshes.dp_rank :: meshes.dp_size], **CLOSE)
         same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
-    meshes = weft.init_meshes("cpu", tp=2, pp=2)
+        same([weft.optim.grad_norm(model)], [norm], **CLOSE)
+    meshes = weft.init_meshes("cpu", tp=2, pp=2, ep=2, etp=1)
     model = build(cfg, meshes, {"strategy": "optim"}, torch.float32)
     same(forward_backward(model, batches, schedule="1f1b", overlap=False, loss_scale=0.25), expected[0], **CLOSE)
     same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
+    same([weft.optim.grad_norm(model)], [norm], **CLOSE)
     same(evaluate(model, batches), expected[0], **CLOSE)
 
 

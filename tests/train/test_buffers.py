@@ -1,5 +1,7 @@
 """Buffers such as running statistics follow a rule over the ranks, and resume bit for bit."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -30,16 +32,19 @@ def loss(model, batch):
     return model(batch).square().mean()
 
 
-def batches(rank, ranks):
+def batches(rank, ranks, number=4):
     generator = torch.Generator().manual_seed(7 + rank)
-    return [torch.randn(4, 4, generator=generator) + rank for _ in range(4)]
+    made = [torch.randn(4, 4, generator=generator) + rank for _ in range(number)]
+    for count, batch in enumerate(made):
+        batch[0, 0] = count
+    return made
 
 
-def trained(folder, rule, steps, **options):
+def trained(folder, rule, steps, *, loss=loss, data=batches, run=True, size=8, **options):
     config = {
         "train": {
             "steps": steps,
-            "global_batch_size": 8,
+            "global_batch_size": size,
             "microbatch_size": 4,
             "validate_every": 0,
             "buffers": rule,
@@ -48,9 +53,10 @@ def trained(folder, rule, steps, **options):
         "run": {"directory": str(folder), "loggers": []},
     }
     trainer = Trainer(
-        model=build, loss=loss, data=batches, validation=batches, config=config, say=lambda line: None, **options
+        model=build, loss=loss, data=data, validation=batches, config=config, say=lambda line: None, **options
     )
-    trainer.run()
+    if run:
+        trainer.run()
     return trainer
 
 
@@ -74,28 +80,47 @@ def test_a_model_with_running_statistics_resumes_bit_for_bit_by_its_rule(pool, t
     assert (whole == other_whole) == (rule != "own")
     last = "default/checkpoints/step-00000004"
     assert_same_contents(contents(tmp_path / "whole" / last), contents(tmp_path / "parts" / last))
-    (alone,) = pool.run(1, resume_alone, tmp_path / "parts", rule)
-    assert alone == whole  # on another number of ranks, rank 0's
 
 
-def resume_alone(folder, rule):
-    return statistics(trained_alone(folder, rule))
+seen = []
 
 
-def trained_alone(folder, rule):
-    from weft.checkpoint import CheckpointManager, ModelState
+def loss_of_seen(model, batch):
+    seen.append(int(batch[0, 0]))
+    return loss(model, batch)
 
-    model = build()
-    state = {"model": ModelState(model)}
-    if rule == "own":
-        state["buffers"] = Buffers(model, rule)
-    CheckpointManager(folder / "default" / "checkpoints").load(state)
 
-    class Trained:
-        pass
+def in_turn(rank, ranks):
+    return batches(0, 1, number=12)[rank::ranks]
 
-    Trained.model = model
-    return Trained
+
+def train_on(folder, rule, steps):
+    """(statistics when it begins, microbatches of this rank, statistics at the end, its loss of one batch then)."""
+    seen.clear()
+    trainer = trained(folder, rule, steps, loss=loss_of_seen, data=in_turn, resume=steps > 2, run=False, size=16)
+    begun = statistics(trainer)
+    trainer.run()
+    trainer.model.eval()
+    evaluated = loss(trainer.model, batches(0, 1)[0]).item()
+    return begun, [*seen], statistics(trainer), evaluated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["broadcast", "own"])
+def test_on_another_number_of_ranks_all_begin_with_rank_0s_and_see_the_microbatches_that_follow(pool, tmp_path, rule):
+    (_, _, saved, _), *_ = pool.run(2, train_on, tmp_path / "2", rule, 2)
+    for ranks in (1, 4):
+        shutil.copytree(tmp_path / "2", tmp_path / f"{ranks}")
+        shutil.copytree(tmp_path / "2", tmp_path / f"{ranks} again")
+        found = pool.run(ranks, train_on, tmp_path / f"{ranks}", rule, 4)
+        assert [begun for begun, *_ in found] == [saved] * ranks
+        assert found == pool.run(ranks, train_on, tmp_path / f"{ranks} again", rule, 4)
+        third, fourth = (
+            {each for _, taken, *_ in found for each in taken[at : at + 4 // ranks]} for at in (0, 4 // ranks)
+        )
+        assert third == {8, 9, 10, 11} and fourth == {0, 1, 2, 3}  # of the next pass
+        if rule == "broadcast":
+            assert len({loss for *_, loss in found}) == 1, "it evaluates alike on all ranks"
 
 
 @distributed(2)

@@ -498,16 +498,26 @@ def test_another_microbatch_size_is_refused_by_the_position_in_own_data():
         Stream([0] * 18, 4, microbatch_size=2).load_state_dict(stream.state_dict())
 
 
-def on_other_ranks(folder):
-    with pytest.raises(ConfigError) as error:
-        fit(folder, resume=True)
-    return str(error.value)
+def test_a_position_in_own_data_that_another_number_of_ranks_cannot_have_is_refused():
+    def stream(ranks, data=(0,) * 12):
+        return Stream(data, 3, ranks=ranks)
 
+    two = stream(2)
+    two.next_step()
+    stream(3).load_from_other_ranks(two.state_dict(), 0, 3)
+    with pytest.raises(ConfigError, match="behind 6 microbatches of a pass, which 4 ranks cannot share evenly"):
+        stream(4).load_from_other_ranks(two.state_dict(), 0, 4)
 
-def test_another_number_of_ranks_is_refused_by_the_position_in_own_data(pool, tmp_path):
-    pool.run(1, fit, tmp_path, 3)
-    for said in pool.run(2, on_other_ranks, tmp_path):
-        assert "its position was saved by another number of ranks than 2; resume on as many" in said
+    class Stateful(list):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    saved = stream(2, Stateful([0]))
+    with pytest.raises(ConfigError, match="data with a state_dict of its own has one for each rank; resume on as many"):
+        stream(1, Stateful([0])).load_from_other_ranks(saved.state_dict(), 0, 1)
 
 
 def test_data_that_failed_on_its_way_begins_anew():

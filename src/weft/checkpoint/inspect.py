@@ -12,8 +12,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.directory import committed_steps, debris, path_of
-from weft.checkpoint.manager import readable_size
-from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone
+from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone, readable_size
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000

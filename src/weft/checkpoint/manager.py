@@ -1,6 +1,5 @@
 """Checkpoints that are either complete or not there."""
 
-import math
 import threading
 import time
 import warnings
@@ -18,10 +17,10 @@ from weft.checkpoint import directory as folder
 from weft.checkpoint import probe
 from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
 from weft.checkpoint.locking import Lock, lock
-from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line
+from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line, readable_size
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
-from weft.checkpoint.state import Stateful
+from weft.checkpoint.state import Stateful, state_dict_of
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
 from weft.comm.groups import exchange_objects, first_rank_s, group_beside
@@ -103,10 +102,10 @@ class CheckpointManager:
         self.wait()
         self._prepare(None)
         tried = self._on_first_rank(lambda: probe.try_save(self.directory))
-        blind = [rank for rank, sees in enumerate(self._of_all(probe.sees(tried), self._group)) if not sees]
+        unseeing = [rank for rank, sees in enumerate(self._of_all(probe.sees(tried), self._group)) if not sees]
         self._on_first_rank(lambda: probe.remove(tried))
-        if blind:
-            raise _blind(blind, tried)
+        if unseeing:
+            raise probe.blind(unseeing, tried)
 
     def save(
         self,
@@ -239,7 +238,7 @@ class CheckpointManager:
             stored |= {prefix + key: entry for key, entry in below.items()}
             if hasattr(value, "prepare_load"):
                 value.prepare_load(below)
-            templates[name] = (prefix, _state_dict(value))
+            templates[name] = (prefix, state_dict_of(value))
             expected |= flatten(templates[name][1], prefix)
         everywhere = {key for keys in self._of_all(list(expected), self._group) for key in keys}
         mismatch: Exception | None = None
@@ -286,7 +285,7 @@ class CheckpointManager:
         for name, value in state.items():
             if "." in name:
                 raise ValueError(f"the name {name!r} of a state contains a dot: choose one without")
-            flat |= flatten(_state_dict(value), self._prefix(name, value, self.rank))
+            flat |= flatten(state_dict_of(value), self._prefix(name, value, self.rank))
         return flat
 
     @staticmethod
@@ -334,9 +333,9 @@ class CheckpointManager:
         self._say(f"saving step {step} …")
         temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
         try:
-            blind = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir(), self._writers)) if not sees]
-            if blind:
-                raise _blind(blind, temporary)
+            unseeing = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir(), self._writers)) if not sees]
+            if unseeing:
+                raise probe.blind(unseeing, temporary)
             with plain_errors():
                 dcp.save(
                     {},
@@ -394,19 +393,3 @@ class CheckpointManager:
     def _say(self, line: str) -> None:
         if self._progress is not None and self.rank == 0:
             self._progress(line)
-
-
-def _blind(ranks: list[int], path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"ranks {ranks} do not see {path}: checkpoints need a directory that all ranks share; set run.directory to one"
-    )
-
-
-def _state_dict(value: Any) -> Mapping[str, Any]:
-    return value.state_dict() if isinstance(value, Stateful) else value
-
-
-def readable_size(size: int) -> str:
-    """Bytes in decimal units, as disks are sold: 34.1 MB."""
-    power = min(int(math.log(size, 1000)), 4) if size else 0
-    return f"{size / 1000**power:.{1 if power else 0}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

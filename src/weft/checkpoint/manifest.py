@@ -11,6 +11,7 @@ A checkpoint may come from anywhere. Nothing that it says is believed before it 
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import stat
@@ -260,3 +261,9 @@ def _digest(content: bytes) -> str:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def readable_size(size: int) -> str:
+    """Bytes in decimal units, as disks are sold: 34.1 MB."""
+    power = min(int(math.log(size, 1000)), 4) if size else 0
+    return f"{size / 1000**power:.{1 if power else 0}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -57,3 +57,10 @@ def sees(probe: Path) -> bool:
 def remove(probe: Path) -> None:
     """Delete what `try_save` made."""
     shutil.rmtree(probe, ignore_errors=True)
+
+
+def blind(ranks: list[int], path: Path) -> CheckpointError:
+    """The error where `ranks` do not see `path`."""
+    return CheckpointError(
+        f"ranks {ranks} do not see {path}: checkpoints need a directory that all ranks share; set run.directory to one"
+    )

@@ -202,3 +202,8 @@ def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
         list(dict.fromkeys(name for stage in stages if index < len(stage) for name in stage[index]))
         for index in range(count)
     ]
+
+
+def state_dict_of(value: Any) -> Mapping[str, Any]:
+    """What a checkpoint holds of `value`, a Stateful or a state dict."""
+    return value.state_dict() if isinstance(value, Stateful) else value

@@ -37,6 +37,32 @@ def config(options: argparse.Namespace) -> int:
     return 0
 
 
+def check(options: argparse.Namespace) -> int:
+    """Run one step of a small copy of a configuration on all its ranks, in this process. 1 where it finds a fault.
+
+    Raises ValueError for wrong ranks or settings.
+    """
+    from weft.train.check import check as checked
+    from weft.train.config import load_config
+
+    if options.ranks < 1:
+        raise ValueError(f"--ranks {options.ranks}: must be at least 1")
+    loaded = load_config(options.config, options.overrides)
+    loaded.validate(options.ranks)
+    result = checked(loaded, options.ranks)
+    mesh = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "one rank"
+    print(f"one step of a small copy on {result.ranks} rank{'s' * (result.ranks > 1)} in one process: {mesh}")
+    if result.unseen:
+        print(f"not seen, with a gradient of 0: {', '.join(result.unseen)}")
+    for number, line in enumerate(result.found, start=1):
+        print(f"{number}. {line}")
+    if not result.found:
+        print(
+            f"{options.config}: {result.parameters} parameters are as on one rank: weights, gradients, norm, messages"
+        )
+    return 1 if result.found else 0
+
+
 def _model_section(source: str, ignored: list[str]) -> str:
     """The [model] of a run, a checkpoint or a model's directory, without what is so by default."""
     import dataclasses

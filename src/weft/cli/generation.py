@@ -37,7 +37,7 @@ def chat(options: argparse.Namespace) -> int:
     """Answer the lines of standard input, each as the next message of one conversation, until it ends."""
     choices = _choices(options)
     source = _source(options)
-    _ = source.template  # a model without one is refused before anything is asked
+    _ = source.template, source.tokenizer  # a model that lacks one is refused before the first message
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for line in _lines():
         messages.append({"role": "user", "content": line})

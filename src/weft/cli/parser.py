@@ -47,7 +47,21 @@ def make_parser() -> argparse.ArgumentParser:
         help="print what makes this shell complete commands, options and settings",
     )
     known = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_train, _sample, _chat, _inspect, _convert, _pattern, _schedule, _config, _evaluate, _report, _bench):
+    every = (
+        _train,
+        _check,
+        _sample,
+        _chat,
+        _inspect,
+        _convert,
+        _pattern,
+        _schedule,
+        _config,
+        _evaluate,
+        _report,
+        _bench,
+    )
+    for add in every:
         add(known)
     return parser
 
@@ -118,6 +132,18 @@ def _train(known: Any) -> None:
     )
     _add_trust(train)
     train.set_defaults(run=start)
+
+
+def _check(known: Any) -> None:
+    check = known.add_parser(
+        "check",
+        help="compare one step of a small copy of a configuration on all its ranks, in one process, with one rank",
+        epilog=EXIT_CODES,
+    )
+    check.add_argument("config", metavar="CONFIG.toml")
+    check.add_argument("--ranks", type=int, default=1, help="the number of ranks that it is for (default: 1)")
+    _add_set(check)
+    check.set_defaults(run=commands.check)
 
 
 def _sample(known: Any) -> None:

@@ -35,7 +35,7 @@ from weft.dtensor.uneven import UnevenDTensor, spec_of
 from weft.layout.cuts import Cuts
 
 EXPERT = "_weft_expert"
-"""The attribute of a parameter of experts that lie over expert-parallel ranks and are cut over tensor-parallel ones."""
+"""The attribute of a parameter of experts that lie over expert-parallel ranks, whether they are cut besides or not."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class TensorParallel:
     mesh: DeviceMesh
     whole: DTensorSpec | None = None
     """Of a parameter that lies over the whole mesh."""
+    is_expert: bool = False
 
     @property
     def held(self) -> DTensorSpec:
@@ -147,7 +148,7 @@ def tensor_parallel_of(
             f"{mesh.mesh.tolist()}, which is no other axis of the same mesh: pass two axes of one, mesh['dp'] here and "
             "mesh['tp'] to parallelize_module, or those of weft.init_meshes(tp=...)"
         ) from error
-    return TensorParallel(spec, combined, whole)
+    return TensorParallel(spec, combined, whole, hasattr(parameter, EXPERT))
 
 
 def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensorSpec | None:

@@ -44,7 +44,8 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Bytes on this rank by storage accounting; those of blocks that were replaced count as long as they are kept.
 
-    `persistent`: by role, what stays at rest on the device. `offloaded`: in CPU memory, with `CPUOffloadPolicy`.
+    `persistent`: by role, what stays at rest on the device; with "quantized weights" for a recipe, the payloads and
+    scales. `offloaded`: in CPU memory, with `CPUOffloadPolicy`.
     `transient`: for gathered weights and partial gradients
 
         live          bytes in use now
@@ -63,6 +64,10 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             if group.offload is not None:
                 offloaded["weights"] += group.main_weight.local.nbytes
                 weights -= group.main_weight.local.nbytes
+            if group.payload.refreshes:
+                nbytes = group.model_weight.local.nbytes
+                persistent["quantized weights"] = persistent.get("quantized weights", 0) + nbytes
+                weights -= nbytes
             persistent["weights"] += weights
             if (main := group.gradients.main.buffer) is not None:
                 (persistent if group.offload is None else offloaded)["gradients"] += main.local.nbytes

@@ -242,21 +242,29 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether its weights may travel with those of neighbours: gathered for each use, from what lies here."""
+        """Whether its weights may travel with those of neighbours: gathered for each use, from what lies here or, if
+        they are quantized, from what this rank makes of it by itself."""
         return (
             self.transient is not None
-            and not self.refreshes
+            and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
             and self.offload is None
             and self.post_forward is None
             and transport_of(self.groups[-1], self.device).capabilities.bundles
         )
 
+    def bundled(self, channels: Channels) -> torch.Tensor:
+        """What this rank sends in the bucket of the unit; under `torch.no_grad()`."""
+        self.refresh(channels)
+        return self.model_weight.local
+
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Memory for the full weights of what the main weights are now, which the bucket of the unit brings; under
-        `torch.no_grad()`."""
+        """Memory for the full weights of what the main weights are now, and where the bucket of the unit brings what is
+        sent; under `torch.no_grad()`."""
         assert self.transient is not None
-        self._gathered_from = self.version
-        return channels.weights.take(self.transient)
+        if not self.refreshes:
+            self._gathered_from = self.version
+        full = channels.weights.take(self.transient)
+        return self.payload.land(full, self.model_weight.local, channels.weights)
 
     def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result is not used here."""

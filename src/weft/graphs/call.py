@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from weft.graphs.capture import Backend, CaptureRefused
+from weft.graphs.capture import Backend, CaptureRefused, delaying
 from weft.graphs.captured import Captured, Sample
 from weft.graphs.places import Places
 
@@ -133,7 +133,7 @@ class GraphedCall:
                 busy += 1
             elif captured.ready:
                 self.replays += 1
-                return captured.run(leaves, copies=not owner.in_schedule)
+                return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
         result = self._run(*args, **kwargs)
         outputs = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.requires_grad]
         if busy and not owner.in_schedule:
@@ -155,7 +155,7 @@ class GraphedCall:
     ) -> str:
         gradients = [signature.gradients[number] for number in sorted(signature.gradients)]
         try:
-            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients, self._count)
+            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients, self._count, delaying())
         except Exception as error:
             self.failed = True
             self.refuse(str(error) if isinstance(error, CaptureRefused) else f"{type(error).__name__}: {error}")
@@ -202,7 +202,7 @@ class GraphedCall:
         return self._places
 
     def _key(self, leaves: Sequence[Any], spec: TreeSpec) -> Any:
-        """What a capture is for; a string says why there is none for such a call."""
+        """The key of a capture that can serve this call, or a string that says why none can."""
         described: list[Any] = []
         seen: dict[int, int] = {}
         device = None
@@ -221,7 +221,7 @@ class GraphedCall:
             return "no input is a tensor"
         module = self._module()
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return (*described, spec, module is not None and module.training, cast)
+        return (*described, spec, module is not None and module.training, cast, delaying() is not None)
 
 
 def _flat(args: tuple, kwargs: dict) -> tuple[Sequence[Any], TreeSpec]:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from torch.overrides import _get_current_function_mode
+
 from weft.graphs.places import Ranges
 
 
@@ -47,6 +49,35 @@ def answered(ask: Any, parameter: Any) -> Any:
     if _captures:
         raise CaptureRefused("a forward in it asks for gradients of weights (weft.fsdp.weight_gradient)")
     return None
+
+
+class Delays(Protocol):
+    """A function mode that queues gradients of weights during a backward, to be computed later."""
+
+    def fresh(self) -> "Any":
+        """Another one with an empty queue."""
+        ...
+
+    @property
+    def queued(self) -> int:
+        """How many entries it has."""
+        ...
+
+    def forget(self) -> None:
+        """Empty the queue."""
+
+    def repeatable(self) -> Callable[[], None]:
+        """What computes all that is queued now, any number of times."""
+        ...
+
+    def add(self, function: Callable[[], None]) -> None:
+        """Queue `function`."""
+
+
+def delaying() -> Delays | None:
+    """The innermost function mode, if it delays gradients of weights."""
+    mode: Any = _get_current_function_mode()
+    return mode if hasattr(mode, "repeatable") else None
 
 
 class Recording(Protocol):

@@ -5,12 +5,14 @@
 
 Between a forward and its backward a capture is busy: what is saved for the backward lies in memory that the next
 forward writes to. Autograd adds the gradients of parameters up and leaves them in `.grad`, as it does for an
-eager call. A backward that writes gradients of weights itself is recorded once for each set of buffers, when the first
-backward writes to them (`weft.graphs.writes`).
+eager call. What writes gradients of weights itself is recorded once for each set of buffers (`weft.graphs.writes`).
+Delayed gradients of weights are a recording of their own: a replayed backward queues it where an eager one queues
+products, and the capture stays busy until it has run.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft.graphs import tape
-from weft.graphs.capture import Backend, CaptureRefused, Recording, answering
+from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.places import Places, Ranges, range_of, versions_set
-from weft.graphs.writes import Targets, Writes
+from weft.graphs.writes import Recordings
 
 POISON = False
 """For tests: fill what a capture computes before each replay, and all of it when its backward is done."""
-MOST_BACKWARDS = 8
-"""Of one capture: buffers that are new for each backward have no graph."""
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -50,19 +50,12 @@ class Sample(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, **options).zero_()
 
 
-class Backward(NamedTuple):
-    """One recorded backward, and its static gradients; None where there is none."""
-
-    recording: Recording
-    of_inputs: list[Tensor | None]
-    of_parameters: list[Tensor | None]
-
-
 class Lease:
-    """A forward in a capture, until its backward is done or its graph is gone."""
+    """A forward in a capture, until its backward is done or its graph is gone. `queue`: takes what is delayed."""
 
-    def __init__(self, captured: "Captured") -> None:
+    def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
+        self.queue = queue
 
     def end(self) -> None:
         """The backward is done: the capture may be used again."""
@@ -74,7 +67,8 @@ class Captured:
     """`function` captured with these arguments: flat `leaves`, and their `spec`.
 
     `places`: the parameters and buffers that the function may read. `gradients`: samples of the gradients of the
-    differentiable outputs, in their order. `count`: is told why a backward is eager. Raises CaptureRefused.
+    differentiable outputs, in their order. `count`: is told why a backward is eager.
+    `queue`: what the function runs under, if gradients of weights are delayed. Raises CaptureRefused.
     """
 
     def __init__(
@@ -86,11 +80,13 @@ class Captured:
         places: Places,
         gradients: Sequence[Sample],
         count: Callable[[str], None],
+        queue: Delays | None = None,
     ) -> None:
         self.ready = False
         """Whether all ranks have it."""
-        self._backend = backend
         self._count = count
+        self._delays: Any = None if queue is None else queue.fresh()
+        self._weights: Recordings | None = None
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -117,7 +113,8 @@ class Captured:
 
         def forward() -> Any:
             args, kwargs = tree_unflatten(arguments, spec)
-            return function(*args, **kwargs)
+            with self._delays or nullcontext():
+                return function(*args, **kwargs)
 
         result, self._forward = backend.capture(forward, known)
         if [each._version for each in entered] != versions:
@@ -135,7 +132,6 @@ class Captured:
         inputs = [each for each in entered if each.requires_grad]
         trained = self._places.trained()
         known += [*self._forward.memory(), *map(range_of, self._gradients), *map(range_of, outputs)]
-        self._known = known
 
         # Retained: a further backward must find what this one read. It runs when replays have written to all that
         # autograd saved; the forward before it has made the values.
@@ -144,50 +140,46 @@ class Captured:
         wanted = [*inputs, *trained]
 
         def differentiate() -> Sequence[Tensor | None]:
-            with versions_set(saved, at_capture):
+            if self._delays is not None:
+                self._delays.forget()
+            with versions_set(saved, at_capture), self._delays or nullcontext():
                 return torch.autograd.grad(
                     differentiable, wanted, self._gradients, retain_graph=True, allow_unused=True
                 )
 
-        self._differentiate = differentiate
-        self._owned = [self._places.is_owned(each) for each in trained]
-        self._writes = Writes(trained)
-        with self._writes.tried() as scratch:
-            backward = self._record(self._writes.begin, scratch)
-        self._backwards: dict[tuple[Any, ...], Backward] = {} if self._writes else {(): backward}
-        self.parameters = [to for to, gradient in zip(trained, backward.of_parameters) if gradient is not None]
-        """Those that get gradients by autograd."""
+        def capture(function: Callable[[], Any], may_write: Ranges) -> tuple[Any, Any]:
+            return backend.capture(function, [*known, *may_write], self._forward)
+
+        self._backward = Recordings(capture, differentiate, trained, self._places.restored, self._count)
         self._needs = [each.requires_grad for each in entered]
+        made = self._backward.tried.result[len(inputs) :]
+        self.parameters = [to for to, gradient in zip(trained, made) if gradient is not None]
+        """Those that get gradients by autograd."""
+        self._owned = [self._places.is_owned(each) for each in trained]
         self._results = [each.data if isinstance(each, Tensor) else each for each in results]
         self._differentiable = [each.requires_grad for each in outputs]
-
-    def _record(self, begin: Callable[[], None], may_write: Ranges) -> Backward:
-        def backward() -> Sequence[Tensor | None]:
-            begin()
-            return self._differentiate()
-
-        found, recording = self._backend.capture(backward, [*self._known, *may_write], self._forward)
-        return self._sorted(recording, found)
-
-    def _sorted(self, recording: Any, found: Sequence[Tensor | None]) -> Backward:
-        gradients = [each if each is None else each.data for each in found]
-        count = len(gradients) - len(self._owned)
-        return Backward(recording, gradients[:count], gradients[count:])
+        if self._delays is not None and self._delays.queued:
+            if self._backward.writes:
+                raise CaptureRefused("some of its gradients of weights are delayed, and it writes others itself")
+            known += self._backward.tried.recording.memory()
+            delayed = self._delays.repeatable()
+            self._weights = Recordings(capture, delayed, [], self._places.restored, self._count)
 
     @property
     def nbytes(self) -> int:
         """The memory of what it computes, and of what is copied into it."""
-        recordings = [self._forward, *(each.recording for each in self._backwards.values())]
         statics = sum(each.untyped_storage().nbytes() for each in (*self._inputs, *self._gradients))
-        return statics + sum(each.nbytes for each in recordings)
+        delayed = 0 if self._weights is None else self._weights.nbytes
+        return statics + self._forward.nbytes + self._backward.nbytes + delayed
 
     def holder(self) -> Lease | None:
         """The forward in flight."""
         return None if self._holder is None else self._holder()
 
-    def run(self, leaves: Sequence[Any], *, copies: bool) -> Any:
-        """The function's result. `copies`: it stays as it is when the next replay writes to the static outputs."""
-        lease = Lease(self)
+    def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:
+        """The function's result. `copies`: it stays as it is when the next replay writes to the static outputs.
+        `queue`: what the function runs under."""
+        lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
         inputs = [leaves[number] for number in self._numbers]
         made = iter(_Replayed.apply(self, lease, copies, *inputs, *self.parameters))
@@ -221,39 +213,31 @@ class Captured:
                 static.zero_()
             else:
                 static.copy_(gradient)
-        targets = self._writes.targets()
-        done = self._replay(targets)
-        targets.written()
+        found = self._backward.run(poisoned=POISON)
         # The caller may keep the gradient of an input. Those of sharded parameters are copied at the end of their
         # unit's backward, before the next replay.
-        of_inputs = iter(done.of_inputs)
+        of_inputs = iter(found)
         handed: list[Tensor | None] = []
         for needs in self._needs:
             gradient = next(of_inputs) if needs else None
             handed.append(None if gradient is None else gradient.clone())
-        pairs = [(each, owned) for each, owned in zip(done.of_parameters, self._owned) if each is not None]
+        pairs = [(each, owned) for each, owned in zip(of_inputs, self._owned) if each is not None]
         return [*handed, *(each.detach() if owned else each.clone() for each, owned in pairs)]
 
-    def _replay(self, targets: Targets) -> Backward:
-        """Run the backward into these buffers; it is recorded for them before if they are new."""
-        found = self._backwards.get(targets.key)
-        if found is None:
-            because = f"a backward writes to more than {MOST_BACKWARDS} sets of buffers"
-            try:
-                if len(self._backwards) < MOST_BACKWARDS:
-                    with self._places.restored(), targets.restored(), answering(targets.answer):
-                        found = self._backwards[targets.key] = self._record(targets.begin, targets.ranges())
-            except CaptureRefused as error:
-                because = str(error)
-            if found is None:
-                self._count(because)
-                targets.begin()
-                with answering(targets.answer), torch.enable_grad():
-                    return self._sorted(None, self._differentiate())
-        if POISON:
-            found.recording.poison()
-        found.recording.replay()
-        return found
+    def delay(self, lease: "Lease", *, ends: bool) -> bool:
+        """Queue the rest of the backward, if there is one that was delayed; `ends`: the lease ends with it."""
+        if self._weights is None:
+            return False
+        weights = self._weights
+
+        def run() -> None:
+            weights.run(poisoned=POISON)
+            if ends:
+                lease.end()
+
+        assert lease.queue is not None
+        lease.queue.add(run)
+        return True
 
     def rest(self) -> None:
         """No forward is in flight."""
@@ -284,7 +268,8 @@ class _Replayed(torch.autograd.Function):
             )
         ctx.saved_tensors  # noqa: B018
         found = ctx.captured.backward(gradients)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ends = not torch._C._autograd._get_current_graph_task_keep_graph()
+        if not ctx.captured.delay(ctx.lease, ends=ends) and ends:
             ctx.lease.end()
         return (None, None, None, *found)
 

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.debug import guard
 from weft.graphs.call import GraphedCall
-from weft.graphs.capture import Backend
+from weft.graphs.capture import Backend, delaying
 from weft.graphs.settings import Graphs
 from weft.graphs.tape import TapeBackend
 
@@ -89,8 +89,8 @@ class GraphTable:
             return "a checkpoint, or other hooks on saved tensors, are around it"
         if _get_current_dispatch_mode() is not None:
             return "a dispatch mode is active"
-        if _get_current_function_mode() is not None:
-            return "a function mode is active, such as delayed weight gradients"
+        if (modes := _get_current_function_mode_stack()) and (len(modes) > 1 or delaying() is None):
+            return "a function mode is active"
         if torch._C._are_functorch_transforms_active():
             return "torch.func transforms it"
         return "weft.debug.guard_memory is active" if guard.guards else None
@@ -150,8 +150,8 @@ class GraphTable:
             whole = f"{name}.{inner_name}" if inner_name else name
             if inner is not module and self._unit_of(inner) is not None:
                 raise ValueError(
-                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is sharded by itself: its weights come "
-                    f"and go inside of the graph; {WAY_OUT}"
+                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is a unit of its own: its weights are "
+                    f"gathered and released inside of the graph; {WAY_OUT}"
                 )
             if inner is not module and _has_hooks(inner):
                 raise ValueError(f"graphs: {whole!r} inside of {name!r} has hooks, which a replay would not run")

@@ -10,8 +10,8 @@ have a recording each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from weft.graphs.capture import CaptureRefused, answering
 from weft.graphs.places import Ranges, range_of
 
+MOST = 8
+"""Recordings of one function: buffers that are new in each backward get none."""
 Target = tuple[Tensor, bool]
 """A buffer, and whether to add to it."""
 Ask = Callable[[nn.Parameter], Target]
@@ -54,7 +56,7 @@ class Writes:
                     del each.main_grad
 
     def begin(self) -> None:
-        """The backward starts, maybe again."""
+        """What writes starts, maybe again."""
         self.asked.clear()
 
     def _note(self, ask: Ask, parameter: nn.Parameter) -> Target:
@@ -63,9 +65,72 @@ class Writes:
         self.asked.append((ask, parameter))
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device), False
 
-    def targets(self) -> "Targets":
-        """Ask for all buffers of the backward that follows."""
-        return Targets(self)
+
+class Recorded(NamedTuple):
+    """A recording, and what its function returned."""
+
+    recording: Any
+    result: Any
+
+
+class Recordings:
+    """Those of one function that may write gradients of weights: one for each set of buffers.
+
+    `capture`: records a function that may write to further memory. `restored`: a context in which buffers of modules
+    may change. `count`: is told why a call is eager.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[Callable[[], Any], Ranges], tuple[Any, Any]],
+        function: Callable[[], Any],
+        parameters: Sequence[nn.Parameter],
+        restored: Callable[[], AbstractContextManager],
+        count: Callable[[str], None],
+    ) -> None:
+        self._capture, self._function = capture, function
+        self._restored, self._count = restored, count
+        self.writes = Writes(parameters)
+        with self.writes.tried() as scratch:
+            self.tried = self._record(self.writes.begin, scratch)
+        self._found: dict[tuple[Any, ...], Recorded] = {} if self.writes else {(): self.tried}
+
+    def _record(self, begin: Callable[[], None], may_write: Ranges) -> Recorded:
+        def whole() -> Any:
+            begin()
+            return self._function()
+
+        result, recording = self._capture(whole, may_write)
+        return Recorded(recording, result)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all of them."""
+        return sum(each.recording.nbytes for each in self._found.values())
+
+    def run(self, *, poisoned: bool) -> Any:
+        """Replay into the buffers of now, and return the static result; buffers that are new are recorded first."""
+        targets = Targets(self.writes)
+        found = self._found.get(targets.key)
+        because = f"a backward writes to more than {MOST} sets of buffers"
+        try:
+            if found is None and len(self._found) < MOST:
+                with self._restored(), targets.restored(), answering(targets.answer):
+                    found = self._found[targets.key] = self._record(targets.begin, targets.ranges())
+        except CaptureRefused as error:
+            because = str(error)
+        if found is None:
+            self._count(because)
+            targets.begin()
+            with answering(targets.answer), torch.enable_grad():
+                result = self._function()
+        else:
+            if poisoned:
+                found.recording.poison()
+            found.recording.replay()
+            result = found.result
+        targets.written()
+        return result
 
 
 class Targets:
@@ -90,7 +155,7 @@ class Targets:
         return [range_of(each, writable=True) for each in self._buffers()]
 
     def begin(self) -> None:
-        """The backward starts, maybe again."""
+        """What writes starts, maybe again."""
         self._next = 0
 
     @contextmanager

@@ -104,8 +104,7 @@ class GroupedExperts(nn.Module):
             spread = DTensor.from_local(local_part(weight.detach()), mesh, [Shard(0), *beyond], run_check=False)
             parameter = nn.Parameter(spread, requires_grad=weight.requires_grad)
             vars(parameter).update(vars(weight))
-            if beyond:
-                setattr(parameter, EXPERT, True)
+            setattr(parameter, EXPERT, True)
             self.register_parameter(name, parameter)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:

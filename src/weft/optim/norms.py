@@ -6,11 +6,12 @@
     that of the model, replicated           one rank of each replica                 1 / replicas
     some of the model's ranks: experts      as above; other ranks, other experts     1 / replicas there
     and tensor parallel beside it           as above, per slice                      the same, then over slices*
+    whole experts on tensor-parallel ranks  as above; other ranks, other experts     the same, then over those ranks
 
 *   where the slices are on ranks that the sum leaves out; slices of experts are on those of the model's mesh.
 
-The model's mesh is its largest. Summed over its ranks, the shares give every element once, in one all-reduce per mesh
-axis over which anything differs, and one more per tensor-parallel group.
+The model's mesh is the largest that is not one of experts. Summed over its ranks, the shares give every element once,
+in one all-reduce per mesh axis over which anything differs, and one more per tensor-parallel group.
 """
 
 import math
@@ -107,8 +108,11 @@ class ModelRanks:
     """The ranks that hold a model's parameters, and how often they hold each element."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        self.mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
+        dense = [group for group in groups if not _has_experts(group)] or groups
+        self.mesh = max((group.mesh for group in dense), key=lambda mesh: mesh.size())
         self._everyone = set(self.mesh.mesh.flatten().tolist())
+        parallel = (each for group in dense for each in group.tensor_parallel if each is not None)
+        self._slices = next((each.ranks for each in parallel if each.ranks is not None), None)
         if all(self._spans(group) for group in groups):
             self.axes = sorted({axis for group in groups for axis in group.main_weight.axes})
         else:
@@ -124,7 +128,8 @@ class ModelRanks:
         """The group that holds slices, unless its ranks are summed over anyway, as those with other experts are."""
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
-        return slices
+        # Expert-parallel ranks may cross the model's mesh, and be a part only of the tensor-parallel ones.
+        return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """All-reduce small `values` in place over the ranks."""
@@ -138,11 +143,17 @@ class ModelRanks:
     def _check(self, groups: Sequence[ParameterGroup]) -> None:
         for group in groups:
             ranks = group.mesh.mesh.flatten().tolist()
+            if self._slices is not None and _has_experts(group):
+                continue
             if not self._everyone.issuperset(ranks):
                 raise ValueError(
                     f"{group.slots[0].name} and its like lie on ranks {ranks}, which are not among the ranks "
                     f"{sorted(self._everyone)} of the model's largest mesh: shard the root over all ranks of the model"
                 )
+
+
+def _has_experts(group: ParameterGroup) -> bool:
+    return any(each is not None and each.is_expert for each in group.tensor_parallel)
 
 
 def _groups_of(model: nn.Module) -> list[ParameterGroup]:

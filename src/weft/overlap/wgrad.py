@@ -15,6 +15,8 @@ computes again there must be what was computed first.
                                                                          torch.compile or torch.func traces
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ class DelayedWeights(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._queue: list[tuple[nn.Parameter, Any, Tensor, Tensor, Tensor | None]] = []
+        self._queue: list[Callable[[], None]] = []
 
     @property
     def queued(self) -> int:
@@ -44,15 +46,34 @@ class DelayedWeights(TorchFunctionMode):
     def run(self) -> None:
         """Compute the queued gradients, straight into the buffers that are reduced."""
         with span(COMPUTE), torch.no_grad():
-            for parameter, kind, gradient, x, beside in self._queue:
-                buffer, accumulate = weight_gradient(parameter)
-                if isinstance(buffer, DTensor):  # `.grad` of a weight that is spread over ranks but not sharded
-                    buffer = buffer.to_local()
-                if not accumulate and kind is _Linear and buffer.dtype == x.dtype:
-                    torch.mm(gradient.flatten(0, -2).t(), x.flatten(0, -2), out=buffer)
-                else:  # the sum of two rounded terms, as autograd adds them
-                    (buffer.add_ if accumulate else buffer.copy_)(kind.weight_gradient(gradient, x, beside))
+            for compute in self._queue:
+                compute()
         self._queue.clear()  # autograd's nodes hold this very list: what it held would hold them
+
+    # What a graph of a module asks, whose products queue here.
+
+    def fresh(self) -> "DelayedWeights":
+        """Another one with an empty queue."""
+        return DelayedWeights()
+
+    def forget(self) -> None:
+        """Empty the queue."""
+        self._queue.clear()
+
+    def add(self, compute: Callable[[], None]) -> None:
+        """Queue `compute`."""
+        self._queue.append(compute)
+
+    def repeatable(self) -> Callable[[], None]:
+        """What computes all that is queued now, any number of times."""
+        queued = list(self._queue)
+
+        def compute() -> None:
+            with torch.no_grad():
+                for each in queued:
+                    each()
+
+        return compute
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,6 +83,17 @@ class DelayedWeights(TorchFunctionMode):
         if kind is not None and (operands := _operands(kind, args, kwargs)) is not None:
             return _Product.apply(self._queue, kind, *operands)
         return function(*args, **kwargs)
+
+
+def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Tensor | None) -> None:
+    """One product, into the buffer of its parameter."""
+    buffer, accumulate = weight_gradient(parameter)
+    if isinstance(buffer, DTensor):  # `.grad` of a weight that is spread over ranks but not sharded
+        buffer = buffer.to_local()
+    if not accumulate and kind is _Linear and buffer.dtype == x.dtype:
+        torch.mm(gradient.flatten(0, -2).t(), x.flatten(0, -2), out=buffer)
+    else:  # the sum of two rounded terms, as autograd adds them
+        (buffer.add_ if accumulate else buffer.copy_)(kind.weight_gradient(gradient, x, beside))
 
 
 class _Linear:
@@ -124,7 +156,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, beside = ctx.saved_tensors
         gradient = gradient.contiguous()
-        ctx.queue.append((parameter_of(ctx.weight), ctx.kind, gradient, x, beside))
+        ctx.queue.append(partial(_compute, parameter_of(ctx.weight), ctx.kind, gradient, x, beside))
         needs = ctx.needs_input_grad
         input_gradient = ctx.kind.input_gradient(gradient, ctx.weight.detach(), beside) if needs[2] else None
         bias_gradient = gradient.flatten(0, -2).sum(0) if needs[4] else None

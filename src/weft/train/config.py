@@ -96,6 +96,7 @@ class TrainConfig:
             ("sharding.pp", self.sharding.pp, 1),
             ("train.pipeline_schedule", self.train.pipeline_schedule, ""),
             ("train.overlap", self.train.overlap, False),
+            ("train.check", self.train.check, False),
             ("train.expert_bias_rate", self.train.expert_bias_rate, LoopConfig.expert_bias_rate),
         ):
             require(name, value, value == default, "has no effect on your own model; leave it out")

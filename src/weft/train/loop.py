@@ -1,36 +1,26 @@
 """The training loop: from a configuration to a trained model."""
 
 import math
-import os
-import random
-import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.checkpoint import (
-    CheckpointError,
-    CheckpointMismatch,
-    ModelState,
-    OptimizerState,
-    RandomState,
-)
+from weft.checkpoint import CheckpointError, CheckpointMismatch, ModelState, OptimizerState, RandomState
 from weft.comm.collectives import reduce_now
-from weft.comm.groups import first_rank_s
 from weft.comm.lost import is_lost_connection
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
 from weft.train.buffers import buffers_of
+from weft.train.check.apart import check_apart
 from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
@@ -46,13 +36,15 @@ from weft.train.record.samples import Samples, in_one_line
 from weft.train.report.account import Account
 from weft.train.report.live import LiveReport
 from weft.train.run.changes import changed
-from weft.train.run.failures import FAILURE, Interrupted, Refused, as_one_line
-from weft.train.run.runs import ORIGIN, Run, open_run, remove_if_unused, resuming
+from weft.train.run.failures import Interrupted, Refused, as_one_line
+from weft.train.run.opening import agree_to_begin, beginning, open_run_together
+from weft.train.run.process import end_with, memory_in_use, print_on, seed_all
+from weft.train.run.runs import ORIGIN, Run, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone
 from weft.train.saves import Saves
-from weft.train.schedule import Schedule
+from weft.train.schedule import Schedule, due
 from weft.train.source import Source
 from weft.train.spikes import Spikes
 from weft.train.state import Position
@@ -87,9 +79,11 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.stop = stop or StopRequest()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.say = say if say is not None else _print_on(self.rank)
+        self.say = say if say is not None else print_on(self.rank)
         self.watchdog = watchdog or Watchdog(config.train.watchdog, end_with)
         config.validate(self.ranks)
+        if config.train.check:
+            check_apart(config, self.rank, self.ranks)
 
         self._has_own_task = task is not None
         self.task: Task = task_of(config, self.device, self.say) if task is None else task
@@ -112,7 +106,7 @@ class Trainer:
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
         # Random numbers from here on differ between ranks; the initial weights must not.
-        _seed_all(config.train.seed, self.rank)
+        seed_all(config.train.seed, self.rank)
 
         self._tell = self.say  # until there is a progress to keep out of the way of
         self.saves = Saves(config.checkpoint, run.checkpoints, memory, state=self.state, say=self._note)
@@ -222,7 +216,7 @@ class Trainer:
                 self.say(f"nothing to do: {self._settled() if self._is_settled() else reached}")
             return True
         self.watchdog.start().at("the start of the run", loosely=True)
-        self._stop_before_first_step()
+        agree_to_begin(self.stop, position.step, self.device)
         if self.rank == 0 and (origin := getattr(self.model, "origin", None)) is not None:
             origin.keep(self.run_place.directory / ORIGIN, self.model.cfg)
         self.account.begin(position.step)
@@ -235,11 +229,7 @@ class Trainer:
             loggers=config.run.loggers,
             settings=to_dict(config, own_task=self._has_own_task),
         )
-        with (
-            self.saves.checkpoints,
-            recording as metrics,
-            self.progress,
-        ):
+        with self.saves.checkpoints, recording as metrics, self.progress:
             self.stop.notify = self.progress.note
             if metrics.note:
                 self.progress.note(metrics.note)
@@ -248,16 +238,16 @@ class Trainer:
                 values, stopping = self._step(metrics)
                 self.window.after(position.step, self.progress.note)
                 metrics.log(position.step, "train", **values)
-                skipped, show = self.spikes.in_a_row > 0, _due(config.train.log_every, position.step)
+                skipped, show = self.spikes.in_a_row > 0, due(config.train.log_every, position.step)
                 if loads := self.experts.after_step(show=show, skipped=skipped):
                     metrics.log_experts(position.step, loads, self.experts.exchanged)
                 self.progress.update(position.step, **values)
                 self.moment("step", values)
                 self.live.after_step()
                 last = position.step == config.train.steps
-                best = (last or _due(config.train.validate_every, position.step)) and self._validate(metrics)
+                best = (last or due(config.train.validate_every, position.step)) and self._validate(metrics)
                 last |= self._is_settled()
-                if last or stopping or best or _due(config.checkpoint.every, position.step):
+                if last or stopping or best or due(config.checkpoint.every, position.step):
                     self.watchdog.at(f"the save of step {position.step}", loosely=True)
                     self._save()
                 if not (last or stopping):
@@ -277,16 +267,6 @@ class Trainer:
             self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; go on with: {go_on}")
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
-
-    def _stop_before_first_step(self) -> None:
-        """Raise Interrupted on all ranks if one of them was asked to stop before there was anything to save."""
-        asked = torch.tensor(float(self.stop.requested), device=self.device)
-        reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
-        if asked.item():
-            step = self.position.step
-            state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"
-            raise Interrupted(f"stopped before step {step + 1}: {state}", is_saved=step > 0)
-        self.stop.is_training = True
 
     def _is_settled(self) -> bool:
         """Whether validations have not become better for long enough."""
@@ -308,13 +288,12 @@ class Trainer:
         losses = self.passes.run(self.position.step + 1, microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         depth_losses = self.passes.depth_losses()
-        if _due(self.config.train.parameter_norms_every, self.position.step + 1):
+        if due(self.config.train.parameter_norms_every, self.position.step + 1):
             norms = self.stages.merged(weft.parameter_norms(self.model))
             gradients = {name: each.gradient for name, each in norms.items() if each.gradient is not None}
             metrics.log_norms(self.position.step + 1, {name: each.weight for name, each in norms.items()}, gradients)
-        if _due(self.config.train.quantization_shares_every, self.position.step + 1):
-            shares = self.stages.merged(weft.quantization_shares(self.model))
-            metrics.log_quantization(self.position.step + 1, shares)
+        if due(self.config.train.quantization_shares_every, self.position.step + 1):
+            metrics.log_quantization(self.position.step + 1, self.stages.merged(weft.quantization_shares(self.model)))
         norm = float(clip_gradients(self.model, self.config.train.gradient_clip))
         skipped = self.spikes.is_one(norm)
         if not skipped:
@@ -359,7 +338,7 @@ class Trainer:
             **({"skipped_steps": self.spikes.skipped} if self.spikes.times else {}),
             f"{self.task.unit}_per_second": count / seconds,
             "step_seconds": seconds,
-            "memory_bytes": _memory_in_use(self.device),
+            "memory_bytes": memory_in_use(self.device),
             **self.passes.utilisation(seconds),
             **own_values,
         }
@@ -419,57 +398,3 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
         trainer = Trainer(config, run)
     trainer.run()
     return trainer
-
-
-def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
-    """`open_run` on the first rank; all ranks get its run, or its ConfigError. kind: `or_start`, `own_task`."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = open_run(config.run, resume, command, **kind)
-        except ConfigError as error:
-            answer[1] = error
-    answer = first_rank_s(answer, what="which run to open")
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
-
-
-@contextmanager
-def beginning(run: Run) -> Iterator[None]:
-    """Around what makes the trainer of `run`: where that fails, a new run leaves no directory behind."""
-    try:
-        yield
-    except BaseException:
-        if dist.get_rank() == 0:
-            remove_if_unused(run)
-        raise
-
-
-def _seed_all(seed: int, rank: int) -> None:
-    own = (seed + 1) * 1_000_003 + rank
-    random.seed(own)
-    numpy.random.seed(own % 2**32)
-    torch.manual_seed(own)
-
-
-def _due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _memory_in_use(device: torch.device) -> float:
-    """Peak bytes of this rank: of the accelerator's allocator, or of the process on the CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)
-
-
-def end_with(line: str) -> None:
-    """Print `line` and end this process, from any thread."""
-    print(f"weft train: {line}", file=sys.stderr, flush=True)
-    os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
-
-
-def _print_on(rank: int) -> Callable[[str], None]:
-    return (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)

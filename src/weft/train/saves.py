@@ -15,7 +15,7 @@ import torch
 
 from weft.checkpoint import CheckpointError, CheckpointManager
 from weft.checkpoint.directory import committed_steps, discard, path_of
-from weft.checkpoint.manager import readable_size
+from weft.checkpoint.manifest import readable_size
 from weft.checkpoint.staging import flatten
 from weft.checkpoint.state import Stateful
 from weft.comm.groups import exchange_objects, first_rank_s

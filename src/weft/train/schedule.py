@@ -33,3 +33,8 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+
+
+def due(every: int, step: int) -> bool:
+    """Whether what happens each `every` steps happens after `step`; 0: never."""
+    return every > 0 and step % every == 0

@@ -23,6 +23,8 @@ from weft.train.errors import ConfigError
 from weft.train.run.runs import CHECKPOINTS, CONFIG, ORIGIN, refuse_own_task
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
+CONTEXT = 8
+"""How many tokens at the end of a prompt are decoded again together with the tokens that follow."""
 UNFINISHED = "\ufffd"
 """How the start of a character looks whose other bytes are still to come."""
 DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
@@ -81,7 +83,10 @@ class Source:
                 )
             return load_tokenizer(self._run_config.data.tokenizer)
         if not (path := self.path / "tokenizer.json").is_file():
-            raise ConfigError(f"{self.path}: has no {path.name}; put that of the model there, or name the run")
+            raise ConfigError(
+                f"{self.path}: has no {path.name}; put that of the model there, or name the run "
+                "(transformers writes one from older files: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
         return load_tokenizer(str(path))
 
     @property
@@ -161,13 +166,15 @@ class Source:
         options: Any = {"among": among, "generator": torch.Generator().manual_seed(seed)}
         options["sampling"] = dataclasses.replace(self.generation.sampling or DEFAULTS, **choices)
         chosen: list[list[int]] = [[] for _ in prompts]
-        shown = [""] * len(prompts)
+        # Decoders strip a blank from the first token they see, so the last tokens of the prompt are decoded too.
+        before = [np.asarray(each[-CONTEXT:], np.int64) for each in encoded]
+        shown = [self.tokenizer.decode(each) for each in before]
         for step in continuations(self.model, encoded, ends=ends, most=tokens, **options):
             for row, token in enumerate(step):
                 if token is None:
                     continue
                 chosen[row].append(token)
-                text = self.tokenizer.decode(np.asarray(chosen[row]))
+                text = self.tokenizer.decode(np.concatenate((before[row], chosen[row])))
                 if not text.endswith(UNFINISHED):
                     yield row, text[len(shown[row]) :]
                     shown[row] = text

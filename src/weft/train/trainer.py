@@ -15,6 +15,8 @@ from weft.train import loop
 from weft.train.config import OF_TASK, OptimizerConfig, TrainConfig, from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.run.failures import Interrupted, as_one_line
+from weft.train.run.opening import beginning, open_run_together
+from weft.train.run.process import end_with
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone, end_with_interpreter, place_from
@@ -84,15 +86,15 @@ class Trainer(loop.Trainer):
         watchdog: Watchdog | None = None
         try:
             device = _join(settings, stop)
-            watchdog = Watchdog(settings.train.watchdog, loop.end_with).start()
+            watchdog = Watchdog(settings.train.watchdog, end_with).start()
             watchdog.at("the setup of the trainer", loosely=True)
             _refuse_what_has_no_effect(settings)
             settings.validate(dist.get_world_size())
             if optimizer is not None and settings.optimizer != OptimizerConfig():
                 raise ConfigError("[optimizer]: has no effect with your own optimizer; leave the section out")
             or_start = resume == OR_START
-            run = loop.open_run_together(settings, or_start or resume, None, or_start=or_start, own_task=True)
-            with loop.beginning(run):
+            run = open_run_together(settings, or_start or resume, None, or_start=or_start, own_task=True)
+            with beginning(run):
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 options: Any = {"optimizer": optimizer, "device": device, "stop": stop, "say": say}
                 super().__init__(settings, run, task=task, watchdog=watchdog, **options)

@@ -73,8 +73,15 @@ def tensors(directory):
 
 
 def table():
-    """The releases as a table of Markdown, made by reading them."""
-    rows = ["| release | `model_type` | pattern of the small model | read |", "|---|---|---|---|"]
+    """The releases as a table of Markdown, made by reading them.
+
+    test_released.py converts every release that is read, back too, and has transformers read it without its own
+    config.json.
+    """
+    rows = [
+        "| release | `model_type` | pattern of the small model | read | converted, and back | read by `transformers` |"
+    ]
+    rows.append("|---|---|---|---|---|---|")
     for name in NAMES:
         raw = config(name)
         with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +92,8 @@ def table():
                 pattern, found = "", f"no: {str(error).split('config.json: ')[1].split(': there are')[0]}"
         if name in IGNORED:
             found = f"with `--ignore-field {IGNORED[name][0]}`"
-        rows.append(f"| {name} | `{text_of(raw)['model_type']}` | {pattern} | {found} |")
+        others = "bit for bit | yes" if name in READ else " | "
+        rows.append(f"| {name} | `{text_of(raw)['model_type']}` | {pattern} | {found} | {others} |")
     return "\n".join(rows) + "\n"
 
 

@@ -1,12 +1,13 @@
-"""A configuration that leaves out a field, or has it in an older place, means what it means to transformers."""
+"""A configuration with fewer fields, more fields or older places of fields means what it means to transformers."""
 
 import json
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from tests.models.hf.released import FAMILIES, IGNORED, config
+from tests.models.hf.released import FAMILIES, IGNORED, READ, config
 from weft.errors import ConversionError
+from weft.models import hf
 from weft.models.hf.family import differences
 from weft.models.hf.spelling import full_text_of
 
@@ -79,3 +80,46 @@ def test_a_release_without_one_of_its_fields_is_refused_or_means_what_it_means_t
         assert differences(family.config(theirs, ignored=ignored), ours) == [], absent
         same += 1
     assert same > 10
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_transformers_writes_of_a_release_in_short_and_in_full_describes_the_same_model(tmp_path, name):
+    path, ignored = tmp_path / "config.json", IGNORED.get(name, ())
+    path.write_text(json.dumps(config(name)))
+    ours, theirs = hf.config_of(tmp_path, ignored=ignored), AutoConfig.from_pretrained(tmp_path)
+    for part in (theirs, theirs.get_text_config()):
+        for short in (True, False):
+            path.write_text(part.to_json_string(use_diff=short))
+            assert differences(ours, hf.config_of(tmp_path, ignored=ignored)) == []
+
+
+OF_OTHER_PROGRAMS = {
+    "gradient_checkpointing": True,
+    "quantization_config": None,
+    "sliding_window": None,
+    "hidden_dropout": 0.0,
+    "classifier_dropout": 0.1,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "_experts_implementation": "eager",
+    "a_field_of_tomorrow": None,
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fields_that_switch_nothing_on_pass_in_every_family_and_those_that_do_are_refused(kind):
+    family, name = FAMILIES[kind]
+    raw, ignored = full_text_of(config(name)), IGNORED.get(name, ())
+    more = {each: value for each, value in OF_OTHER_PROGRAMS.items() if each not in raw}
+    assert differences(family.config(raw, ignored=ignored), family.config({**raw, **more}, ignored=ignored)) == []
+    for each, value in (("dropout", 0.1), ("a_field_of_tomorrow", False), ("quantization", {"bits": 4})):
+        with pytest.raises(ConversionError, match=f"has no {each} in weft"):
+            family.config({**raw, each: value}, ignored=ignored)
+
+
+def test_a_model_without_attention_may_have_the_fields_of_attention():
+    family, name = FAMILIES["mamba2"]
+    raw = config(name)
+    more = json.loads(CONFIG_MAPPING["mamba2"](**raw, num_attention_heads=8, num_key_value_heads=2).to_json_string())
+    assert more["num_attention_heads"] == 8
+    assert differences(family.config(raw), family.config(more)) == []

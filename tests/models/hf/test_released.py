@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from tests.models.hf.released import IGNORED, NAMES, READ, REFUSED, config, make, table, tensors
 from tests.models.hf.test_families import assert_same_gradients
 from weft.errors import ConversionError
 from weft.models import HybridModel, hf
+from weft.models.hf.family import differences
 from weft.models.hf.spelling import text_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -51,12 +53,33 @@ def test_a_release_computes_what_transformers_computes_and_is_written_as_it_came
     assert_same_gradients(theirs, ours, tmp_path / "theirs")
 
     hf.save(ours, tmp_path / "again")
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert without_dtype(written) == without_dtype(config(name))
-    found = tensors(tmp_path / "again")
+    hf.convert(tmp_path / "theirs", tmp_path / "ours", ignored=IGNORED.get(name, ()))
+    hf.convert(tmp_path / "ours", tmp_path / "back")
     original = tensors(tmp_path / "theirs")
-    assert found.keys() == original.keys()
-    assert all(torch.equal(found[each], tensor) for each, tensor in original.items())
+    for directory in (tmp_path / "again", tmp_path / "back"):
+        written = json.loads((directory / "config.json").read_text())
+        assert without_dtype(written) == without_dtype(config(name))
+        found = tensors(directory)
+        assert found.keys() == original.keys()
+        assert all(torch.equal(found[each], tensor) for each, tensor in original.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ)
+def test_transformers_reads_a_release_that_is_written_without_its_config_json(tmp_path, name):
+    theirs = make(name, tmp_path / "theirs")
+    ours = read(name, tmp_path / "theirs")
+    family, ours.origin = ours.origin.family, None
+    hf.save(ours, tmp_path / "anew", family)
+    anew, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "anew", dtype=torch.float32, output_loading_info=True
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    tokens = torch.randint(61, (2, 21), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, use_cache=False).logits
+        assert_close(anew.eval()(input_ids=tokens, use_cache=False).logits, expected, **CLOSE)
+    assert differences(ours.cfg, hf.config_of(tmp_path / "anew")) == []
 
 
 def without_dtype(raw):

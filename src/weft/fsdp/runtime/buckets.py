@@ -38,6 +38,8 @@ class Bucket:
         self._units = tuple(units)
         self._channels = channels
         self._lead = units[0].groups[0]
+        dtypes = {group.payload.dtype for unit in units for group in unit.groups}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         self._name = f"{units[0].name} to {units[-1].name}"
 
     @property
@@ -53,6 +55,7 @@ class Bucket:
     @torch.no_grad()
     def gather(self) -> None:
         """Start the gather of all its units that are at rest and have room."""
+        sources = self._sources()
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._units:
@@ -62,7 +65,7 @@ class Bucket:
                 coming.append(unit)
             for group in unit.groups:
                 fulls.append(group.open_full(self._channels) if comes else None)
-        ticket = self._start(fulls)
+        ticket = self._start(fulls, sources)
         for unit in coming:
             unit.gather_started(ticket)
 
@@ -71,17 +74,27 @@ class Bucket:
 
         Also what was gathered here: those who ask may be in another pass.
         """
-        return self._start([None for unit in self._units for _ in unit.groups])
+        with torch.no_grad():
+            sources = self._sources()
+        return self._start([None] * len(sources), sources)
 
-    def _start(self, fulls: Sequence[torch.Tensor | None]) -> Ticket:
+    def _sources(self) -> list[torch.Tensor]:
+        """What this rank sends of each group; bytes, where some are quantized and others are not."""
+        sources = [group.bundled(self._channels) for unit in self._units for group in unit.groups]
+        if self._dtype == torch.uint8:
+            compute = self._lead.recipe.compute
+            return [each if each.dtype == torch.uint8 else each.to(compute).view(torch.uint8) for each in sources]
+        return sources
+
+    def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor]) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
             return self._channels.gathers.run(
                 all_gather_bundle,
-                fulls,
-                [group.model_weight.local for unit in self._units for group in unit.groups],
+                [each if each is None else each.view(self._dtype) for each in fulls],
+                sources,
                 self.group,
                 channel=self.channel,
-                dtype=self._lead.recipe.compute,
+                dtype=self._dtype,
                 device=self._lead.device,
             )
 
@@ -110,7 +123,7 @@ def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[i
 
 
 def _alike(one: Unit, other: Unit) -> bool:
-    """Whether weights of both travel over the same ranks, in one dtype."""
+    """Whether weights of both travel over the same ranks, and are used in one dtype."""
     return len({_kind(group) for unit in (one, other) for group in unit.groups}) == 1
 
 

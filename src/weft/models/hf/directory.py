@@ -47,6 +47,10 @@ class TensorFiles:
         self.directory = directory
         if (directory / INDEX).exists():
             places = _read_index(directory / INDEX)
+            if (directory / WEIGHTS).exists() and WEIGHTS not in places.values():
+                raise ConversionError(
+                    f"{directory} has both {WEIGHTS} and {INDEX}, which names other files: remove the older of the two"
+                )
         elif (directory / WEIGHTS).exists():
             places = dict.fromkeys(_open(directory / WEIGHTS).keys(), WEIGHTS)
         else:

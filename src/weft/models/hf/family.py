@@ -12,7 +12,7 @@ from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.depths import Depths
 from weft.models.hf.errors import listed
-from weft.models.hf.fields import KEPT, MEANINGLESS, Raw, check_values
+from weft.models.hf.fields import KEPT, MEANINGLESS, Raw, check_values, lacking
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.hf.rope import FULL, SLIDING
 from weft.models.kinds import fields_of
@@ -81,7 +81,7 @@ class Family:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ConversionError(f"{self.model_type} describes no model: {reason}") from error
         known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
-        if unknown := raw.keys() - known:
+        if unknown := lacking(raw, known):
             raise ConversionError(
                 f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it; "
                 "--ignore-field NAME passes over a field that does not change it"

@@ -1,7 +1,7 @@
 """The fields of a config.json: which carry no meaning for the result, and which values each may have."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args, get_type_hints
 
 from weft.errors import ConversionError
@@ -28,7 +28,10 @@ MEANINGLESS = frozenset(
         *("is_decoder", "is_encoder_decoder", "output_attentions", "output_hidden_states", "prefix", "problem_type"),
         *("pruned_heads", "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss"),
         *("tie_encoder_decoder", "tokenizer_class", "torchscript", "use_bfloat16", "model_max_length"),
-        *("max_sequence_length", "cache_implementation", "num_logits_to_keep"),
+        *("max_sequence_length", "cache_implementation", "num_logits_to_keep", "logits_to_keep", "unk_token_id"),
+        *("_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal"),
+        *("base_model_tp_plan", "base_model_pp_plan", "keys_to_ignore_at_inference", "ignore_index"),
+        *("classifier_dropout", "gradient_checkpointing", "model_parallel", "neftune_noise_alpha"),
         # Of generation, which older releases kept here.
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
@@ -41,6 +44,20 @@ MEANINGLESS = frozenset(
     )
 )
 """Fields without meaning for a model: they pass, and come along."""
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), 0),
+    **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_dropout", "residual_dropout"), 0),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "residual_in_fp32"), False),
+    "pretraining_tp": 1,
+}
+"""Fields that a family may lack, and the value that switches them off: with it they pass."""
+
+
+def lacking(raw: Raw, known: Collection[str]) -> set[str]:
+    """The fields of a config.json that are not among `known` and could change the result; null is no field."""
+    unknown = {name for name in raw.keys() - set(known) if raw[name] is not None}
+    return {name for name in unknown if name not in WITHOUT_EFFECT or raw[name] != WITHOUT_EFFECT[name]}
+
 
 MOST_LAYERS = 10_000
 LARGEST = 1 << 31

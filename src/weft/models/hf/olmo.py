@@ -3,6 +3,8 @@
 OLMo 2 and 3 normalise what a layer adds to the residual stream, not its input.
 """
 
+import dataclasses
+
 from weft.models.config import HybridConfig
 from weft.models.hf import llama, qwen3, rope
 from weft.models.hf.family import Family, Raw, windows_of, written_windows
@@ -59,14 +61,7 @@ OLMO2 = Family(
     read=read,
     write=write,
 )
-OLMO3 = Family(
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
-    tensors={"*": BEHIND_ATTENTION, "-": BEHIND_MLP},
-    fields={**FIELDS, "intermediate_size": ("intermediate_size", 11008)},
-    read=read_3,
-    write=write_3,
-)
+OLMO3 = dataclasses.replace(OLMO2, model_type="olmo3", architecture="Olmo3ForCausalLM", read=read_3, write=write_3)
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",

@@ -21,7 +21,8 @@ from weft.models.hf.spelling import Spelled, Spelling, full_text_of, text_of
 COMING_ALONG = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template*", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("LICENSE*", "README*"),
+    *("*.tiktoken", "tiktoken.model", "tekken.json", "*.bpe.model", "spiece.model", "LICENSE*", "NOTICE*", "README*"),
+    "*.py",  # `auto_map` in config.json and tokenizer_config.json names these
 )
 OF_ANY = KEPT - {
     *("architectures", "auto_map", "model_type", "num_hidden_layers", "partial_rotary_factor", "rope_parameters"),

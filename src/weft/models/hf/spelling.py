@@ -1,12 +1,11 @@
-"""How a directory spells what a family's tables name in one way.
+"""How the tensor names in a directory differ from the names in a family's tables.
 
-What               canonical                           as it may stand there
+difference         name in the tables                  name in the directory
 -----------------  ----------------------------------  ---------------------------------------------------------------
-text in a larger   model.layers.0...                   model.language_model.layers.0..., config.json has text_config
-model
-in memory          block_sparse_moe., backbone.        mlp., model.: files of transformers' state_dict()
-experts            experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj: one tensor of all
-other weights      none                                those of the images or sounds of a larger model: `beside`
+nested text model  model.layers.0...                   model.language_model.layers.0..., config.json has text_config
+state_dict() file  block_sparse_moe., backbone.        mlp., model.: the names that transformers uses in memory
+fused experts      experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj: one tensor for all
+other weights      none                                image and sound weights of a larger model: `beside`
 """
 
 import re
@@ -21,20 +20,23 @@ from weft.models.hf.fields import Raw
 NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors of older releases that are computed today."""
+"""Tensors that older releases store and that weft computes."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """`nested`: whether names begin with `model.language_model.`; `memory`: the parts of names that differ from those
-    on disk; `fused`: whether all experts are one tensor."""
+    """The differences that one directory has.
+
+    `nested`: names begin with `model.language_model.`. `fused`: one tensor holds the matrices of all experts.
+    `memory`: pairs of a part of a name in the tables and the part that replaces it in the directory.
+    """
 
     nested: bool = False
     fused: bool = False
     memory: tuple[tuple[str, str], ...] = ()
 
     def theirs(self, name: str) -> str:
-        """A canonical name as it stands there."""
+        """The name in the directory, from a name in the tables."""
         for disk, memory in self.memory:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
@@ -42,7 +44,7 @@ class Spelling:
         return name
 
     def canonical(self, name: str) -> str | None:
-        """A name there as tables have it; None: the tensor is not of the text model, or nothing needs it."""
+        """The name in the tables, from a name in the directory; None if the text model does not use the tensor."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.nested and name.startswith(NESTED):
@@ -53,7 +55,7 @@ class Spelling:
 
 
 def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
-    """How a directory with these tensors spells the tables of `family`."""
+    """The spelling of a directory that holds tensors with these names."""
     names = list(names)
     nested = any(name.startswith(NESTED) for name in names)
     fused = any(re.search(r"\.experts\.(gate_up|up|down)_proj$", name) for name in names)
@@ -62,7 +64,7 @@ def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
 
 
 class Spelled:
-    """The tensors of a directory under their canonical names; those that are not of the text model are left out."""
+    """The tensors of a directory under the names of the tables, without those that the text model does not use."""
 
     def __init__(self, files: Any, spelling: Spelling) -> None:
         self.files, self.spelling = files, spelling
@@ -84,7 +86,7 @@ class Spelled:
 
     @property
     def beside(self) -> list[str]:
-        """The names of weights that belong to other parts of a larger model."""
+        """The names of the weights of other parts of a larger model."""
         return [each for each in self.files if self.spelling.canonical(each) is None and not UNUSED.search(each)]
 
 
@@ -95,7 +97,10 @@ def text_of(raw: Raw) -> Raw:
 
 
 def full_text_of(raw: Raw) -> Raw:
-    """The same, with what the larger model says for all of its parts. Raises `ConversionError` where both differ."""
+    """`text_of`, with the fields that the larger model sets for all parts.
+
+    Raises `ConversionError` if they conflict.
+    """
     text = text_of(raw)
     if text is raw:
         return raw

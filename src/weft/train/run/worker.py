@@ -14,7 +14,7 @@ from weft.checkpoint import CheckpointError
 from weft.comm.lost import is_lost_connection
 from weft.train.config import load_config
 from weft.train.errors import is_refusal
-from weft.train.loop import Trainer, beginning, open_run_together
+from weft.train.loop import Trainer
 from weft.train.run.failures import (
     FAILURE,
     INTERRUPTED,
@@ -27,6 +27,7 @@ from weft.train.run.failures import (
 )
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.run.memory import MEMORY
+from weft.train.run.opening import beginning, open_run_together
 from weft.train.run.runs import Run
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog

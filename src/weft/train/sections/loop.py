@@ -67,8 +67,9 @@ class LoopConfig:
     early_release: bool = False
     """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
     halves: bool = False
-    """With `overlap`: exchange the rows of a microbatch that stands alone in two halves, so that experts start on the
-    first."""
+    """With `overlap`: exchange in two halves what stands alone, so that experts start on the first."""
+    check: bool = False
+    """Before the first step, run the step of a small copy of the model in one process, and compare (`weft check`)."""
     watchdog: float = 600.0
     """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"

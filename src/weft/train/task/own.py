@@ -53,7 +53,7 @@ class OwnTask:
         meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
         own = _of_rank("data", data, rank, ranks)
-        self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size)
+        self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size, ranks)
         self.validation = () if validation is None else _of_rank("validation", validation, rank, ranks)
         if isinstance(self.validation, Iterator):
             raise ConfigError(
@@ -123,13 +123,18 @@ class Stream:
     An iterable with `state_dict` and `load_state_dict` restores itself. Another one is gone through again up to where
     it was, with the random generators as they were when that pass began, so that a loader which shuffles has the same
     order. It must yield the same microbatches then, or after `set_epoch(n)`, where it has that, the same for n.
+
+    On another number of `ranks` it is gone through to where all of them together were, which is where the run was if
+    ranks take the microbatches of a pass in turn.
     """
 
     per_rank = True
 
-    def __init__(self, source: Iterable[Any], microbatches_per_step: int, microbatch_size: int = 1) -> None:
+    def __init__(
+        self, source: Iterable[Any], microbatches_per_step: int, microbatch_size: int = 1, ranks: int = 1
+    ) -> None:
         self.source, self.microbatches_per_step = source, microbatches_per_step
-        self.microbatch_size = microbatch_size
+        self.microbatch_size, self.ranks = microbatch_size, ranks
         self.microbatch_weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
@@ -174,7 +179,12 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         own = self.source.state_dict() if hasattr(self.source, "state_dict") else None
         size = self.microbatch_size
-        return {"epoch": self.epoch, "taken": self.taken, "microbatch_size": size, "own": [own, self._begun]}
+        return {
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "microbatch_size": size,
+            "own": [own, self._begun, self.ranks],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (size := int(state["microbatch_size"])) != self.microbatch_size:
@@ -183,7 +193,7 @@ class Stream:
                 "counted in microbatches, and would be another; leave it as it was, or start a new run"
             )
         self.epoch, self.taken, self._iterator = int(state["epoch"]), int(state["taken"]), None
-        own, begun = state["own"]
+        own, begun, *_ = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
         self._set_epoch()  # first: some loaders begin the epoch anew with it
@@ -204,7 +214,19 @@ class Stream:
             self._random.load_state_dict(now)
 
     def load_from_other_ranks(self, state: dict[str, Any], rank: int, ranks: int) -> None:
-        raise ConfigError(f"data: its position was saved by another number of ranks than {ranks}; resume on as many")
+        own, _, *known = state["own"]
+        if own is not None or not known:
+            raise ConfigError(
+                f"data: its position was saved by another number of ranks than {ranks}, and data with a state_dict of "
+                "its own has one for each rank; resume on as many"
+            )
+        before = state["taken"] * known[0]
+        if before % self.ranks:
+            raise ConfigError(
+                f"data: its position is behind {before} microbatches of a pass, which {self.ranks} ranks cannot share "
+                f"evenly; resume on {known[0]} ranks, or on a number that divides {before}"
+            )
+        self.load_state_dict({**state, "taken": before // self.ranks})
 
 
 def own_model(

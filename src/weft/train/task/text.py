@@ -74,7 +74,7 @@ class TextTask:
             if self._loss is next_token_loss and data.packing == "whole" and not config.train.cross_documents:
                 _require_documents(self.model)
         else:
-            self.model = _hybrid(config, config.model, meshes, device)
+            self.model = hybrid(config, config.model, meshes, device)
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
 
     def count(self, microbatches: Sequence[Batch]) -> float:
@@ -183,8 +183,17 @@ def _vocabulary(config: TrainConfig) -> int | None:
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
 
-def _hybrid(config: TrainConfig, sizes: HybridConfig, meshes: weft.Meshes, device: torch.device) -> HybridModel:
+def hybrid(
+    config: TrainConfig,
+    sizes: HybridConfig,
+    meshes: weft.Meshes,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> HybridModel:
+    """The sharded model; its first weights are cast to `dtype`, if one is given."""
     model = _build(config, sizes, meshes, device)
+    if dtype is not None:
+        model = model.to(dtype)
     stacks = (model.decoder, *model.depths)
     prepare([(stack.layers, number) for stack in stacks for number in range(len(stack.layers))], config.train)
     return shard(model, meshes, **options_of(config, model))

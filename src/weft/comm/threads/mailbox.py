@@ -1,0 +1,74 @@
+"""The messages between ranks that are threads of one process, and whose turn it is."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Mailbox:
+    """The messages between all ranks, and whose turn it is."""
+
+    def __init__(self, ranks: int) -> None:
+        self.turn = threading.Lock()
+        self.failed = False
+        """Whether a rank has raised, so that all others end."""
+        self._messages: dict[Any, dict[int, list[Tensor]]] = defaultdict(dict)
+        self._sent: dict[Any, int] = defaultdict(int)
+        self._expected: dict[Any, int] = defaultdict(int)
+        self._alive = ranks
+        self._blocked: dict[Any, tuple[int, threading.Condition, str]] = {}
+        self.waits: dict[int, str] = {}
+        """Of a deadlock."""
+        self.ended: dict[int, str] = {}
+
+    def put(self, key: Any, tensors: Sequence[Tensor]) -> None:
+        number = self._sent[key] = self._sent[key] + 1
+        self._messages[key][number] = [tensor.detach().clone() for tensor in tensors]
+        if (waiter := self._blocked.pop((key, number), None)) is not None:
+            waiter[1].notify()
+
+    def expect(self, key: Any) -> int:
+        """The number of the next message: they pair in the order in which they are sent and expected."""
+        number = self._expected[key] = self._expected[key] + 1
+        return number
+
+    def take(self, key: Any, number: int, rank: int, what: Callable[[], str]) -> list[Tensor]:
+        if number not in self._messages[key]:
+            condition = threading.Condition(self.turn)
+            self._blocked[key, number] = (rank, condition, what())
+            self._look()
+            while number not in self._messages[key]:
+                if self.failed or self.waits:
+                    raise Ended
+                condition.wait()
+        return self._messages[key].pop(number)
+
+    def has(self, key: Any, number: int) -> bool:
+        return number in self._messages[key]
+
+    def leave(self, rank: int, said: str) -> None:
+        """A rank has ended."""
+        self._alive -= 1
+        self.ended[rank] = said
+        self._look()
+
+    def fail(self) -> None:
+        """A rank has raised: the others end."""
+        self.failed = True
+        self._wake()
+
+    def _look(self) -> None:
+        if self._alive and len(self._blocked) == self._alive and not self.failed and not self.waits:
+            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended
+            self._wake()
+
+    def _wake(self) -> None:
+        for _, condition, _ in self._blocked.values():
+            condition.notify()
+
+
+class Ended(BaseException):
+    """Another rank has failed."""

@@ -1,0 +1,33 @@
+"""The check before a training, in a process beside its ranks."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from weft.comm.groups import first_rank_s
+from weft.train.config import TrainConfig, to_toml
+from weft.train.errors import ConfigError
+
+
+def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
+    """Let the first rank run `weft check` in a process of its own, and all others wait for what it finds. Collective.
+
+    Raises ConfigError, on every rank, for a configuration in which it finds a fault.
+    """
+    said = first_rank_s(_said(config, ranks) if rank == 0 else "", what="whether the configuration passes the check")
+    if said:
+        raise ConfigError(f"train.check = true: {said}")
+
+
+def _said(config: TrainConfig, ranks: int) -> str:
+    """What is wrong, in one line; empty for nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "weft", "check", str(path), "--ranks", str(ranks)]
+        done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    return " ".join((done.stdout + done.stderr).split()) or f"weft check ended with exit code {done.returncode}"

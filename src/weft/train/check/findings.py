@@ -1,0 +1,270 @@
+"""Where a step on several ranks differs from that on one, in words: the parameter, the axis and the rule.
+
+what differs                what it means
+--------------------------  -------------------------------------------------------------------------------------
+names, first weights        a stage has layers under wrong names, or a rank has another part than it says
+losses                      the forward pass; gradients are not looked at then
+gradients                   not summed over an axis: its ranks have parts, whose sum or mean is right
+                            counted too often: a factor, which is the size of an axis
+                            else: the ranks where they are wrong
+the norm for clipping       a parameter that is left out, or counted more than once
+clipped gradients           a parameter that clipping leaves out
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import isclose, isfinite
+
+import torch
+from torch import Tensor
+
+CLOSE = 1e-7
+"""The largest relative difference that is rounding: runs are in fp64, and a few sums are in fp32."""
+_SHOWN = 6
+"""How many names a line has."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The step on one rank; `losses`: of each microbatch."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    norm: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The step on one of several ranks, at place `at` on the axes. Tensors are whole: cut ones put together.
+
+    `losses`: by microbatch. `squares`: of the norm, with a gradient of 1 for one parameter, by its name. `factor`: what
+    clipping scales by. `marks`: how each parameter lies on the axes. `missing`: parameters without a gradient here that
+    have one on one rank.
+    """
+
+    at: dict[str, int]
+    losses: dict[int, float]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    norm: float
+    clipped: dict[str, Tensor]
+    squares: dict[str, float]
+    factor: float
+    marks: dict[str, str]
+    missing: list[str]
+
+
+def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    """A line for each fault; nothing where the step is that of one rank."""
+    found = _names(alone, seen) or _weights(alone, seen)
+    if found:
+        return found
+    found = _losses(alone, seen)
+    gradients = _gradients(alone, seen)
+    if found and len(gradients) > _SHOWN:
+        return found + gradients[:_SHOWN] + [f"{len(gradients) - _SHOWN} more gradients differ"]
+    return found + gradients or _norm(alone, seen) + _clipped(alone, seen)
+
+
+def _names(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    rule = "The stages together have the parameters of the whole model, under the same names"
+    there = {name for each in seen for name in each.weights}
+    lost = [name for name in alone.weights if name not in there]
+    lines = [f"{_listed(lost)}: on no rank. {rule}."] if lost else []
+    strange = sorted(there - set(alone.weights))
+    if strange:
+        lines.append(f"{_listed(strange)}: on a rank, and not in the model. {rule}.")
+    shapes = [
+        name
+        for name, weight in alone.weights.items()
+        if any(name in each.weights and each.weights[name].shape != weight.shape for each in seen)
+    ]
+    if shapes:
+        lines.append(f"{_listed(shapes)}: of another shape, its parts together, than on one rank. {rule}.")
+    return lines
+
+
+def _weights(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    lines: dict[str, list[str]] = defaultdict(list)
+    for name, weight in alone.weights.items():
+        wrong = [
+            rank for rank, each in enumerate(seen) if name in each.weights and not _same(each.weights[name], weight)
+        ]
+        if not wrong:
+            continue
+        here = seen[wrong[0]].weights[name]
+        like = [other for other, theirs in alone.weights.items() if theirs.shape == here.shape and _same(here, theirs)]
+        what = f"is that of {like[0]} of the whole model" if like else "is not that of one rank"
+        axes = f" (axes: {seen[wrong[0]].marks[name]})"
+        lines[
+            f"first weight {what} on {_ranks(wrong, seen)}{axes}. First weights depend on the seed and the name alone, "
+            "and a stage names its layers as the whole model does."
+        ].append(name)
+    return [f"{_listed(names)}: {line}" for line, names in lines.items()]
+
+
+def _losses(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    wrong: dict[int, list[int]] = defaultdict(list)
+    for rank, each in enumerate(seen):
+        for number, loss in each.losses.items():
+            if not _near(loss, alone.losses[number], 1e-9):
+                wrong[rank].append(number)
+    if not wrong:
+        return []
+    first = min(wrong)
+    number = wrong[first][0]
+    return [
+        f"loss of microbatch {number} on rank {first}: {seen[first].losses[number]:.9g}, and "
+        f"{alone.losses[number]:.9g} on one rank; wrong on {_ranks(sorted(wrong), seen)}. Every rank returns the loss "
+        f"of one process{_unlike_along(seen, {rank: seen[rank].losses for rank in wrong})}."
+    ]
+
+
+def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    lines: dict[str, list[str]] = defaultdict(list)
+    for name, expected in alone.gradients.items():
+        here = {rank: each.gradients[name] for rank, each in enumerate(seen) if name in each.gradients}
+        wrong = [rank for rank, gradient in here.items() if not _same(gradient, expected)]
+        if wrong:
+            without = [rank for rank in wrong if name in seen[rank].missing]
+            said = _explained(expected, here, wrong, without, seen)
+            lines[f"{said} (axes of the weight: {seen[wrong[0]].marks[name]})"].append(name)
+    return [f"gradient of {_listed(names)}: {line}" for line, names in lines.items()]
+
+
+def _explained(
+    expected: Tensor, here: dict[int, Tensor], wrong: list[int], without: list[int], seen: Sequence[Seen]
+) -> str:
+    """Which axis has not been summed over, or by which factor it is wrong."""
+    if without:
+        return f"there is none on {_ranks(without, seen)}. A parameter that trains gets its gradient on every rank."
+    sizes = {axis: 1 + max(each.at[axis] for each in seen) for axis in seen[0].at}
+    for axis, size in sizes.items():
+        if size == 1 or axis == "pp":
+            continue
+        rows = _rows(axis, list(here), seen)
+        if all(_same(here[row[0]], here[rank]) for row in rows for rank in row):
+            continue
+        for what, total in (("sum", 1.0), ("mean", 1.0 / size)):
+            if all(_same(torch.stack([here[rank] for rank in row]).sum(0) * total, expected) for row in rows):
+                return (
+                    f"partial over {axis}, and nothing reduces it: its ranks have different values, whose {what} is "
+                    f"the gradient. What is the same on all ranks of {axis} has its gradient reduced over {axis}."
+                )
+    factors = {_factor(here[rank], expected) for rank in here}
+    if len(factors) == 1 and (factor := factors.pop()) is not None:
+        fits = [axis for axis, size in sizes.items() if size > 1 and (_near(factor, size) or _near(factor, 1 / size))]
+        axes = f", as many as {' or '.join(fits)} has ranks" if fits else ""
+        if factor == 0:
+            return "it is 0 on all ranks. What a rank computes must reach the ranks that keep the gradient."
+        times = f"{factor:.6g} times" if factor >= 1 else f"1 / {1 / factor:.6g} of"
+        return (
+            f"{times} that of one rank{axes}. A gradient is the mean over data-parallel ranks; an expert's is divided "
+            "by the ranks whose tokens it sees; each part is counted once."
+        )
+    return (
+        f"wrong on {_ranks(wrong, seen)}{_unlike_along(seen, here)}. The gradient is that of one process: its parts "
+        "are reduced over the ranks that hold parts of it, and over no others."
+    )
+
+
+def _norm(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    wrong = [rank for rank, each in enumerate(seen) if not _near(each.norm, alone.norm)]
+    lines: dict[str, list[str]] = defaultdict(list)
+    for name, weight in alone.weights.items():
+        counts = [each.squares[name] / weight.numel() for each in seen]
+        if all(_near(count, 1) for count in counts):
+            continue
+        if not any(counts):
+            lines["left out"].append(name)
+        elif all(_near(count, counts[0]) for count in counts):
+            lines[f"counted {counts[0]:.4g} times"].append(name)
+        else:
+            least, most = min(counts), max(counts)
+            lines[f"counted differently on the ranks, from {least:.4g} to {most:.4g} times"].append(name)
+    first = wrong[0] if wrong else 0
+    rule = (
+        f"The norm for clipping is {seen[first].norm:.9g} on rank {first}, and {alone.norm:.9g} on one rank: every "
+        "parameter counts once, wherever it lies"
+    )
+    if wrong and not lines:
+        return [f"norm for clipping: wrong on {_ranks(wrong, seen)}, though each parameter alone counts once. {rule}."]
+    marks = {name: mark for each in seen for name, mark in each.marks.items()}
+    return [
+        f"norm for clipping: {_listed(names)} {'is' if len(names) == 1 else 'are'} {how} "
+        f"(axes of the weight: {marks[names[0]]}). {rule}."
+        for how, names in lines.items()
+    ]
+
+
+def _clipped(alone: Alone, seen: Sequence[Seen]) -> list[str]:
+    if any(not _near(each.norm, alone.norm) for each in seen):
+        return []
+    names = [
+        name
+        for name, gradient in alone.gradients.items()
+        if any(name in each.clipped and not _same(each.clipped[name], gradient * each.factor, 1e-5) for each in seen)
+    ]
+    return (
+        [f"{_listed(names)}: not scaled by clipping as all others are. Clipping scales all gradients alike."]
+        if names
+        else []
+    )
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+
+
+def _same(one: Tensor, other: Tensor, close: float = CLOSE) -> bool:
+    size = max(other.abs().max().item(), 1e-9) if other.numel() else 1.0
+    return one.shape == other.shape and not bool(((one - other).abs() > close * size).any() or one.isnan().any())
+
+
+def _near(one: float, other: float, close: float = 1e-6) -> bool:
+    return isfinite(one) and isclose(one, other, rel_tol=close, abs_tol=1e-12)
+
+
+def _factor(here: Tensor, expected: Tensor) -> float | None:
+    """The number that `expected` is multiplied with in `here`; None where it is none."""
+    square = expected.square().sum()
+    if not square:
+        return None
+    factor = ((here * expected).sum() / square).item()
+    return round(factor, 9) if _same(here, expected * factor) else None
+
+
+def _rows(axis: str, ranks: list[int], seen: Sequence[Seen]) -> list[list[int]]:
+    """The ranks in groups along `axis`."""
+    place = {rank: tuple(where for name, where in seen[rank].at.items() if name != axis) for rank in ranks}
+    ordered = sorted(ranks, key=lambda rank: (place[rank], rank))
+    return [list(row) for _, row in groupby(ordered, key=place.__getitem__)]
+
+
+def _unlike_along(seen: Sequence[Seen], here: Mapping[int, object]) -> str:
+    """Along which axes the ranks have different values."""
+    unlike = []
+    for axis in seen[0].at:
+        rows = _rows(axis, list(here), seen)
+        if any(not _alike(here[row[0]], here[rank]) for row in rows for rank in row):
+            unlike.append(axis)
+    return f", with different values along {' and '.join(unlike)}" if unlike else ""
+
+
+def _alike(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same(one, other)
+    return one == other
+
+
+def _ranks(ranks: Sequence[int], seen: Sequence[Seen]) -> str:
+    if len(ranks) == len(seen):
+        return "all ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(seen)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

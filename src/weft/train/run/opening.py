@@ -1,0 +1,51 @@
+"""How the ranks of a run open its directory, once they have met, and agree to begin."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import first_rank_s
+from weft.train.config import TrainConfig
+from weft.train.errors import ConfigError
+from weft.train.run.failures import Interrupted
+from weft.train.run.runs import Run, open_run, remove_if_unused
+from weft.train.run.stop import StopRequest
+
+
+def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
+    """`open_run` on the first rank; all ranks get its run, or its ConfigError. kind: `or_start`, `own_task`."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = open_run(config.run, resume, command, **kind)
+        except ConfigError as error:
+            answer[1] = error
+    answer = first_rank_s(answer, what="which run to open")
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+@contextmanager
+def beginning(run: Run) -> Iterator[None]:
+    """Around what makes the trainer of `run`: where that fails, a new run leaves no directory behind."""
+    try:
+        yield
+    except BaseException:
+        if dist.get_rank() == 0:
+            remove_if_unused(run)
+        raise
+
+
+def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
+    """Raise Interrupted on all ranks if one of them was asked to stop before the first step after `step`."""
+    asked = torch.tensor(float(stop.requested), device=device)
+    reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
+    if asked.item():
+        state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"
+        raise Interrupted(f"stopped before step {step + 1}: {state}", is_saved=step > 0)
+    stop.is_training = True

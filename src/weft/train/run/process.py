@@ -1,0 +1,39 @@
+"""The process of one rank: its random numbers, its memory, its output and its end."""
+
+import os
+import random
+import resource
+import sys
+from collections.abc import Callable
+
+import numpy
+import torch
+
+from weft.train.run.failures import FAILURE
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Let what is random in this process depend on `seed` and the rank."""
+    own = (seed + 1) * 1_000_003 + rank
+    random.seed(own)
+    numpy.random.seed(own % 2**32)
+    torch.manual_seed(own)
+
+
+def memory_in_use(device: torch.device) -> float:
+    """Peak bytes of this rank: of the accelerator's allocator, or of the process on the CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def end_with(line: str) -> None:
+    """Print `line` and end this process, from any thread."""
+    print(f"weft train: {line}", file=sys.stderr, flush=True)
+    os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
+
+
+def print_on(rank: int) -> Callable[[str], None]:
+    """Prints a line, on the first rank."""
+    return (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)
