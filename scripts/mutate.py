@@ -1346,7 +1346,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan takes gathers of quantized weights for wide ones",
-        "fsdp/runtime/facts.py",
+        "fsdp/runtime/planner.py",
         "sent=sum(group.payload.sent for group in unit.groups),",
         "",
         NARROW_BYTES,

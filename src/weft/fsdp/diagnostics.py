@@ -95,7 +95,7 @@ def plan_of(model: nn.Module) -> Plan | None:
             f"{type(model).__name__} is not sharded itself: pass the module on which fully_shard was last called"
         )
     runtime = model._weft_driver.runtime
-    return runtime.plan() if runtime is not None and runtime.gathers.traces else None
+    return runtime.planner.plan() if runtime is not None and runtime.gathers.traces else None
 
 
 class Nonfinite(NamedTuple):

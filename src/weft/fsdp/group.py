@@ -39,7 +39,7 @@ from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
 from weft.fsdp.payload import payload_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardShard
-from weft.fsdp.slots import Slot, register
+from weft.fsdp.slots import Slot
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
@@ -358,14 +358,6 @@ class ParameterGroup:
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
-
-    def show_sharded(self) -> None:
-        """Register the sharded parameters. Raises RuntimeError if another one was in the place of some."""
-        register(zip(self.slots, self.sharded_parameters))
-
-    def withdraw(self) -> None:
-        """Leave the parameters' places empty, until `register`. Raises RuntimeError as that does."""
-        register([(slot, None) for slot in self.slots])
 
     def sync_requires_grad(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks

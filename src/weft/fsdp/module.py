@@ -15,6 +15,7 @@ from weft.fsdp.accumulation import no_sync
 from weft.fsdp.composition import enter_registry
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
+from weft.fsdp.slots import register
 from weft.fsdp.unit import Unit
 
 
@@ -59,7 +60,7 @@ class FSDPModule:
                 )
         try:
             for group in groups:
-                group.withdraw()
+                register((slot, None) for slot in group.slots)
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
             for unit in units_under(self, recurse):

@@ -143,7 +143,7 @@ class Members:
             for original in members:
                 retire(original)
             equalize(group)
-            group.show_sharded()
+        unit.register()
         for parameter, (other, group, number) in self._tied.items():
             mine = self._found[parameter]
             group.slots[number].share(mine.owners)

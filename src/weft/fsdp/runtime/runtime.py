@@ -29,20 +29,17 @@ from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Ba
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
-from weft.fsdp.runtime.facts import facts_of
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward
+from weft.fsdp.runtime.planner import Planner
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
 from weft.graphs.table import GraphTable
-from weft.layout.facts import Limits
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import Plan, compile_plan
 from weft.layout.trace import Trace
-from weft.memory.pool import Transient
 
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 """Of all roots in this process: a backward may go through several."""
@@ -75,23 +72,23 @@ class Runtime:
         for number, unit in enumerate(units):
             unit.number = number
         budget = options.prefetch_bytes
-        self._bundle_bytes = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
-        most = self._bundle_bytes if budget is None else min(budget, self._bundle_bytes)
-        self._buckets = fill_buckets(units, self.channels, most)
-        self.gathers = GatherOrder(self.units, self._buckets, budget)
+        together = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
+        buckets = fill_buckets(units, self.channels, together if budget is None else min(budget, together))
+        self.gathers = GatherOrder(self.units, buckets, budget)
         channel = min((group.channel for group in groups), default=0)
         self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
             self.units,
             self.channels,
             most_alive=options.max_live_reduce_buffers,
-            bucket_bytes=self._bundle_bytes,
+            bucket_bytes=together,
             checked=options.check_collectives,
             note=self._agreement.note,
             gathers=self.gathers,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
-        self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(self._buckets.values())))
+        self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())))
+        self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._place = units[0].place
         _runtimes.add(self)
@@ -270,7 +267,7 @@ class Runtime:
         evaluated = self.passes.current is Pass.EVALUATION
         self.passes.end()
         if evaluated:
-            self._plan()
+            self.planner.end_pass()
 
     def note_failure(self, what: str, error: BaseException) -> None:
         """`what` ended in `error`, which code around it may catch: it is told only if the pass ends by it."""
@@ -307,10 +304,7 @@ class Runtime:
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.gathers.foresee(trace, depth):
-                plan = compile_plan({"schedule": trace}, facts_of(self.units, self._buckets), self._limits(depth))
-                self.channels.weights.foresee(
-                    [each for number in here for each in self.units[number].gathered] for here in plan.alive
-                )
+                self.planner.foresee(trace, depth)
             if backward:
                 self.reductions.begin(taking_turns=False)
             yield
@@ -328,7 +322,7 @@ class Runtime:
         """Go to rest; gradients are as they were."""
         self.gathers.end_backward()
         self._come_to_rest()
-        self._plan()
+        self.planner.end_pass()
         self.passes.end()
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -427,7 +421,7 @@ class Runtime:
                 unit.end_holds(UNTIL_BACKWARD)
             unit.forget()
         self._come_to_rest()
-        self._plan()
+        self.planner.end_pass()
         if due and self.reductions.is_last:
             self._freshness.expect_change()
         self.passes.end()
@@ -574,44 +568,10 @@ class Runtime:
             if unit.resident and (stays is None or not stays(unit)):
                 unit.free()
 
-    def _plan(self) -> None:
-        weights = self.channels.weights
-        weights.end_step(self._foreseen() if weights.outdated else None)
-        self.channels.gradients.end_step()
-
-    def _foreseen(self) -> Callable[[Transient, Transient], bool]:
-        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
-        unit_of = {each: unit for unit in self.units for group in unit.groups for each in group.transients}
-        plan = self.plan()
-
-        def meet(one: Transient, other: Transient) -> bool:
-            units = unit_of[one], unit_of[other]
-            short, long = sorted((unit.name for unit in units), key=len)
-            nested = not short or long == short or long.startswith(f"{short}.")
-            return nested or plan.meet(units[0].number, units[1].number)
-
-        return meet
-
-    def plan(self) -> Plan:
-        """What the next step will do, if its passes are those of the last one of their kind."""
-        facts = facts_of(self.units, self._buckets)
-        return compile_plan(self.gathers.traces, facts, self._limits(self.gathers.depth), self.gathers.off_plan)
-
     @property
     def steady_passes(self) -> int:
         """How many passes ended since the plan of gathered weights changed; 0 in one that differs from its record."""
         return self.channels.weights.steady if self.gathers.on_plan else 0
-
-    def _limits(self, depth: int) -> Limits:
-        options = self.options
-        return Limits(
-            options.prefetch_bytes,
-            self._bundle_bytes,
-            options.max_live_reduce_buffers,
-            depth,
-            checked=options.check_collectives,
-            order=self.reductions.agreed,
-        )
 
     def _before_gather(self, unit: Unit) -> None:
         if self._freshness.ahead:
