@@ -1861,6 +1861,13 @@ MUTATIONS = [
         "train/test_buffers.py::test_the_mean_is_that_of_all_ranks_and_counts_are_those_of_rank_0[2]",
     ),
     Mutation(
+        "each rank of another number of ranks skips as much of its own data as before",
+        "train/task/own.py",
+        "before // self.ranks",
+        "before // known[0]",
+        "train/test_trainer.py::test_a_position_in_own_data_that_another_number_of_ranks_cannot_have_is_refused",
+    ),
+    Mutation(
         "a tensor of which a part is missing is loaded",
         "checkpoint/metadata.py",
         "_require(held == math.prod(entry.size), ",

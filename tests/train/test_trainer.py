@@ -504,7 +504,9 @@ def test_a_position_in_own_data_that_another_number_of_ranks_cannot_have_is_refu
 
     two = stream(2)
     two.next_step()
-    stream(3).load_from_other_ranks(two.state_dict(), 0, 3)
+    three = stream(3)
+    three.load_from_other_ranks(two.state_dict(), 0, 3)
+    assert three.taken == 2
     with pytest.raises(ConfigError, match="behind 6 microbatches of a pass, which 4 ranks cannot share evenly"):
         stream(4).load_from_other_ranks(two.state_dict(), 0, 4)
 
