@@ -34,6 +34,15 @@ def world():
         dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_world_is_left():
+    """A test whose world outlives it changes what later tests see: it fails itself, and the world ends."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group: end it, or let ranks of the pool run what needs one")
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # a collection that a test asks for need not visit the objects of every import

@@ -221,7 +221,9 @@ def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its
 
 def test_the_readme_shows_lines_of_the_example_of_published_models_in_their_order():
     root = Path(__file__).parents[1]
-    shown = (root / "README.md").read_text().partition("From [examples/hf_hybrid.py]")[2].split("```")[1]
+    shown = (
+        (root / "README.md").read_text().partition("[examples/hf_hybrid.py](examples/hf_hybrid.py)")[2].split("```")[1]
+    )
     text = (root / "examples" / "hf_hybrid.py").read_text()
     places = [text.find(part.strip("\n") + "\n") for part in shown.removeprefix("python\n").split("...\n")]
     assert len(places) == 3 and -1 not in places and places == sorted(places)

@@ -1,7 +1,6 @@
 """What the detector of hangs knows of a model goes with the model; what else looks uses its thread."""
 
 import gc
-import threading
 
 import torch.distributed as dist
 
@@ -22,17 +21,3 @@ def test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has
         gc.collect()
         assert not sum(map(len, watch._joinable.values()))
     assert counts[0] == counts[1] > 0
-
-
-@distributed(2)
-def test_what_watches_the_progress_of_a_program_looks_from_the_thread_that_finds_hangs():
-    watch, looked, threads = start_hang_detector(), threading.Event(), set()
-
-    def look() -> None:
-        threads.add(threading.current_thread().name)
-        looked.set()
-
-    with watch.looking(look):
-        assert looked.wait(30)
-    looked.clear()
-    assert not looked.wait(1.5) and threads == {"weft-hang-detector"}

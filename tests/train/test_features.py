@@ -37,7 +37,7 @@ def fit(path, directory, overrides=(), stop_at=STEPS, resume_from=None):
     facts = {
         "mesh": tuple(parameter.device_mesh.shape),
         "reshard": unit_of(trainer.model.decoder.layers[0]).reshard_after_forward,
-        "piece": group.piece is not None,
+        "post-forward shard": group.post_forward is not None,
         "offload": group.offload is not None,
         "optimizer": type(trainer.optimizer).__name__,
         "stepped": sum(len(each["params"]) for each in trainer.optimizer.param_groups),
@@ -68,7 +68,7 @@ WAYS = {
     "sharding.dp_replicate=2 & sharding.dp_shard=2 & sharding.outer_strategy=optim": lambda facts, plain: (
         facts["mesh"] == (2, 2) and facts["state bytes"] < plain["state bytes"] * 1.5
     ),
-    "sharding.reshard_after_forward=2": lambda facts, plain: facts["piece"],
+    "sharding.reshard_after_forward=2": lambda facts, plain: facts["post-forward shard"],
     "sharding.reshard_after_forward=false": lambda facts, plain: facts["reshard"] is False,
     "sharding.offload=true": lambda facts, plain: facts["offload"],
     "optimizer.flat=true & sharding.dp_replicate=2": lambda facts, plain: facts["stepped"] < plain["stepped"],
