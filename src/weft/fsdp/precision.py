@@ -125,6 +125,11 @@ class Recipe:
     quantization: Quantization | None = None
 
     @property
+    def gathered(self) -> torch.dtype:
+        """Of full weights: what computes, or the payload where products multiply that."""
+        return torch.float8_e4m3fn if self.quantization is not None and self.quantization.is_scaled else self.compute
+
+    @property
     def smallest_itemsize(self) -> int:
         """Bytes of the narrowest element that travels."""
         if self.quantization is not None:

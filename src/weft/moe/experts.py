@@ -39,6 +39,8 @@ class GroupedExperts(nn.Module):
     wherever it is. `bias`: each projection has one for every expert.
     """
 
+    multiplies_quantized = True
+    """Its products know quantized weights."""
     fills_slices = True
     """`reset_parameters` fills the local parts of DTensors, each expert from its own number."""
 

@@ -62,7 +62,8 @@ class Members:
             for parameter, slot in self._own.items()
         }
         self._recipes = {
-            p: recipe_of(p, slot.name, slot.owners, self._parallel[p], request.policy) for p, slot in self._own.items()
+            p: recipe_of(p, slot.name, slot.owners, self._parallel[p], request.policy, request.device)
+            for p, slot in self._own.items()
         }
         self._cutting = {
             p: uncut(p, slot.name, granularity_of(p, slot.name, choices[p][0]), self._recipes[p].quantization)

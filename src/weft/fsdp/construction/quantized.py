@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -20,6 +21,7 @@ from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import local_of
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
 from weft.quantize import Quantization
+from weft.quantize.products import missing_product
 
 
 def recipe_of(
@@ -28,8 +30,10 @@ def recipe_of(
     owners: Sequence[tuple["weakref.ref[nn.Module]", str]],
     parallel: TensorParallel | None,
     policy: MixedPrecisionPolicy,
+    device: torch.device,
 ) -> Recipe:
-    """The dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError for one that cannot be."""
+    """The dtypes of `parameter`, which computes on `device`, and its recipe if it is quantized. Raises ValueError for
+    one that cannot be."""
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
     quantized = False
     if recipe is not None and not keep and parameter.dtype.is_floating_point:
@@ -37,12 +41,25 @@ def recipe_of(
             quantized = bool(policy.quantize(name, parameter))
         else:
             quantized = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
+            quantized &= not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners)
     if quantized and recipe is not None:
         shape = tuple(local_of(parameter).shape)
         recipe.check(shape, f"parameter {name!r}")
         if parallel is not None and parallel.slices > 1:
             _refuse_divided_blocks(recipe, shape, parallel, name)
+        if recipe.is_scaled:
+            why = missing_product(recipe, shape, policy.param_dtype or parameter.dtype, device)
+            beyond = parallel.beyond if parallel is not None else ()
+            if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
+                why = "products of tensor-parallel weights are those of DTensors"
+            if why is not None:
+                raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
     return policy.resolve(parameter.dtype, keep=keep, quantized=quantized)
+
+
+def _multiplies(module: nn.Module | None, attribute: str) -> bool:
+    """Whether a module uses its parameter in products that know quantized weights."""
+    return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
 
 
 def demands(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> bool:
