@@ -36,8 +36,9 @@ class Net(nn.Module):
 def sharded(recipe, compute=FP32, recompute=False, **options) -> Net:
     net = Net(recompute)
     policy = weft.MixedPrecisionPolicy(compute, FP32, param_quantization=recipe)
-    for layer in net.layers:
-        weft.fully_shard(layer, mp_policy=policy, **options)
+    first, second, third = net.layers
+    for layers in ([first, second], [third]):
+        weft.fully_shard(layers, mp_policy=policy, **options)
     return weft.fully_shard(net, mp_policy=policy, **options)
 
 
