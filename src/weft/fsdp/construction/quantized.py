@@ -2,6 +2,7 @@
 
 a parameter                                  under `param_quantization`
 -------------------------------------------  ------------------------------------------------------------------------
+of a class with its own `dequantize`         is dequantized first: a plain parameter takes its place
 of one dimension, of an `nn.Embedding`       stays as it is, unless `quantize` accepts it
 marked by `weft.keep_dtype`                  stays as it is
 that `quantize` accepts and has no blocks    ValueError
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import local_of
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
+from weft.fsdp.slots import Slot
 from weft.quantize import Quantization
 from weft.quantize.products import missing_product
 
@@ -35,6 +37,12 @@ def recipe_of(
     """The dtypes of `parameter`, which computes on `device`, and its recipe if it is quantized. Raises ValueError for
     one that cannot be."""
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
+    if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
+        raise ValueError(
+            f"parameter {name!r} is of {parameter.dtype}, whose scales are not known here: put the values in its "
+            "place, module.weight = nn.Parameter(weft.quantize.dequantize(payload, scales, recipe)), and let "
+            "param_quantization= quantize them, or name it in ignored_params"
+        )
     quantized = False
     if recipe is not None and not keep and parameter.dtype.is_floating_point:
         if policy.quantize is not None:
@@ -54,7 +62,22 @@ def recipe_of(
                 why = "products of tensor-parallel weights are those of DTensors"
             if why is not None:
                 raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
-    return policy.resolve(parameter.dtype, keep=keep, quantized=quantized)
+    return policy.resolve(parameter.dtype, keep=keep, quantized=quantized, frozen=not parameter.requires_grad)
+
+
+def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
+    """`slots`, in whose modules plain parameters take the place of those that come quantized, if their class has a
+    `dequantize` of its own and `policy` quantizes. Others stay, to be refused or not by what they are."""
+    if policy.param_quantization is None:
+        return slots
+    found = {}
+    for parameter, slot in slots.items():
+        if type(parameter).dequantize is not torch.Tensor.dequantize:
+            with torch.no_grad():
+                parameter = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
+            slot.put(parameter)
+        found[parameter] = slot
+    return found
 
 
 def _multiplies(module: nn.Module | None, attribute: str) -> bool:
