@@ -53,11 +53,9 @@ OURS: dict[str, tuple[dict, dict]] = {
     "weft interleaved": ({"schedule": "interleaved"}, LOOPS),
     "weft combined": ({"schedule": "combined"}, LOOPS),
     "weft dualpipev": ({"schedule": "dualpipev"}, V),
-    "weft combined, all": ({"schedule": "combined", "delay_wgrad": True, "halves": True}, LOOPS),
-    "weft dualpipev, all": ({"schedule": "dualpipev", "delay_wgrad": True, "halves": True}, V),
     "weft zbv": ({"schedule": "zbv"}, V),
 }
-"""What is given to `forward_backward`, and to the model. `all`: everything that hides more of the exchange."""
+"""What is given to `forward_backward`, and to the model."""
 THEIRS: dict[str, tuple[Any, dict]] = {"torch 1F1B": (Schedule1F1B, {}), "torch DualPipeV": (ScheduleDualPipeV, V)}
 
 
