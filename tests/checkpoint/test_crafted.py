@@ -257,7 +257,7 @@ def test_a_key_cannot_write_to_the_terminal(checkpoint, capsys):
     assert "\x1b" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(pool, tmp_path):
     from tests.train.command import weft, write_config
     from tests.train.test_loop import train_on
