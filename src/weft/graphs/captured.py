@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft.graphs import tape
 from weft.graphs.capture import Backend, CaptureRefused, Delays
-from weft.graphs.places import Places, Ranges, range_of, versions_set
+from weft.graphs.places import Places, Ranges, local, range_of, versions_set
 from weft.graphs.writes import Recordings
 
 POISON = False
@@ -88,8 +88,11 @@ class Captured:
         self._count = count
         self._delays: Any = None if queue is None else queue.fresh()
         self._weights: Recordings | None = None
-        if any(isinstance(each, DTensor) for each in places.tensors()):
-            raise CaptureRefused("its weights are DTensors, as with tensor parallelism")
+        spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
+        if not all(isinstance(how, Shard) for each in spread for how in each.placements):
+            raise CaptureRefused("tensor-parallel ranks add up gradients of its weights")
+        if not all(places.is_owned(each) for each in spread):
+            raise CaptureRefused("a weight of it is a DTensor that is in no unit")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -138,7 +141,7 @@ class Captured:
 
         # Retained: a further backward must find what this one read. It runs when replays have written to all that
         # autograd saved; the forward before it has made the values.
-        saved = [*self._places.tensors(), *entered]
+        saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         at_capture = [each._version for each in saved]
         wanted = [*inputs, *trained]
 

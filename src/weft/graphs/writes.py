@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from weft.graphs.capture import CaptureRefused, answering
-from weft.graphs.places import Ranges, range_of
+from weft.graphs.places import Ranges, local, range_of
 
 MOST = 8
 """Recordings of one function: buffers that are new in each backward get none."""
@@ -60,10 +59,8 @@ class Writes:
         self.asked.clear()
 
     def _note(self, ask: Ask, parameter: nn.Parameter) -> Target:
-        if isinstance(parameter, DTensor):
-            raise CaptureRefused("a backward in it asks for the gradient of a DTensor (weft.fsdp.weight_gradient)")
         self.asked.append((ask, parameter))
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device), False
+        return torch.empty_like(local(parameter), memory_format=torch.contiguous_format), False
 
 
 class Recorded(NamedTuple):

@@ -106,6 +106,7 @@ class MoE(nn.Module):
             first_expert=self.dispatcher.experts.start,
             source=source / "experts",
         )
+        self.experts.has_fixed_rows = self.router.pad_to_capacity
         self.latent_in = self.latent_out = None
         if latent_size is not None:
             require_size("latent_size", latent_size)
