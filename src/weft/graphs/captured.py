@@ -16,10 +16,11 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from weft.fsdp.gradients.direct import answering
 from weft.graphs import tape
 from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.places import Places, Ranges, local, range_of, versions_set
@@ -122,7 +123,8 @@ class Captured:
             with self._delays or nullcontext():
                 return function(*args, **kwargs)
 
-        result, self._forward = backend.capture(forward, known)
+        with answering(_refuse):
+            result, self._forward = backend.capture(forward, known)
         if [each._version for each in entered] != versions:
             raise CaptureRefused("it changes an input in place")
         results, self._spec = tree_flatten(result)
@@ -278,6 +280,10 @@ class _Replayed(torch.autograd.Function):
         if not ctx.captured.delay(ctx.lease, ends=ends) and ends:
             ctx.lease.end()
         return (None, None, None, *found)
+
+
+def _refuse(parameter: nn.Parameter) -> Any:
+    raise CaptureRefused("a forward in it asks for gradients of weights (weft.fsdp.weight_gradient)")
 
 
 def distinct(leaves: Sequence[Any]) -> list[int]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 SCOPES = ("attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish")
@@ -53,3 +55,16 @@ class Graphs:
             raise ValueError(f"warmup={self.warmup!r}: pass an int of at least 1; libraries start up in eager passes")
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r}: choose among {', '.join(map(repr, BACKENDS))}, or None")
+
+    def table(
+        self,
+        root: nn.Module,
+        engine: Any,
+        unit_of: Callable[[nn.Module], Any],
+        owns: Callable[[nn.Parameter], bool],
+        device: torch.device,
+    ) -> Any:
+        """See `weft.fsdp.runtime.captures.Captures`."""
+        from weft.graphs.table import GraphTable
+
+        return GraphTable(self, root, engine, unit_of, owns, device)
