@@ -64,8 +64,10 @@ def launch(
     and that did not begin, leaves no directory behind; that of another failure stays, for its logs.
 
     restarts: how often all ranks are started again from the newest checkpoint where it would be 1; `restart_ranks` of
-    them. keeps_copies: whether ranks copy their state to memory, from where they start again if that is newer.
+    them. A restart that ends with the traceback of the start before it, at the same checkpoint, is the last one.
+    keeps_copies: whether ranks copy their state to memory, from where they start again if that is newer.
     """
+    failed = ""
     with ExitStack() as stack:
         try:
             memory = stack.enter_context(folder_in_memory()) if keeps_copies else None
@@ -80,7 +82,11 @@ def launch(
             saved = [0, *committed_steps(run.checkpoints)][-1]
             copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
             step = max(saved, copied)
-            ranks, run = restart_ranks or ranks, replace(run, step=step or None)
+            before, failed = failed, f"{step}: {supervisor.error}" if supervisor.error else ""
+            if failed and failed == before:
+                supervisor._say("the restart failed as the start before it did, so there is no other restart")
+                break
+            ranks, run = restart_ranks or ranks, replace(run, step=step or None, note="")
             start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"
             supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
     return code
@@ -127,6 +133,8 @@ class _Supervisor:
         self.requests = Requests()
         self.died: list[_Rank] = []
         """Ranks that ended with an error of their own, in the order in which that was seen."""
+        self.error = ""
+        """The message of an error that was shown with its traceback."""
 
     def run_all(self) -> int:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -248,6 +256,7 @@ class _Supervisor:
             self._say(first["message"] + (f"; {self._how_to_go_on()}" if first["kind"] == "ended" else ""))
             return WRONG_CALL if first["kind"] == "configuration" else FAILURE
         if reasons:
+            self.error = reasons[0]["message"]
             self._say(f"rank {reasons[0]['rank']} failed:")
             print(reasons[0]["traceback"], file=sys.stderr)
         else:
