@@ -63,6 +63,7 @@ BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing
 
 NARROW = "fsdp/test_narrow.py::"
 NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
+SCALED = "fsdp/test_scaled.py::"
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
@@ -1364,6 +1365,27 @@ MUTATIONS = [
         "self.refresh(channels)\n        return self.model_weight.local",
         "return self.model_weight.local",
         "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+    ),
+    Mutation(
+        "the operand beside a quantized weight is not quantized",
+        "quantize/products.py",
+        "rows = dequantize(*quantize(x, other), other)",
+        "rows = x.float()",
+        "quantize/test_products.py::test_both_operands_hold_what_their_recipes_keep",
+    ),
+    Mutation(
+        "a quantized weight takes the scales of another one",
+        "fsdp/narrow.py",
+        "tuple(codes.shape), self._scales_at[number]",
+        "tuple(codes.shape), self._scales_at[0]",
+        SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
+    ),
+    Mutation(
+        "codes are read without their scales",
+        "fsdp/scaled.py",
+        "if name in _READS_NO_VALUES or attribute in _READS_NO_VALUES:",
+        "if True:",
+        SCALED + "test_other_uses_of_a_quantized_weight_are_refused[2]",
     ),
     Mutation(
         "elements that become zeros are not counted",

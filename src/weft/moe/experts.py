@@ -43,6 +43,8 @@ class GroupedExperts(nn.Module):
     graph_scopes: ClassVar = {"forward": ("experts", None)}
     has_fixed_rows = False
     """Whether each expert gets as many rows in each call."""
+    multiplies_quantized = True
+    """Its products know quantized weights."""
     fills_slices = True
     """`reset_parameters` fills the local parts of DTensors, each expert from its own number."""
 

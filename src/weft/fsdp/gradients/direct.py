@@ -33,9 +33,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+PART_CLASS = "_weft_part_class"
+"""The attribute of a DTensor that says which class its local part has."""
 _homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
-
-
 _answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
 
 
@@ -98,6 +98,8 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     part = parameter.to_local()
     if part.requires_grad:  # else it may be the parameter's own, which must not refer to it
+        if PART_CLASS in vars(parameter):
+            part = part.as_subclass(vars(parameter)[PART_CLASS])
         part.part_of = parameter  # type: ignore[attr-defined]
     return part
 
