@@ -63,6 +63,7 @@ BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing
 
 NARROW = "fsdp/test_narrow.py::"
 NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
+SCALED = "fsdp/test_scaled.py::"
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
@@ -73,9 +74,7 @@ VISITS = "moe/test_visits.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
-
-CHECK = "train/test_check.py::"
-
+OF_CONFIGURATIONS = "train/test_check.py::"
 GRAPHS = "graphs/test_hooks.py::"
 WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
 REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
@@ -165,28 +164,28 @@ MUTATIONS = [
         "train/check/findings.py",
         "    return found + gradients or _norm",
         "    return found or _norm",
-        CHECK + "test_a_norm_whose_gradient_is_not_summed",
+        OF_CONFIGURATIONS + "test_a_norm_whose_gradient_is_not_summed",
     ),
     Mutation(
         "what the norm for clipping leaves out is not looked for",
         "train/check/findings.py",
         "        if all(_near(count, 1) for count in counts):\n            continue\n",
         "        continue\n",
-        CHECK + "test_sinks_that_the_norm_for_clipping_leaves_out",
+        OF_CONFIGURATIONS + "test_sinks_that_the_norm_for_clipping_leaves_out",
     ),
     Mutation(
         "ranks that all wait for messages wait on",
         "comm/threads/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
-        CHECK + "test_a_message_that_a_rank_does_not_send",
+        OF_CONFIGURATIONS + "test_a_message_that_a_rank_does_not_send",
     ),
     Mutation(
         "a run with train.check begins without it",
         "train/loop.py",
         "        if config.train.check:\n",
         "        if False:\n",
-        CHECK + "test_a_run_with_a_fault_begins_on_no_rank",
+        OF_CONFIGURATIONS + "test_a_run_with_a_fault_begins_on_no_rank",
     ),
     # --- graphs -------------------------------------------------------------------------------------------------------
     Mutation(
@@ -1372,6 +1371,27 @@ MUTATIONS = [
         "self.refresh(channels)\n        return self.model_weight.local",
         "return self.model_weight.local",
         "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+    ),
+    Mutation(
+        "the operand beside a quantized weight is not quantized",
+        "quantize/products.py",
+        "rows = dequantize(*quantize(x, other), other)",
+        "rows = x.float()",
+        "quantize/test_products.py::test_both_operands_hold_what_their_recipes_keep",
+    ),
+    Mutation(
+        "a quantized weight takes the scales of another one",
+        "fsdp/narrow.py",
+        "tuple(codes.shape), self._scales_at[number]",
+        "tuple(codes.shape), self._scales_at[0]",
+        SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
+    ),
+    Mutation(
+        "codes are read without their scales",
+        "fsdp/scaled.py",
+        "if name in _READS_NO_VALUES or attribute in _READS_NO_VALUES:",
+        "if True:",
+        SCALED + "test_other_uses_of_a_quantized_weight_are_refused[2]",
     ),
     Mutation(
         "elements that become zeros are not counted",

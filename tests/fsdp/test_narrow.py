@@ -58,11 +58,11 @@ def travelling(group) -> list:
     return list(group.payload.unpacked(torch.cat(parts)))
 
 
-def assert_same(pieces: list, extents, weights: list[torch.Tensor], recipe) -> None:
+def assert_same(pieces: list, extents, weights: list[torch.Tensor], recipe, via=BF16) -> None:
     """The pieces that travel hold the bytes of each whole weight, quantized."""
     begin = 0
     for extent, weight in zip(extents, weights, strict=True):
-        wanted, steps = quantize(weight.to(BF16), recipe)
+        wanted, steps = quantize(weight.to(via), recipe)
         own = [piece for piece in pieces if extent.offset <= piece[0] < extent.end]
         begin += len(own)
         assert [place for place, *_ in own] == sorted(place for place, *_ in own)

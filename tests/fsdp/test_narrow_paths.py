@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
-from tests.fsdp import nets
+from tests.fsdp import nets, scaled
 from tests.fsdp.seams.truth import assert_gradients
 from tests.pool import distributed
 from weft.quantize import blockwise, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
@@ -141,3 +141,79 @@ def test_slices_of_tensor_parallelism_hold_whole_blocks_and_share_maxima():
     ):
         with pytest.raises(ValueError, match=says):
             parallel(recipe)
+
+
+class Packed(torch.Tensor):
+    """A weight that comes quantized, as torchao's do: a payload, its scales, and `dequantize`."""
+
+    @staticmethod
+    def __new__(cls, payload: torch.Tensor, scales: torch.Tensor) -> "Packed":
+        made = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=torch.bfloat16)
+        made.payload, made.scales = payload, scales
+        return made
+
+    def dequantize(self) -> torch.Tensor:
+        return dequantize(self.payload, self.scales, blockwise(16, 16), torch.bfloat16)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Packed(args[0].payload, args[0].scales)
+        raise NotImplementedError(f"{func} of a packed weight")
+
+
+class Adapted(nn.Module):
+    """A frozen base that may come quantized, and an adapter beside it."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.base, self.down, self.up = (nn.Linear(*sizes, bias=False) for sizes in ((32, 64), (32, 4), (4, 64)))
+        payload, scales = quantize(self.base.weight, blockwise(16, 16))
+        values = Packed(payload, scales) if packed else dequantize(payload, scales, blockwise(16, 16), torch.bfloat16)
+        self.base.weight = nn.Parameter(values, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@distributed(2)
+def test_a_frozen_base_that_comes_quantized_trains_its_adapter():
+    batch = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    for compute in ("dequantize", "scaled"):
+        recipe = rowwise(compute=compute)
+        policy = weft.MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, param_quantization=recipe, quantize=lambda name, p: name == "base.weight"
+        )
+        net, plain = Adapted(packed=True), Adapted(packed=False)
+        weft.fully_shard(net, mp_policy=policy)
+        mains = {group.recipe.quantization: group.recipe.main for group in net._weft_unit.groups}
+        assert mains == {recipe: torch.bfloat16, None: torch.float32}
+        before = plain.base.weight.clone()
+        assert torch.equal(nets.full(net.base.weight), before)
+        plain.bfloat16()
+        if compute == "dequantize":
+            with torch.no_grad():
+                plain.base.weight.copy_(restored(plain.base.weight, recipe))
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        net(batch.chunk(2)[dist.get_rank()]).float().square().mean().backward()
+        is_scaled = "base.weight" if compute == "scaled" else ""
+        with scaled.computing(plain, recipe, torch.bfloat16, is_scaled.__eq__) as model:
+            model(batch.bfloat16()).float().square().mean().backward()
+        for name in ("up", "down"):
+            found, wanted = getattr(net, name).weight.grad, getattr(plain, name).weight.grad
+            torch.testing.assert_close(nets.full(found), wanted.float(), rtol=2**-6, atol=2**-6)
+        optimizer.step()
+        assert torch.equal(nets.full(net.base.weight), before) and net.base.weight.grad is None
+
+
+@distributed(2)
+def test_weights_whose_scales_are_unknown_are_refused():
+    for policy in (weft.MixedPrecisionPolicy(), weft.MixedPrecisionPolicy(param_quantization=rowwise())):
+        net = nn.Linear(32, 32, bias=False)
+        net.weight = nn.Parameter(net.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+        with pytest.raises(ValueError, match=r"'weight' is of torch\.float8_e4m3fn.*weft\.quantize\.dequantize"):
+            weft.fully_shard(net, mp_policy=policy)
+    net.weight = nn.Parameter(Packed(*quantize(torch.randn(32, 32), blockwise(16, 16))))
+    with pytest.raises(ValueError, match="a Packed, a tensor with operators of its own"):
+        weft.fully_shard(net)

@@ -10,7 +10,9 @@ from torch.testing import assert_close
 import weft
 import weft.overlap
 from tests.fsdp.nets import full
+from tests.fsdp.test_narrow import assert_same, travelling
 from tests.pool import distributed
+from weft.fsdp.module import units_of
 from weft.mesh import init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 from weft.models.narrow import choose_weights
@@ -77,6 +79,25 @@ def build(pattern: str, recipe, **sizes: int) -> tuple[HybridModel, HybridModel]
     return whole, parts
 
 
+def assert_bytes(parts: HybridModel) -> None:
+    """What travels of each quantized group are the bytes of whole weights, or of this rank's experts."""
+    torch.manual_seed(7)
+    whole, compared = HybridModel(parts.cfg), 0
+    for unit in units_of(parts):
+        for group in unit.groups:
+            recipe, extents = group.recipe.quantization, group.layout.extents
+            if recipe is None:
+                continue
+            weights = [whole.get_parameter(f"{unit.name}.{slot.name}").detach() for slot in group.slots]
+            mine = [
+                weight if weight.shape == extent.shape else weight.chunk(dist.get_world_size())[dist.get_rank()]
+                for weight, extent in zip(weights, extents)
+            ]
+            assert_same(travelling(group), extents, mine, recipe, torch.float32)
+            compared += 1
+    assert compared
+
+
 def assert_gradients(parts: HybridModel, whole: HybridModel) -> None:
     for name, one in parts.named_parameters():
         assert_close(full(one.grad), whole.get_parameter(name).grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -94,6 +115,7 @@ def test_stages_and_schedules_with_delayed_weight_gradients_equal_one_process():
         losses = weft.overlap.forward_backward(parts, microbatches)
         assert_close(torch.stack([*losses]), torch.stack(expected).detach())
         assert_gradients(parts, whole)
+        assert_bytes(parts)
     whole, parts = build("[*E][*-]", nvfp4(), ep=2)
     tokens, labels = rows
     (2 * whole(tokens, labels=labels)).backward()  # of two microbatches the losses are added
@@ -114,3 +136,4 @@ def test_experts_of_other_ranks_equal_one_process():
         dist.all_reduce(mean := loss.detach().clone())
         assert_close(mean / 2, expected.detach())
         assert_gradients(parts, whole)
+        assert_bytes(parts)

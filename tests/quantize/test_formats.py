@@ -236,8 +236,6 @@ def test_a_part_of_a_matrix_takes_the_maximum_of_the_whole():
         (lambda: blockwise(0, 128), "at least 1"),
         (lambda: rowwise(via=torch.int8), "via=torch.int8"),
         (lambda: rowwise(compute="fast"), "compute='fast'"),
-        (lambda: rowwise(compute="scaled"), "not implemented"),
-        (lambda: rowwise(keep_transpose=True), "keep_transpose"),
     ],
 )
 def test_what_has_no_such_format_is_refused(wrong, says):

@@ -162,7 +162,7 @@ class _Gone:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with behind_classes():
             name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
-            if name in _HARMLESS or attribute in _HARMLESS or (name, attribute) == ("__set__", "data"):
+            if name in HARMLESS or attribute in HARMLESS or (name, attribute) == ("__set__", "data"):
                 return func(*args, **(kwargs or {}))
             parameter = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Gone))
             raise WeightsGone(
@@ -176,7 +176,7 @@ class _Gone:
             return f"{_name_of(self)}, whose gathered weights have gone"
 
 
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     """
     device dtype layout shape ndim size dim ndimension numel nelement stride storage_offset element_size itemsize nbytes
     is_contiguous is_floating_point is_complex is_cuda is_meta is_sparse is_leaf requires_grad requires_grad_ grad

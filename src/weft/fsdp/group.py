@@ -39,6 +39,7 @@ from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
 from weft.fsdp.payload import payload_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardShard
+from weft.fsdp.scaled import mark_scaled
 from weft.fsdp.slots import Slot
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
@@ -131,7 +132,8 @@ class ParameterGroup:
         if not self.plan.moves and not self.payload.refreshes:
             return self.model_weight, None
         describe = self._ours("the gathered weights")
-        transient = Transient(self.layout.numel, self.recipe.compute, self.device, describe=describe, filled=True)
+        numel = self.layout.numel + self.payload.tail
+        transient = Transient(numel, self.recipe.gathered, self.device, describe=describe, filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
     def _make_parameters(self, originals: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -142,6 +144,7 @@ class ParameterGroup:
             nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
             for view, parallel in zip(views, self.tensor_parallel)
         ]
+        mark_scaled(full, self.recipe)
         sharded = [
             nn.Parameter(tensor, requires_grad=self.trainable)
             for tensor in self.main_weight.dtensors(self.tensor_parallel)
@@ -337,7 +340,7 @@ class ParameterGroup:
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
             describe = self._ours("what stays of the weights")
-            self.post_forward = PostForwardShard(self.layout.numel, self.recipe.compute, self.device, group, describe)
+            self.post_forward = PostForwardShard(self.layout.numel, self.recipe.gathered, self.device, group, describe)
             self.transients.append(self.post_forward.transient)
 
     def keep_post_forward(self, channels: Channels) -> None:

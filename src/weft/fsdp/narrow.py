@@ -26,6 +26,7 @@ from weft.memory.buffer import sharded_axes
 from weft.memory.pool import Pool, Transient
 from weft.mesh import position_on
 from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
+from weft.quantize.decode import packed_e2m1, unpacked_e2m1
 
 _ALIGNMENT = 16
 """A shard's bytes are a multiple of this many."""
@@ -68,6 +69,10 @@ class Narrow:
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], device=plan.device)
+        whole = [self._scale_bytes(each.shape) if all(each.shape) else 0 for each in self._extents]
+        self._scales_at = [*accumulate((-(-size // 4) * 4 for size in whole), initial=plan.layout.numel)]
+        """Where the scales of each whole tensor begin in full weights that stay quantized."""
+        self.tail = -(-(self._scales_at[-1] - plan.layout.numel) // _ALIGNMENT) * _ALIGNMENT if self._stays else 0
         self.staging: Transient | None = None
         if plan.moves:
             self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
@@ -80,6 +85,11 @@ class Narrow:
         recipe, compute = self._plan.recipe.quantization, self._plan.recipe.compute
         assert recipe is not None
         return recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether full weights are quantized too."""
+        return self._recipe.is_scaled
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
         """See `Payload.write`. `source`: main weights, or the bytes that were made from them."""
@@ -96,7 +106,7 @@ class Narrow:
         if come is None:
             return
         with torch.no_grad():
-            self._dequantize(come, full)
+            (self._assemble if self._stays else self._dequantize)(come, full)
         if self.staging is not None:
             self.staging.give()
 
@@ -195,6 +205,28 @@ class Narrow:
             numel = codes.numel() * self._recipe.values_per_byte
             values = full[place : place + numel].view(*codes.shape[:-1], -1)
             dequantize(codes, scales, self._recipe, out=values)
+
+    def _assemble(self, come: torch.Tensor, full: torch.Tensor) -> None:
+        """Fill full weights that stay quantized from the bytes of all shards: the codes, and behind them the scales."""
+        target, ends = full.view(torch.uint8), list(self._scales_at)
+        for shard, sent in enumerate(come.view(self.layout.shards, -1)):
+            for piece in self._pieces(shard):
+                codes, steps = self._bytes_of(sent, piece, piece.place - shard * self._plan.layout.shard_numel)
+                codes = unpacked_e2m1(codes) if self._recipe.kind == "nvfp4" else codes
+                target[piece.place : piece.place + piece.numel].view(codes.shape).copy_(codes)
+                target[ends[piece.number] : ends[piece.number] + steps.numel()].copy_(steps)
+                ends[piece.number] += steps.numel()
+
+    def operand(self, codes: torch.Tensor, full: torch.Tensor, number: int) -> tuple[torch.Tensor, Any, Quantization]:
+        """Payload, scales and recipe of tensor `number`, whose `codes` are in full weights that stay quantized."""
+        recipe, shape, begin = self._recipe, tuple(codes.shape), self._scales_at[number]
+        if recipe.kind == "tensorwise":
+            return codes, wide_scales(self.maxima_of(number), recipe).view(recipe.scale_shape(shape)), recipe
+        steps = full.view(torch.uint8)[begin : begin + self._scale_bytes(shape)]
+        typed = (steps.view(torch.float32) if recipe.scale_itemsize == 4 else steps).view(recipe.scale_shape(shape))
+        if recipe.kind == "nvfp4":
+            return packed_e2m1(codes), (typed, wide_scales(self.maxima_of(number)[0], recipe)), recipe
+        return codes, typed, recipe
 
     def _bytes_of(self, sent: torch.Tensor, piece: _Piece, at: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a shard's bytes: the payload of the piece whose elements begin at `at`, and its scales."""

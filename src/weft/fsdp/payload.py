@@ -36,6 +36,8 @@ class Payload(Protocol):
     """Memory that is taken by `write` or `land`, and given back by `open`."""
     sent: int
     """Bytes of a gather."""
+    tail: int
+    """Elements that full weights have behind those of the layout."""
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
         """What makes `own`, the part that this rank sends, from `source`, on the lane; None: `source` can be sent."""
@@ -61,6 +63,7 @@ class Plain:
     """Weights travel in the compute dtype, in which they are used."""
 
     refreshes = False
+    tail = 0
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         """`describe`: what errors call its staging memory."""

@@ -28,6 +28,11 @@ class PostForwardShard:
         group: dist.ProcessGroup,
         describe: Callable[[], str],
     ) -> None:
+        if dtype.itemsize == 1:
+            raise ValueError(
+                f"reshard_after_forward={group.size()} for {describe()}: shards of weights that stay quantized cannot "
+                'be gathered again; choose True or False, or compute="dequantize"'
+            )
         self.transient = Transient(numel // group.size(), dtype, device, describe=describe)
         self.held = False
         self._group = group

@@ -33,7 +33,8 @@ class MixedPrecisionPolicy:
     `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered; each is dequantized to
     `param_dtype` for use. `quantize(name, parameter)`: whether a parameter is quantized, by its name in
     `named_parameters()` of the module that `fully_shard` is called on (None: those with two or three dimensions that
-    are no embedding). Main weights of quantized parameters are float32 unless `main_params_dtype` says otherwise.
+    are no embedding). Main weights of quantized parameters are float32 unless `main_params_dtype` says
+    otherwise or they are frozen.
 
     Raises ValueError for a dtype that torch does not compute in: choose float64, float32, bfloat16 or float16.
     """
@@ -58,14 +59,17 @@ class MixedPrecisionPolicy:
         if self.quantize is not None and self.param_quantization is None:
             raise ValueError("quantize= chooses parameters for param_quantization: pass a recipe too, or leave it out")
 
-    def resolve(self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False) -> "Recipe":
+    def resolve(
+        self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
+    ) -> "Recipe":
         """The dtypes for parameters whose own dtype is `dtype`; `keep`: which keep it; `quantized`: which travel in
-        `param_quantization`. Raises ValueError for a format that the compute dtype does not hold."""
+        `param_quantization`; `frozen`: which no optimizer updates. Raises ValueError for a format that the compute
+        dtype does not hold."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
         narrow = self.param_quantization if quantized else None
-        main = self.main_params_dtype or (dtype if narrow is None else torch.float32)
+        main = self.main_params_dtype or (dtype if narrow is None or frozen else torch.float32)
         if narrow is not None and narrow.kind == "mx" and compute == torch.float16:
             raise ValueError(
                 f"param_quantization={narrow} with weights that compute in {compute}: its scales exceed the range of "
@@ -123,6 +127,11 @@ class Recipe:
     reduce: torch.dtype
     main_grad: torch.dtype
     quantization: Quantization | None = None
+
+    @property
+    def gathered(self) -> torch.dtype:
+        """Of full weights: what computes, or the payload where products multiply that."""
+        return torch.float8_e4m3fn if self.quantization is not None and self.quantization.is_scaled else self.compute
 
     @property
     def smallest_itemsize(self) -> int:

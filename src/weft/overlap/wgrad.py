@@ -16,18 +16,16 @@ computes again there must be what was computed first.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.timeline import span
-from weft.fsdp.gradients.direct import parameter_of, weight_gradient
+from weft.fsdp.gradients.direct import parameter_of
+from weft.fsdp.gradients.products import KINDS, SCALED, Product
+from weft.fsdp.scaled import is_scaled
 from weft.overlap.order import COMPUTE
 
 
@@ -79,88 +77,11 @@ class DelayedWeights(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # what is traced has a backward of its own
             return function(*args, **kwargs)
-        kind = _KINDS.get(function)
+        kind = KINDS.get(function)
         if kind is not None and (operands := _operands(kind, args, kwargs)) is not None:
-            return _Product.apply(self._queue, kind, *operands)
+            kind = SCALED[kind] if is_scaled(operands[1]) else kind
+            return Product.apply(self._queue, kind, *operands)
         return function(*args, **kwargs)
-
-
-def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Tensor | None) -> None:
-    """One product, into the buffer of its parameter."""
-    buffer, accumulate = weight_gradient(parameter)
-    if isinstance(buffer, DTensor):  # `.grad` of a weight that is spread over ranks but not sharded
-        buffer = buffer.to_local()
-    if not accumulate and kind is _Linear and buffer.dtype == x.dtype:
-        torch.mm(gradient.flatten(0, -2).t(), x.flatten(0, -2), out=buffer)
-    else:  # the sum of two rounded terms, as autograd adds them
-        (buffer.add_ if accumulate else buffer.copy_)(kind.weight_gradient(gradient, x, beside))
-
-
-class _Linear:
-    """`x @ weight.T + bias` on the last dimension."""
-
-    arguments = ("input", "weight", "bias")
-
-    @staticmethod
-    def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        return x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.dim() == 1)
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return gradient.flatten(0, -2).mm(weight).view(*gradient.shape[:-1], weight.shape[1])
-
-    @staticmethod
-    def weight_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        return gradient.flatten(0, -2).t().mm(x.flatten(0, -2))
-
-
-class _Grouped:
-    """`x[group] @ weight[group]`, the groups of rows ending at `offs`."""
-
-    arguments = ("self", "mat2", "offs", "bias", "out_dtype")
-
-    @staticmethod
-    def fits(x: Tensor, weight: Tensor, offs: Tensor | None) -> bool:
-        return x.dim() == 2 and weight.dim() == 3 and offs is not None
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        return torch._grouped_mm(x, weight, offs)
-
-    @staticmethod
-    def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        return torch._grouped_mm(gradient, weight.transpose(-2, -1), offs)
-
-    @staticmethod
-    def weight_gradient(gradient: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        return torch._grouped_mm(x.t(), gradient, offs)
-
-
-_KINDS: dict[Any, Any] = {F.linear: _Linear, torch._grouped_mm: _Grouped}
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, queue: list, kind: Any, x: Tensor, weight: Tensor, beside: Tensor | None) -> Tensor:
-        ctx.queue, ctx.kind = queue, kind
-        ctx.weight = weight  # not saved: an activation checkpoint would hand back another tensor
-        ctx.save_for_backward(x, beside)
-        return kind.forward(x, weight, beside)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, beside = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        ctx.queue.append(partial(_compute, parameter_of(ctx.weight), ctx.kind, gradient, x, beside))
-        needs = ctx.needs_input_grad
-        input_gradient = ctx.kind.input_gradient(gradient, ctx.weight.detach(), beside) if needs[2] else None
-        bias_gradient = gradient.flatten(0, -2).sum(0) if needs[4] else None
-        return None, None, input_gradient, None, bias_gradient
 
 
 def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -191,4 +112,4 @@ def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Ten
 
 def _is_plain(value: Any) -> bool:
     """Whether `value` is a tensor without a meaning of its own for products, as a DTensor has one."""
-    return type(value) is Tensor or issubclass(type(value), nn.Parameter)
+    return type(value) is Tensor or issubclass(type(value), nn.Parameter) or is_scaled(value)

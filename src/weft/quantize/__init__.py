@@ -3,6 +3,7 @@
 from weft.quantize.choice import ExceptEnds, except_ends
 from weft.quantize.decode import dequantize
 from weft.quantize.formats import largest_of, quantize, wide_scales
+from weft.quantize.products import beside, scaled_product
 from weft.quantize.recipe import Quantization, blockwise, mx, nvfp4, rowwise, tensorwise
 from weft.quantize.shares import Shares, count_losses
 
@@ -10,6 +11,7 @@ __all__ = [
     "ExceptEnds",
     "Quantization",
     "Shares",
+    "beside",
     "blockwise",
     "count_losses",
     "dequantize",
@@ -19,6 +21,7 @@ __all__ = [
     "nvfp4",
     "quantize",
     "rowwise",
+    "scaled_product",
     "tensorwise",
     "wide_scales",
 ]

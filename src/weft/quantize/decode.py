@@ -66,6 +66,18 @@ def dequantize(
     return out
 
 
+def unpacked_e2m1(payload: torch.Tensor) -> torch.Tensor:
+    """The codes of nvfp4 one in a byte, in the bits of e4m3, where their values are 64 times smaller."""
+    halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
+    return (halves & 0x80) | (halves & 0x70) >> 2
+
+
+def packed_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """What `unpacked_e2m1` was called with."""
+    nibbles = (codes >> 4 & 8) | (codes >> 2 & 7)
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+
+
 def wide(scales: Any, recipe: Quantization) -> torch.Tensor:
     """The fp32 factor of each block."""
     if recipe.kind == "mx":
@@ -111,9 +123,7 @@ def _scale(values: torch.Tensor, table: torch.Tensor, side: int) -> None:
 
 def _by_torch(payload: torch.Tensor, scales: torch.Tensor, recipe: Quantization, shape: Any) -> torch.Tensor:
     if recipe.kind == "nvfp4":
-        halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
-        codes = (halves & 0x80) | (halves & 0x70) >> 2  # in the bits of e4m3 a value of e2m1 is 64 times smaller
-        values = codes.view(torch.float8_e4m3fn).float() * 64
+        values = unpacked_e2m1(payload).view(torch.float8_e4m3fn).float() * 64
     else:
         values = payload.view(torch.float8_e4m3fn).float()
     tiles = tiled(values, recipe)

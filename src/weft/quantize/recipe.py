@@ -27,7 +27,8 @@ class Quantization:
 
     `block`: rows and columns that share a scale, 0 for all of them. `pow2`: fp32 scales are rounded up to powers of
     two. `via`: the dtype that weights are cast to before they are quantized; None: the dtype that computes. `compute`:
-    "dequantize", products use the weight in the dtype that computes.
+    "dequantize", products use the weight in the dtype that computes; "scaled", linear layers and experts multiply
+    quantized operands (`weft.quantize.products`).
 
     Raises ValueError for a value that no format has.
     """
@@ -37,7 +38,6 @@ class Quantization:
     pow2: bool = False
     via: torch.dtype | None = None
     compute: str = "dequantize"
-    keep_transpose: bool = False
 
     def __post_init__(self) -> None:
         if any(not isinstance(size, int) or size < 0 for size in self.block):
@@ -46,25 +46,21 @@ class Quantization:
             raise ValueError(f"mx({self.block[1]}): a block has a power of two elements; the standard's has 32")
         if self.via is not None and self.via not in _VIA:
             raise ValueError(f"via={self.via!r}: choose {', '.join(map(str, _VIA))}, or None for the compute dtype")
-        if self.compute == "scaled":
-            raise ValueError(
-                'compute="scaled": products of quantized operands are not implemented; choose compute="dequantize", '
-                "which gathers as few bytes"
-            )
-        if self.compute != "dequantize":
-            raise ValueError(f'compute={self.compute!r}: choose "dequantize"')
-        if self.keep_transpose:
-            raise ValueError(
-                f"keep_transpose=True with compute={self.compute!r}: only products of quantized operands need the "
-                "transposed payload; leave it out"
-            )
+        if self.compute not in ("dequantize", "scaled"):
+            raise ValueError(f'compute={self.compute!r}: choose "dequantize" or "scaled"')
 
     def __str__(self) -> str:
         sides = {"blockwise": f"{self.block[0]}, {self.block[1]}", "mx": str(self.block[1])}.get(self.kind, "")
         options = [sides] if sides else []
         options += ["pow2=True"] if self.pow2 else []
         options += [f"via={self.via}"] if self.via is not None else []
+        options += ['compute="scaled"'] if self.is_scaled else []
         return f"{self.kind}({', '.join(options)})"
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether products multiply the payload."""
+        return self.compute == "scaled"
 
     @property
     def shares_maximum(self) -> bool:
@@ -113,18 +109,14 @@ class Quantization:
             )
 
 
-def tensorwise(
-    *, pow2: bool = False, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
-) -> Quantization:
+def tensorwise(*, pow2: bool = False, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
     """FP8 (e4m3) with one fp32 scale for each matrix, from its current maximum."""
-    return Quantization("tensorwise", (0, 0), pow2, via, compute, keep_transpose)
+    return Quantization("tensorwise", (0, 0), pow2, via, compute)
 
 
-def rowwise(
-    *, pow2: bool = False, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
-) -> Quantization:
+def rowwise(*, pow2: bool = False, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
     """FP8 (e4m3) with one fp32 scale for each row, which is one output feature of a linear layer."""
-    return Quantization("rowwise", (1, 0), pow2, via, compute, keep_transpose)
+    return Quantization("rowwise", (1, 0), pow2, via, compute)
 
 
 def blockwise(
@@ -134,23 +126,20 @@ def blockwise(
     pow2: bool = False,
     via: torch.dtype | None = None,
     compute: str = "dequantize",
-    keep_transpose: bool = False,
 ) -> Quantization:
     """FP8 (e4m3) with one fp32 scale for each tile; DeepSeek-V3 (2024) uses 128 x 128. Tiles at the end may be less."""
     if rows == 0 or columns == 0:
         raise ValueError(f"blockwise({rows}, {columns}): choose sides of at least 1, tensorwise() or rowwise()")
-    return Quantization("blockwise", (rows, columns), pow2, via, compute, keep_transpose)
+    return Quantization("blockwise", (rows, columns), pow2, via, compute)
 
 
-def mx(
-    block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
-) -> Quantization:
+def mx(block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
     """MXFP8 of the OCP Microscaling Formats (2023): e4m3 with a power of two for each `block` neighbours in a row."""
     if block == 0:
         raise ValueError("mx(0): a block has at least one element; the standard's has 32")
-    return Quantization("mx", (1, block), False, via, compute, keep_transpose)
+    return Quantization("mx", (1, block), False, via, compute)
 
 
-def nvfp4(*, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False) -> Quantization:
+def nvfp4(*, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
     """NVFP4: e2m1 with an e4m3 scale for each 16 neighbours in a row, and an fp32 scale for each matrix."""
-    return Quantization("nvfp4", (1, 16), False, via, compute, keep_transpose)
+    return Quantization("nvfp4", (1, 16), False, via, compute)

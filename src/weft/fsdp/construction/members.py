@@ -23,7 +23,7 @@ from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
 from weft.fsdp.construction.originals import retire
 from weft.fsdp.construction.parameters import checked_parameter
-from weft.fsdp.construction.quantized import demands, recipe_of, uncut
+from weft.fsdp.construction.quantized import demands, dequantize_parameters, recipe_of, uncut
 from weft.fsdp.construction.start import equalize
 from weft.fsdp.gradients.direct import home_of, register_owner
 from weft.fsdp.group import ParameterGroup
@@ -38,10 +38,11 @@ class Members:
     """What lies in `request.modules` outside of any unit below: `owners`, by name, and their parameters."""
 
     def __init__(self, request: Request) -> None:
-        """Raises ValueError for what cannot be sharded; nothing is changed yet."""
+        """Raises ValueError for what cannot be sharded; nothing is changed yet but parameters that came quantized."""
         self._request = request
         self.owners = _owners(request.modules)
-        self._found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
+        found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
+        self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
         self._tied = {parameter: home for parameter in self._found if (home := home_of(parameter)) is not None}
         self._refuse_outside_in()
@@ -62,7 +63,8 @@ class Members:
             for parameter, slot in self._own.items()
         }
         self._recipes = {
-            p: recipe_of(p, slot.name, slot.owners, self._parallel[p], request.policy) for p, slot in self._own.items()
+            p: recipe_of(p, slot.name, slot.owners, self._parallel[p], request.policy, request.device)
+            for p, slot in self._own.items()
         }
         self._cutting = {
             p: uncut(p, slot.name, granularity_of(p, slot.name, choices[p][0]), self._recipes[p].quantization)

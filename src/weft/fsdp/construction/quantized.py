@@ -2,6 +2,7 @@
 
 a parameter                                  under `param_quantization`
 -------------------------------------------  ------------------------------------------------------------------------
+of a class with its own `dequantize`         is dequantized first: a plain parameter takes its place
 of one dimension, of an `nn.Embedding`       stays as it is, unless `quantize` accepts it
 marked by `weft.keep_dtype`                  stays as it is
 that `quantize` accepts and has no blocks    ValueError
@@ -13,13 +14,16 @@ import math
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import local_of
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
+from weft.fsdp.slots import Slot
 from weft.quantize import Quantization
+from weft.quantize.products import missing_product
 
 
 def recipe_of(
@@ -28,21 +32,57 @@ def recipe_of(
     owners: Sequence[tuple["weakref.ref[nn.Module]", str]],
     parallel: TensorParallel | None,
     policy: MixedPrecisionPolicy,
+    device: torch.device,
 ) -> Recipe:
-    """The dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError for one that cannot be."""
+    """The dtypes of `parameter`, which computes on `device`, and its recipe if it is quantized. Raises ValueError for
+    one that cannot be."""
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
+    if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
+        raise ValueError(
+            f"parameter {name!r} is of {parameter.dtype}, whose scales are not known here: put the values in its "
+            "place, module.weight = nn.Parameter(weft.quantize.dequantize(payload, scales, recipe)), and let "
+            "param_quantization= quantize them, or name it in ignored_params"
+        )
     quantized = False
     if recipe is not None and not keep and parameter.dtype.is_floating_point:
         if policy.quantize is not None:
             quantized = bool(policy.quantize(name, parameter))
         else:
             quantized = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
+            quantized &= not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners)
     if quantized and recipe is not None:
         shape = tuple(local_of(parameter).shape)
         recipe.check(shape, f"parameter {name!r}")
         if parallel is not None and parallel.slices > 1:
             _refuse_divided_blocks(recipe, shape, parallel, name)
-    return policy.resolve(parameter.dtype, keep=keep, quantized=quantized)
+        if recipe.is_scaled:
+            why = missing_product(recipe, shape, policy.param_dtype or parameter.dtype, device)
+            beyond = parallel.beyond if parallel is not None else ()
+            if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
+                why = "products of tensor-parallel weights are those of DTensors"
+            if why is not None:
+                raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
+    return policy.resolve(parameter.dtype, keep=keep, quantized=quantized, frozen=not parameter.requires_grad)
+
+
+def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
+    """`slots`, in whose modules plain parameters take the place of those that come quantized, if their class has a
+    `dequantize` of its own and `policy` quantizes. Others stay, to be refused or not by what they are."""
+    if policy.param_quantization is None:
+        return slots
+    found = {}
+    for parameter, slot in slots.items():
+        if type(parameter).dequantize is not torch.Tensor.dequantize:
+            with torch.no_grad():
+                parameter = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
+            slot.put(parameter)
+        found[parameter] = slot
+    return found
+
+
+def _multiplies(module: nn.Module | None, attribute: str) -> bool:
+    """Whether a module uses its parameter in products that know quantized weights."""
+    return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
 
 
 def demands(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> bool:

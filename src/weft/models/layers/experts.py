@@ -53,6 +53,7 @@ class Experts(MoE):
             aux_loss_coef=cfg.aux_loss_coef,
             z_loss_coef=cfg.z_loss_coef,
             capacity_factor=cfg.capacity_factor,
+            pad_to_capacity=cfg.pad_to_capacity,
         )
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
@@ -100,7 +101,8 @@ class Experts(MoE):
         kept: Tensor | None,
     ) -> Tensor:
         handle = Handle()
-        handle.permutation = Permutation(assignments, places, kept, (residual.shape[0], residual.shape[1]))
+        shape = (residual.shape[0], residual.shape[1])
+        handle.permutation = Permutation(assignments, places, kept, shape, self.router.pad_to_capacity)
         return self._added(residual, self.receive(rows, weights, shared, handle))
 
     def _added(self, residual: Tensor, output: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ class MLP(FeedForward):
     def share(self, ranks: TensorRanks) -> None:
         """See `Block.share`."""
         self.ranks = ranks
+        parts = [name for name, _ in self.named_children() if name not in ("norm", "post_norm")]
+        vars(self)["graph_scopes"] = {**type(self).graph_scopes, "forward": ("mlp", parts)}
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts, which are the MLP itself."""

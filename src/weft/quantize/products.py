@@ -1,0 +1,110 @@
+"""Products of quantized operands: `compute="scaled"`.
+
+                          sums over       weight        the other operand, quantized as
+    --------------------  --------------  ------------  ---------------------------------------------------------
+    x @ weight.T          its columns     as it came    `beside(recipe, -1)`
+    gradient @ weight     its rows        as it came    `beside(recipe, -2)`; not, where scales differ along a sum
+    gradient.T @ x        tokens          not in it     not: in the dtype that computes
+
+On CPU both operands are dequantized to fp32 and multiplied. That is what torch's own kernel computes there, to the bit,
+where it has one. On CUDA torch's kernel multiplies the payloads.
+"""
+
+import dataclasses
+from functools import cache
+
+import torch
+
+from weft.quantize.decode import dequantize
+from weft.quantize.formats import Scales, quantize
+from weft.quantize.recipe import Quantization, rowwise
+
+MULTIPLE = 16
+"""What the sides of a weight must be multiples of on CUDA."""
+
+
+def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
+    """How the operand beside a weight is quantized, in a product that sums over dimension `dim` of its matrices.
+
+    `by_row`: each row by itself, because a row must not depend on the others. None: not at all, because the weight's
+    scales differ along that dimension.
+    """
+    if recipe.kind == "tensorwise":
+        return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
+    if recipe.kind == "blockwise":
+        return dataclasses.replace(recipe, block=(1, recipe.block[dim]), via=None)
+    return dataclasses.replace(recipe, via=None) if dim == -1 else None
+
+
+def scaled_product(
+    x: torch.Tensor,
+    payload: torch.Tensor,
+    scales: Scales,
+    recipe: Quantization,
+    *,
+    dim: int = -1,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T` for `dim` -1, `x @ weight` for -2, in the dtype of `x`.
+
+    `x`: `[rows, K]`. `payload`, `scales`: the weight's, as `quantize` returns them. `offsets`: for a stack of matrices,
+    where the rows of each end.
+    """
+    other = beside(recipe, dim, by_row=offsets is not None)
+    if x.is_cuda and other is not None:
+        return by_kernel(x, payload, scales, recipe, other, dim)
+    weight = dequantize(payload, scales, recipe)
+    if other is None:
+        rows, weight = x, weight.to(x.dtype)
+    else:
+        rows = dequantize(*quantize(x, other), other)
+    weight = weight.mT if dim == -1 else weight
+    product = rows @ weight if offsets is None else torch._grouped_mm(rows, weight, offsets)
+    return product.to(x.dtype)
+
+
+def by_kernel(
+    x: torch.Tensor, payload: torch.Tensor, scales: Scales, recipe: Quantization, other: Quantization, dim: int
+) -> torch.Tensor:
+    """`scaled_product` by torch's kernel, for tensorwise and rowwise recipes."""
+    codes, own = quantize(x, other)
+    weight = payload.view(torch.float8_e4m3fn)
+    weight = weight.t() if dim == -1 else weight.t().contiguous().t()  # the kernel wants columns that are contiguous
+    assert isinstance(own, torch.Tensor) and isinstance(scales, torch.Tensor)
+    if recipe.kind == "rowwise":
+        own, scales = own[:, None], scales[None, :]
+    return torch._scaled_mm(codes.view(torch.float8_e4m3fn), weight, own, scales, out_dtype=x.dtype)
+
+
+def missing_product(
+    recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why a weight of this shape cannot be multiplied while it is quantized; None: it can be."""
+    if dtype.itemsize > 4:
+        return f"products of quantized operands are taken in fp32, which is narrower than {dtype}"
+    if len(shape) == 3 and recipe.kind not in ("tensorwise", "blockwise"):
+        return (
+            f"stacks of [in, out] matrices, such as experts, are summed over their rows, along which the scales of "
+            f"{recipe} differ; choose tensorwise() or blockwise()"
+        )
+    if device.type != "cuda":
+        return None
+    if recipe.kind not in ("tensorwise", "rowwise") or len(shape) != 2:
+        return f"torch has no such product on {device} that weft uses; choose tensorwise() or rowwise() of matrices"
+    if any(side % MULTIPLE for side in shape):
+        return f"on {device} both sides of the weight must be multiples of {MULTIPLE}"
+    failure = _kernel_failure(recipe.kind, dtype, device)
+    return None if failure is None else f"torch._scaled_mm fails on {device}: {failure}"
+
+
+@cache
+def _kernel_failure(kind: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What torch's kernel says to a small product, tried once on each device; None: it works."""
+    recipe = Quantization(kind, (1, 0) if kind == "rowwise" else (0, 0))  # type: ignore[arg-type]
+    side = 2 * MULTIPLE
+    x, weight = torch.ones(2, side, side, dtype=dtype, device=device)
+    try:
+        by_kernel(x, *quantize(weight, recipe), recipe, recipe, -1)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,191 @@
+"""Weights that stay quantized: products equal those of one process that quantizes both operands in the same places."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from tests.fsdp import nets, scaled
+from tests.pool import distributed
+from weft.fsdp import weight_gradient
+from weft.quantize import blockwise, mx, nvfp4, rowwise, tensorwise
+
+FP32, BF16 = torch.float32, torch.bfloat16
+MAKE = [tensorwise, rowwise, lambda **options: blockwise(16, 32, **options), mx, nvfp4]
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.recompute = recompute
+        self.layers = nn.ModuleList([nn.Linear(32, 64), nn.Linear(64, 96, bias=False), nn.Linear(96, 32)])
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return self.norm(x)
+
+
+def sharded(recipe, compute=FP32, recompute=False, **options) -> Net:
+    net = Net(recompute)
+    policy = weft.MixedPrecisionPolicy(compute, FP32, param_quantization=recipe)
+    first, second, third = net.layers
+    for layers in ([first, second], [third]):
+        weft.fully_shard(layers, mp_policy=policy, **options)
+    return weft.fully_shard(net, mp_policy=policy, **options)
+
+
+def rows(steps: int, microbatches: int = 2) -> torch.Tensor:
+    """`[steps, microbatches, ranks, 5, 32]`."""
+    ranks = dist.get_world_size()
+    return torch.randn(steps, microbatches, ranks, 5, 32, generator=torch.Generator().manual_seed(1))
+
+
+def is_chosen(name: str) -> bool:
+    return "layers" in name and "bias" not in name
+
+
+def assert_trains(recipe, compute=FP32, steps=3, **options) -> Net:
+    """Steps of two microbatches equal one process, which handles the rows of each rank by themselves."""
+    plain, net = Net(), sharded(recipe, compute, **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in (plain, net)]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    tolerance = {} if compute == FP32 else {"rtol": 2**-7, "atol": 2**-7}
+    for batch in rows(steps):
+        for last, parts in enumerate(batch):
+            net.set_is_last_backward(bool(last))
+            with scaled.computing(plain, recipe, compute, is_chosen) as model:
+                wanted = [model(part.to(compute)).float().square().mean() for part in parts]
+                (sum(wanted) / ranks).backward()
+            loss = net(parts[rank]).float().square().mean()
+            loss.backward()
+            torch.testing.assert_close(loss, wanted[rank], **tolerance)
+        for one, other in zip(net.parameters(), plain.parameters()):
+            torch.testing.assert_close(nets.full(one.grad), other.grad, **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
+@distributed(2)
+def test_a_step_of_scaled_products_equals_one_process():
+    assert_trains(tensorwise(compute="scaled"))
+    assert_trains(mx(compute="scaled"), BF16)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_every_recipe_and_strategy_equals_one_process():
+    for number, make in enumerate(MAKE):
+        strategy = ["no_shard", "optim", "optim_grads", "optim_grads_params"][number % 4]
+        assert_trains(make(compute="scaled"), strategy=strategy)
+    assert_trains(rowwise(compute="scaled"), recompute=True)
+    assert_trains(rowwise(compute="scaled"), reshard_after_forward=False)
+    assert_trains(blockwise(16, 32, compute="scaled"), offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_meshes_of_two_axes_equal_one_process():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    for outer, recipe in (("no_shard", tensorwise(compute="scaled")), ("optim", mx(compute="scaled"))):
+        # After a step weights differ in their last bits, and a few activations round to other codes.
+        assert_trains(recipe, steps=1, mesh=mesh, outer_strategy=outer)
+    with pytest.raises(ValueError, match=r"reshard_after_forward=2 .*stay quantized"):
+        sharded(mx(compute="scaled"), reshard_after_forward=2)
+
+
+@distributed(2)
+def test_weights_stay_at_one_byte_and_their_scales():
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+    policy = weft.MixedPrecisionPolicy(BF16, param_quantization=mx(compute="scaled"))
+    for each in net:
+        weft.fully_shard(each, mp_policy=policy)
+    weft.fully_shard(net, mp_policy=policy)
+    for _ in range(3):
+        net(torch.ones(2, 256)).float().sum().backward()
+    (group,) = net[0]._weft_unit.groups
+    assert group.full_parameters[0].dtype == torch.float8_e4m3fn
+    assert group.transient.nbytes == 256 * 256 + 256 * 256 // 32
+    transient, plan = weft.memory_report(net)["transient"], weft.fsdp.plan_of(net)
+    assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}
+
+
+class Writing(torch.autograd.Function):
+    """A linear layer that writes its weight gradient itself, as a fused kernel does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        gradient = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(gradient)
+            weight.grad_added_to_main_grad = True
+        else:
+            buffer, accumulate = weight_gradient(weight)
+            (buffer.add_ if accumulate else buffer.copy_)(gradient)
+        return dy @ weight, None
+
+
+class Fused(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Writing.apply(x, self.weight)
+
+
+@distributed(2)
+def test_weight_gradients_that_modules_write_are_those_of_plain_products():
+    found = []
+    for way in ("product", "weight_gradient", "main_grad"):
+        net = Net()
+        if way != "product":
+            net.layers[1].__class__ = Fused
+        if way == "main_grad":
+            net.layers[1].weight.grad_added_to_main_grad = False
+        policy = weft.MixedPrecisionPolicy(BF16, FP32, param_quantization=tensorwise(compute="scaled"))
+        for layer in net.layers:
+            weft.fully_shard(layer, mp_policy=policy)
+        weft.fully_shard(net, mp_policy=policy)
+        for last, parts in enumerate(rows(1)[0]):
+            net.set_is_last_backward(bool(last))
+            net(parts[dist.get_rank()]).float().square().mean().backward()
+        found.append([nets.full(parameter.grad) for parameter in net.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(one, another) for one, another in zip(found[0], other))
+
+
+@distributed(2)
+def test_other_uses_of_a_quantized_weight_are_refused():
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()
+
+    recipe = rowwise(compute="scaled")
+    policy = weft.MixedPrecisionPolicy(BF16, param_quantization=recipe)
+    net = weft.fully_shard(Reads(32, 32), mp_policy=policy)
+    with pytest.raises(TypeError, match=r"t of 'weight' of .*Reads.*compute=\"scaled\".*quantize"):
+        net(torch.ones(2, 32))
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.zeros(2, 32, 32))
+    chosen = weft.MixedPrecisionPolicy(param_quantization=recipe, quantize=lambda name, p: True)
+    with pytest.raises(ValueError, match=r"rowwise.*'weight'.*tensorwise\(\) or blockwise\(\)"):
+        weft.fully_shard(experts, mp_policy=chosen)
+    tp = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    parallel = parallelize_module(nn.Linear(32, 64), tp["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match=r"'weight'.*tensor-parallel"):
+        weft.fully_shard(parallel, mesh=tp["dp"], mp_policy=policy)
+    only = weft.fully_shard(nn.Bilinear(32, 32, 32), mp_policy=policy)
+    assert [group.recipe.quantization for group in only._weft_unit.groups] == [None], "of no linear layer"
