@@ -84,6 +84,14 @@ REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_befor
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
     Mutation(
+        "a gathered input is kept for backward",
+        "models/layers/positions.py",
+        "saved.untyped_storage().data_ptr() != self._memory:",
+        "True:",
+        "models/test_activations.py::test_what_is_gathered_again_in_backward_starts_beside_the_inner_part_and_a_second_"
+        "backward_finds_it[2]",
+    ),
+    Mutation(
         "the gradient of what is whole is not summed",
         "moe/parts.py",
         '        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")\n',

@@ -1,10 +1,15 @@
 """`weft train --restarts`: from the beginning where nothing is saved, and never the same error again and again."""
 
+import errno
+import os
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
 from tests.train.command import committed, metrics, weft, write_config
+from weft.checkpoint import storage
+from weft.errors import StorageError
 from weft.train.run.launch import launch
 from weft.train.run.runs import Run
 
@@ -69,6 +74,21 @@ def test_a_restart_that_fails_as_the_start_before_it_is_the_last_one(tmp_path, m
     assert begun == [4, 2, 2, 2][:starts]
     ends = "the restart failed as the start before it did, so there is no other restart"
     assert (ends in capsys.readouterr().out) == (starts == 2)
+
+
+@pytest.mark.parametrize(("name", "part"), [("mkdir", "logs"), ("mkdir", gettempdir()), ("open", "rank-1.log")])
+def test_what_starts_the_ranks_names_the_file_that_it_cannot_make_and_leaves_no_run(tmp_path, monkeypatch, name, part):
+    def before(operation, path):
+        if operation == name and path.endswith(part):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "before", before)
+    monkeypatch.setattr("sys.executable", "/bin/true")  # rank 0
+    monkeypatch.setattr("weft.train.run.launch.on_stop_signals", lambda handler: {})
+    (tmp_path / "run").mkdir()
+    with pytest.raises(StorageError, match=f"{name} of .*{part}: No space left on device"):
+        launch([], 2, Run(tmp_path / "run"), "")
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_for_restarts_that_do_not_fit_are_refused_before_there_is_a_run(tmp_path):

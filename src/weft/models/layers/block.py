@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
+from weft.models.layers.positions import Positions
 from weft.models.layers.rotary import RotaryEmbedding
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
@@ -99,13 +100,10 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        part_BSD = scattered(self.ranks, self.mix(gathered(self.ranks, normed(self.norm, x_BSD)), state, documents))
+        with Positions(self.ranks, normed(self.norm, x_BSD)) as positions:
+            mixed_BSD = self.mix(positions.whole, state, documents)
+        part_BSD = positions.scatter(mixed_BSD)
         return added(x_BSD, normed(self.post_norm, part_BSD), self.multiplier)
-
-
-def gathered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
-    """All positions, of which this rank has some."""
-    return x_BSD if ranks is None else ranks.gather(x_BSD)
 
 
 def scattered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:

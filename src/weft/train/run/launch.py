@@ -24,6 +24,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from weft.checkpoint.directory import committed_steps
+from weft.checkpoint.storage import operation
+from weft.errors import StorageError
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS, WRONG_CALL
@@ -71,24 +73,24 @@ def launch(
     with ExitStack() as stack:
         try:
             memory = stack.enter_context(folder_in_memory()) if keeps_copies else None
-        except ConfigError:
+            for number in range(restarts + 1):
+                supervisor = _Supervisor(arguments, ranks, run, resume_command, memory)
+                code = supervisor.run_all()
+                if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
+                    break
+                saved = [0, *committed_steps(run.checkpoints)][-1]
+                copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
+                step = max(saved, copied)
+                before, failed = failed, f"{step}: {supervisor.error}" if supervisor.error else ""
+                if failed and failed == before:
+                    supervisor._say("the restart failed as the start before it did, so there is no other restart")
+                    break
+                ranks, run = restart_ranks or ranks, replace(run, step=step or None, note="")
+                start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"
+                supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
+        except (ConfigError, StorageError):
             remove_if_unused(run)
             raise
-        for number in range(restarts + 1):
-            supervisor = _Supervisor(arguments, ranks, run, resume_command, memory)
-            code = supervisor.run_all()
-            if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
-                break
-            saved = [0, *committed_steps(run.checkpoints)][-1]
-            copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
-            step = max(saved, copied)
-            before, failed = failed, f"{step}: {supervisor.error}" if supervisor.error else ""
-            if failed and failed == before:
-                supervisor._say("the restart failed as the start before it did, so there is no other restart")
-                break
-            ranks, run = restart_ranks or ranks, replace(run, step=step or None, note="")
-            start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"
-            supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
     return code
 
 
@@ -137,10 +139,12 @@ class _Supervisor:
         """The message of an error that was shown with its traceback."""
 
     def run_all(self) -> int:
-        self.logs.mkdir(parents=True, exist_ok=True)
+        with operation("mkdir", self.logs):
+            self.logs.mkdir(parents=True, exist_ok=True)
         print(f"starting {self.count} rank{'s' * (self.count > 1)} for {self.run.directory}", flush=True)
         with ExitStack() as stack:
-            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
+            with operation("mkdir", tempfile.gettempdir()):
+                self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
             on_stop_signals(self._on_signal)
             stack.callback(self._kill_rest)
             for rank in range(self.count):
@@ -179,7 +183,9 @@ class _Supervisor:
             stack.callback(os.close, reading)
             output = None
             if rank:
-                output = stack.enter_context((self.logs / f"rank-{rank}.log").open("ab"))
+                log = self.logs / f"rank-{rank}.log"
+                with operation("open", log):
+                    output = stack.enter_context(log.open("ab"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "weft", *self.arguments],
                 env=environment,
