@@ -74,9 +74,7 @@ VISITS = "moe/test_visits.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
-
-CHECK = "train/test_check.py::"
-
+OF_CONFIGURATIONS = "train/test_check.py::"
 GRAPHS = "graphs/test_hooks.py::"
 KEYS = "graphs/test_keys.py::"
 WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
@@ -167,28 +165,28 @@ MUTATIONS = [
         "train/check/findings.py",
         "    return found + gradients or _norm",
         "    return found or _norm",
-        CHECK + "test_a_norm_whose_gradient_is_not_summed",
+        OF_CONFIGURATIONS + "test_a_norm_whose_gradient_is_not_summed",
     ),
     Mutation(
         "what the norm for clipping leaves out is not looked for",
         "train/check/findings.py",
         "        if all(_near(count, 1) for count in counts):\n            continue\n",
         "        continue\n",
-        CHECK + "test_sinks_that_the_norm_for_clipping_leaves_out",
+        OF_CONFIGURATIONS + "test_sinks_that_the_norm_for_clipping_leaves_out",
     ),
     Mutation(
         "ranks that all wait for messages wait on",
         "comm/threads/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
-        CHECK + "test_a_message_that_a_rank_does_not_send",
+        OF_CONFIGURATIONS + "test_a_message_that_a_rank_does_not_send",
     ),
     Mutation(
         "a run with train.check begins without it",
         "train/loop.py",
         "        if config.train.check:\n",
         "        if False:\n",
-        CHECK + "test_a_run_with_a_fault_begins_on_no_rank",
+        OF_CONFIGURATIONS + "test_a_run_with_a_fault_begins_on_no_rank",
     ),
     # --- graphs -------------------------------------------------------------------------------------------------------
     Mutation(
