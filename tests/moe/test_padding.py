@@ -9,7 +9,7 @@ from tests.moe.test_layer import EXPERTS, HIDDEN, INNER, SEQ, K, backward, batch
 from tests.pool import distributed
 from weft.moe import AllToAll, MoE
 
-OPTIONS = {"capacity_factor": 0.7, "aux_loss_coef": 0.3, "shared_intermediate_size": 8}
+OPTIONS = {"capacity_factor": 0.7, "aux_loss_coef": 0.3, "shared_intermediate_size": 8, "experts_bias": True}
 PADDED = {**OPTIONS, "pad_to_capacity": True}
 
 

@@ -85,7 +85,9 @@ class GraphTable:
             return "no gradients are computed"
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Hooks that keep all but a certain tensor as it is: a capture has a copy of that.
+        if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
             return "a checkpoint, or other hooks on saved tensors, are around it"
         if _get_current_dispatch_mode() is not None:
             return "a dispatch mode is active"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from weft.models.gathering import Gathering
 from weft.models.tensor_parallel import LANE, TensorRanks
@@ -22,6 +23,9 @@ class Positions:
     Inside, autograd keeps the place of `whole`, not its values. Where other hooks on saved tensors are active, such as
     those of a checkpoint, it keeps what they say. Without `ranks` both are the same, and nothing is gathered.
     """
+
+    knows_graphs = True
+    """`weft.Graphs` may capture inside: what is captured reads a copy of `whole`."""
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
         self._ranks, self._part = ranks, part.detach()
@@ -57,7 +61,11 @@ class Positions:
         return self._ranks.scatter(x)
 
     def _pack(self, saved: Tensor) -> Any:
-        if saved.layout != torch.strided or saved.untyped_storage().data_ptr() != self._memory:
+        if (
+            isinstance(saved, DTensor)
+            or saved.layout != torch.strided
+            or saved.untyped_storage().data_ptr() != self._memory
+        ):
             return saved
         self._kept += 1
         return saved.shape, saved.stride(), saved.storage_offset()
