@@ -30,7 +30,7 @@ class Positions:
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
         self._ranks, self._part = ranks, part.detach()
         self.whole = part if ranks is None else ranks.gather(part)
-        self._memory = self.whole.untyped_storage().data_ptr()
+        self._memory = 0
         self._kept = self._asked = 0
         self._coming: Gathering | None = None
         self._again: Tensor | None = None
@@ -39,6 +39,7 @@ class Positions:
     def __enter__(self) -> "Positions":
         keeps = self._ranks is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if keeps and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            self._memory = self.whole.untyped_storage().data_ptr()
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
         return self
