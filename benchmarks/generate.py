@@ -81,7 +81,10 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 def sides_of(kind: str, options: dict[str, Any]) -> dict[str, Callable[[], Step]]:
     """Ours and that of transformers, of the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # it would write about kernels that are not installed between the rows
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     if not kind:
         return {"weft": partial(of_weft, HybridModel(HybridConfig(**options)).eval())}

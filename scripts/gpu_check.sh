@@ -45,7 +45,7 @@ part() {
     shift 2
     code=0
     text=$(timeout -k 10 "$seconds" "$@" 2>&1) || code=$?
-    printf '\n```\n%s\n```\n\n' "$(printf '%s\n' "$text" | tail -n 60)"
+    printf '\n```\n%s\n```\n\n' "$(printf '%s\n' "$text" | tail -n 200)"
     if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
         echo "**Failed: not done after $seconds seconds.**"
         echo

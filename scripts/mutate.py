@@ -74,14 +74,21 @@ VISITS = "moe/test_visits.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
-
-CHECK = "train/test_check.py::"
-
+OF_CONFIGURATIONS = "train/test_check.py::"
 GRAPHS = "graphs/test_hooks.py::"
+KEYS = "graphs/test_keys.py::"
 WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
 REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
+    Mutation(
+        "a gathered input is kept for backward",
+        "models/layers/positions.py",
+        "or saved.untyped_storage().data_ptr() != self._memory",
+        "or True",
+        "models/test_activations.py::test_what_is_gathered_again_in_backward_starts_beside_the_inner_part_and_a_second_"
+        "backward_finds_it[2]",
+    ),
     Mutation(
         "the gradient of what is whole is not summed",
         "moe/parts.py",
@@ -158,28 +165,28 @@ MUTATIONS = [
         "train/check/findings.py",
         "    return found + gradients or _norm",
         "    return found or _norm",
-        CHECK + "test_a_norm_whose_gradient_is_not_summed",
+        OF_CONFIGURATIONS + "test_a_norm_whose_gradient_is_not_summed",
     ),
     Mutation(
         "what the norm for clipping leaves out is not looked for",
         "train/check/findings.py",
         "        if all(_near(count, 1) for count in counts):\n            continue\n",
         "        continue\n",
-        CHECK + "test_sinks_that_the_norm_for_clipping_leaves_out",
+        OF_CONFIGURATIONS + "test_sinks_that_the_norm_for_clipping_leaves_out",
     ),
     Mutation(
         "ranks that all wait for messages wait on",
         "comm/threads/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
-        CHECK + "test_a_message_that_a_rank_does_not_send",
+        OF_CONFIGURATIONS + "test_a_message_that_a_rank_does_not_send",
     ),
     Mutation(
         "a run with train.check begins without it",
         "train/loop.py",
         "        if config.train.check:\n",
         "        if False:\n",
-        CHECK + "test_a_run_with_a_fault_begins_on_no_rank",
+        OF_CONFIGURATIONS + "test_a_run_with_a_fault_begins_on_no_rank",
     ),
     # --- graphs -------------------------------------------------------------------------------------------------------
     Mutation(
@@ -251,6 +258,41 @@ MUTATIONS = [
         "if anywhere and call.refused is None:",
         "if False:",
         GRAPHS + "test_a_capture_that_fails_on_one_rank_is_used_on_none[2]",
+    ),
+    Mutation(
+        "an output without a gradient has that of the backward before",
+        "graphs/captured.py",
+        "                static.zero_()",
+        "                pass",
+        KEYS + "test_an_output_that_gets_no_gradient_adds_none_of_a_backward_before",
+    ),
+    Mutation(
+        "a retained graph gives its capture away",
+        "graphs/captured.py",
+        "ends = not torch._C._autograd._get_current_graph_task_keep_graph()",
+        "ends = True",
+        KEYS + "test_a_retained_graph_keeps_its_capture_until_it_is_gone",
+    ),
+    Mutation(
+        "gradients of inputs are those of the next replay",
+        "graphs/captured.py",
+        "handed.append(None if gradient is None else gradient.clone())",
+        "handed.append(gradient)",
+        "graphs/test_scopes.py::test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them[2]",
+    ),
+    Mutation(
+        "autocast is no part of what differs between calls",
+        "graphs/call.py",
+        "module.training, cast, delaying() is not None)",
+        "module.training, delaying() is not None)",
+        KEYS + "test_training_and_autocast_are_part_of_what_differs",
+    ),
+    Mutation(
+        "rows of padding get the gradient of a token",
+        "moe/permutation.py",
+        "torch.nn.functional.pad(weights.flatten(), (0, 1)) if",
+        "torch.nn.functional.pad(weights.flatten(), (0, 1), value=1.0) if",
+        "moe/test_padding.py::test_padding_changes_no_result_and_makes_the_rows_of_each_expert_equally_many[0.7]",
     ),
     # --- context parallelism ------------------------------------------------------------------------------------------
     Mutation(

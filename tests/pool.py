@@ -38,10 +38,10 @@ class RankFailed(AssertionError):
     """At least one rank of a job raised, died or did not answer in time."""
 
 
-def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable], Callable]:
+def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None) -> Callable[[Callable], Callable]:
     """Make a test whose body runs on every rank of a process group, once for each number in `ranks`.
 
-    `make test-fast` runs it on the fewest only.
+    `make test-fast` runs it on the fewest only, `make test` on fewer than `long`.
 
     Fixtures and parameters reach the body by keyword and must survive pickling. Rank 0's return value is ignored.
     """
@@ -58,7 +58,8 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S) -> Callable[[Callable],
         test.__signature__ = inspect.Signature(own)
         test.body = body
         few = min(ranks)
-        cases = [pytest.param(each, marks=[pytest.mark.slow] if each > few else []) for each in ranks]
+        marks = {each: pytest.mark.long if long and each >= long else pytest.mark.slow for each in ranks if each > few}
+        cases = [pytest.param(each, marks=marks.get(each, ())) for each in ranks]
         return pytest.mark.parametrize("ranks", cases)(test)
 
     return decorate

@@ -166,7 +166,7 @@ def plain_adapter(names, run, checkpoint):
     return peft.PeftModel.from_pretrained(base, run / "adapter")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("example", TRAINED)
 @distributed(2)
 def test_own_models_and_data_train_resume_bit_for_bit_and_load_into_plain_torch(example, tmp_path):

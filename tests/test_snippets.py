@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -196,6 +197,8 @@ def test_commands_that_read_do_what_the_page_says(page, read, monkeypatch, capsy
                 if "BACK" in words:
                     subprocess.run(["rm", "-rf", "BACK"], check=True)
                 assert main(words[1:]) == 0, (line, capsys.readouterr().err)
+    if dist.is_initialized():  # what a command begins ends with its process
+        dist.destroy_process_group()
     if page == "training":
         assert "_weft()" in (read / ".local/share/bash-completion/completions/weft").read_text()
 

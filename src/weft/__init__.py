@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         DataParallelMeshDims,
         DropIn,
         FSDPModule,
-        Graphs,
         MixedPrecisionPolicy,
         OffloadPolicy,
         Placements,
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
         UnshardHandle,
         check_views,
         describe,
-        drop_graphs,
         drop_in,
         find_nonfinite,
         fully_shard,
-        graph_report,
         keep_dtype,
         memory_report,
         padding_of,
@@ -35,6 +32,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from weft.graphs import Graphs, drop_graphs, graph_report
     from weft.mesh import Meshes, forget_meshes, init_meshes
     from weft.optim import parameter_norms
 
@@ -96,6 +94,7 @@ _ROOMS = [
     "train",
 ]
 _HOMES = {"weft.mesh": ["Meshes", "forget_meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
+_HOMES["weft.graphs"] = ["Graphs", "drop_graphs", "graph_report"]
 _HOMES["weft.fsdp"] = [name for name in __all__ if not any(name in each for each in (_ROOMS, *_HOMES.values()))]
 
 __getattr__ = exports("weft", _HOMES, _ROOMS)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -257,7 +258,7 @@ def test_a_key_cannot_write_to_the_terminal(checkpoint, capsys):
     assert "\x1b" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(pool, tmp_path):
     from tests.train.command import weft, write_config
     from tests.train.test_loop import train_on
@@ -273,6 +274,19 @@ def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(pool, t
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert f"{checkpoint} cannot be trusted: .metadata names posix.mkdir" in done.stderr
+
+
+def test_enumerations_are_read_as_python_3_11_2_writes_them_and_no_other_attribute_is(checkpoint, monkeypatch):
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda value, _: (getattr, (type(value), value.name)))
+    metadata = metadata_of(checkpoint)
+    put_metadata(checkpoint, metadata)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert load(checkpoint)["model"]["weight"].eq(1).all()
+    for asked in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__")):
+        monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda value, _, asked=asked: (getattr, asked))
+        put_metadata(checkpoint, metadata)
+        with pytest.raises(CheckpointError, match="asks for an attribute, which no checkpoint needs"):
+            load(checkpoint)
 
 
 def test_torch_reads_a_checkpoint_as_its_own(checkpoint):

@@ -63,7 +63,7 @@ def state_of(model, optimizer):
 
 
 @pytest.mark.slow
-@distributed(1, 2, 4)
+@distributed(1, 2, 4, long=4)
 def test_a_save_brings_everything_back_in_another_model(tmp_path):
     model, optimizer = make()
     torch.manual_seed(dist.get_rank())

@@ -163,6 +163,18 @@ def test_what_a_save_needs_is_tried_when_a_run_is_claimed(tmp_path, monkeypatch,
     assert not list(tmp_path.glob(".probe-*"))
 
 
+def test_a_disk_that_is_full_before_a_run_begins_is_named_and_leaves_no_lock(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, CheckpointManager(tmp_path) as manager:
+        patch.setattr(os, "write", refuse)
+        with pytest.raises(StorageError, match=r"rank 0: write of .*/\.lock: No space left on device"):
+            manager.claim()
+    with CheckpointManager(tmp_path) as manager:
+        manager.claim()
+
+
 @distributed(2)
 def test_a_folder_that_not_all_ranks_see_is_refused_when_a_run_is_claimed(tmp_path):
     probe._SEEN_S = 0.2

@@ -248,7 +248,7 @@ ENDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_whose_program_ends_ends_the_others_with_its_reason(tmp_path):
     begin = time.monotonic()
     stores = [str(tmp_path / f"store-{number}") for number in range(len(ENDS))]
@@ -274,7 +274,7 @@ time.sleep(0.05)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_program_ends_well_while_the_thread_asks_the_store():
     ends = ["", "dist.destroy_process_group()"] * 6
     for ended in run_programs([LEAVES.format(end=end) for end in ends]):

@@ -56,7 +56,7 @@ CASES = [
     case(test_narrow.test_every_recipe_and_option_equals_one_process, slow=True),
     # what is kept elsewhere, and comes back
     case(test_offload.test_an_offloaded_run_is_bit_equal_to_one_on_the_device, slow=True),
-    case(test_offload.test_accumulation_evaluation_and_flat_optimizers_work_alike),
+    case(test_offload.test_accumulation_evaluation_and_flat_optimizers_work_alike, slow=True),
     case(test_post_forward.test_training_equals_one_process_and_allocates_nothing_once_planned, 4, slow=True),
     case(test_frozen.test_adapters_frozen_units_and_later_changes_equal_one_process, recompute=None, slow=True),
     case(
@@ -66,7 +66,7 @@ CASES = [
     case(test_transients.test_what_memory_held_before_is_in_no_gradient_and_no_norm, strategy="optim"),
     # two roots, exceptions
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
-    case(test_two_roots.test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other),
+    case(test_two_roots.test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other, slow=True),
     *(
         case(
             test_failures.test_going_on_after_an_exception,
@@ -83,7 +83,7 @@ CASES = [
     # experts, schedules, optimizers
     case(test_sharded.test_sharded_experts_train_as_one_process_does, 4, slow=True),
     case(test_schedule.test_one_combined_run_equals_the_plain_one),
-    case(test_schedule.test_a_scaled_loss_scales_gradients_and_validation_may_come_between),
+    case(test_schedule.test_a_scaled_loss_scales_gradients_and_validation_may_come_between, slow=True),
     case(test_schedule.test_an_exception_leaves_a_model_that_runs_again),
     *(
         case(test_schedule.test_every_way_of_running_equals_plain_forward_and_backward, name=name, slow=True)

@@ -189,7 +189,7 @@ def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_besid
     assert (beside, alone) == ((microbatches - 1) * layers, layers), "all but the first forward have one beside them"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_device_is_not_asked_by_a_rank_without_rows():
     """All tokens go to the experts of the first rank; those of the other have gradients of zeros."""

@@ -170,7 +170,7 @@ def test_bf16_computation_and_recomputation_run_on_the_slices():
         assert difference < 2e-2, name  # bf16 keeps 8 bits, and the sums over tp are rounded once more
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_compiled_blocks_are_one_graph_with_their_communication_over_tensor_parallel_ranks():
     mesh, graphs = meshes(), CompileCounterWithBackend("aot_eager")
@@ -327,7 +327,7 @@ def keeps_whole_slices_whole() -> None:
         torch.testing.assert_close(nets.full(parameter.detach().norm()), original.detach().norm())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_sharded_parameters_tell_the_truth_on_both_axes():
     checks = [tells_the_truth, tells_the_truth_of_other_dimensions, reduces, clips, steps, finds_infinite_gradients]
@@ -408,7 +408,7 @@ def load(tp: int, folder: str) -> dict[str, torch.Tensor]:
     return whole(state)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_move_between_meshes_with_and_without_tensor_parallelism(pool, tmp_path):
     for number, ((ranks, tp), targets) in enumerate(
         {(4, 2): [(4, 2), (4, 1), (2, 2), (2, 1)], (2, 1): [(4, 2), (2, 2)]}.items()

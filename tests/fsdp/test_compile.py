@@ -65,7 +65,7 @@ def check(case: str) -> None:
     torch.testing.assert_close(runs[1], runs[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, timeout=240)
 def test_each_block_compiles_once_as_a_whole_and_trains_alike():
     for case in CASES:

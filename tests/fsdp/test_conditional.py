@@ -153,7 +153,7 @@ def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others()
     assert hang_detector().delay() < DELAY_S / 5, "where ranks joined, they speak of shorter waits"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_units_that_run_on_some_ranks_only_have_true_gradients_on_two_axes(outer_strategy):

@@ -74,7 +74,7 @@ def untagged(module: str, name: str, given: dict[str, Any]) -> None:
     assert "all_gather" in str(transport.moved)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("body", "ranks", "given"), CASES)
 def test_a_transport_without_tags_changes_nothing(pool, body, ranks, given):
     pool.run(ranks, untagged, body.__module__, body.__name__, given)

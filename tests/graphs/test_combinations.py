@@ -67,7 +67,7 @@ def test_replicated_shards_have_the_numbers_of_eager_calls():
 
 
 @pytest.mark.long
-@distributed(2)
+@distributed(2, timeout=400)
 def test_twenty_steps_of_the_scopes_of_the_seed_have_the_numbers_of_eager_calls():
     for scopes in (ATTENTION, THREE, ROUTER):
         for driven in DRIVEN:

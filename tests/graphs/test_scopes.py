@@ -1,5 +1,7 @@
 """Scopes of `weft.models`, under hooks and under a schedule, against eager runs, bit for bit."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from tests.pool import distributed
 ATTENTION = ("attn",)
 THREE = ("attn", "moe_router", "moe_preprocess")
 ROUTER = ("moe_router",)
-ALL = weft.Graphs().scopes
+ALL = tuple(scope for scope in weft.Graphs().scopes if scope != "experts")
 
 
 def train(cfg, meshes, scopes, *, schedule, steps, microbatches, strategy="optim_grads_params", **options):
@@ -48,6 +50,20 @@ def compare(cfg, scopes, *, schedule=None, steps=6, microbatches=2, ep=1, dp_rep
     assert_equal(found, plain)
     assert all(found["replays"] for scope, found in report["scopes"].items() if scope not in without), report
     return report
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_each_kind_of_mixer_replays_under_the_name_of_what_it_mixes():
+    sizes = {"kda_num_heads": 2, "kda_head_dim": 8, "kv_lora_rank": 8}
+    cfg = config("[*]M[G]K[P-]", **sizes)
+    report = compare(cfg, ALL, steps=5, microbatches=1)
+    assert {scope: each["captures"] for scope, each in report["scopes"].items()} == {
+        "attn": 2,
+        "mamba": 4,
+        "mlp": 1,
+        "finish": 1,
+    }
 
 
 TIED = config("[*-][*E]", moe_rows_per="rank", tie_word_embeddings=True)
@@ -90,6 +106,15 @@ def test_a_pipeline_has_as_many_captures_as_microbatches_in_flight():
     assert report["scopes"]["attn"]["replays"] >= 4 * 3
 
 
+@pytest.mark.parametrize(
+    ("ep", "schedule"), [(1, None), (2, None), (2, OVERLAPPED), (2, {**OVERLAPPED, "delay_wgrad": True})]
+)
+@distributed(2)
+def test_experts_with_a_fixed_capacity_replay(ep, schedule):
+    cfg = config("[*E]", moe_rows_per="expert", capacity_factor=1.0, pad_to_capacity=True)
+    compare(cfg, weft.Graphs().scopes, schedule=schedule, ep=ep, microbatches=2, without=["mlp"])
+
+
 @distributed(2)
 def test_a_capacity_factor_refuses_the_sorting_of_rows_by_name():
     cfg = config("[*E]", moe_rows_per="expert", capacity_factor=1.0)
@@ -107,11 +132,14 @@ def test_experts_over_two_ranks_and_copies_over_two():
 
 
 @distributed(2)
-def test_weights_of_tensor_parallelism_stay_eager_by_name_and_what_has_none_replays():
-    how = {"schedule": None, "steps": 4, "microbatches": 1}
+def test_with_tensor_parallelism_what_has_no_collective_replays_and_the_rest_is_eager_by_name():
     meshes = weft.init_meshes("cpu", tp=2)
-    plain, _ = train(config("[*E]", moe_rows_per="expert"), meshes, None, **how)
-    found, report = train(config("[*E]", moe_rows_per="expert"), meshes, ALL, **how)
+    how = {"schedule": None, "steps": 5, "microbatches": 1}
+    cfg = dataclasses.replace(config("[*-][*E]", moe_rows_per="expert"), num_key_value_heads=2)
+    plain, _ = train(cfg, meshes, None, **how)
+    with poisoned():
+        found, report = train(cfg, meshes, ALL, **how)
     assert_equal(found, plain)
-    assert "its weights are DTensors" in str(report["scopes"]["attn"]["eager"])
-    assert report["scopes"]["moe_preprocess"]["replays"] > 0
+    for scope in ("attn", "mlp", "moe_preprocess"):
+        assert report["scopes"][scope]["replays"] > 0, report
+    assert "ranks add up gradients" in str(report["scopes"]["moe_router"]["eager"])

@@ -16,7 +16,6 @@ from weft.graphs.tape import TapeBackend
     ("options", "error", "words"),
     [
         ({"scopes": ("full_iteration",)}, ValueError, "gathers and reductions"),
-        ({"scopes": ("experts",)}, ValueError, "fixed shapes"),
         ({"scopes": ("moe",)}, ValueError, "exchange of rows"),
         ({"scopes": ("attention",)}, ValueError, "choose among 'attn'"),
         ({"scopes": "attn"}, TypeError, "sequence of names"),

@@ -143,7 +143,7 @@ def assert_steady_and_tight(name: str, **options) -> None:
     torch.testing.assert_close(weights, dict(plain.state_dict()), msg=lambda text: f"{name}, {options}: {text}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, timeout=300)
 def test_steps_after_the_plan_take_no_memory_and_the_plan_is_tight():
     for name in MODELS:

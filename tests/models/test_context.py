@@ -1,12 +1,14 @@
 """Context parallelism: ranks that share every row compute what one process computes."""
 
 import dataclasses
+import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from tests.models.test_documents import LONGROPE, MIXERS, config
@@ -191,6 +193,47 @@ def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes(
         assert events == ["send", "queries", "receive", "send_back", "gradient of queries", "receive_back"], kind
         assert any(interval.lane == "context" for interval in timeline.intervals())
         events.clear()
+
+
+class Products(TorchDispatchMode):
+    """Notes each matrix product and each attention in `events`."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in str(func) for word in ("mm", "scaled_dot_product")):
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@distributed(2)
+def test_products_run_between_the_start_of_a_gather_and_its_end_in_every_mixer():
+    """The last inputs of a convolution are awaited at once: what it computes needs them."""
+    meshes = weft.init_meshes("cpu", cp=2)
+    for kind in "*+MGKP":
+        events = []
+
+        def noted(name, events=events):
+            function = getattr(Gathering, name)
+            return lambda *args: (events.append(name), function(*args))[1]
+
+        model, part = build(config(kind)), context_part(batch(None), meshes)
+        layer = model.decoder.layers[0]
+        names = ("send", "receive", "send_back", "receive_back")
+        with mock.patch.multiple(Gathering, **{name: noted(name) for name in names}), Products(events):
+            x = model.embed(part["tokens"])
+            out, _ = layer(x, documents=part["documents"])
+            events.append("backward")
+            out.sum().backward()
+        turn = events.index("backward")
+        for passed, begin, end in (
+            (events[:turn], "send", "receive"),
+            (events[turn:], "send_back", "receive_back"),
+        ):
+            text = " ".join(passed)
+            assert re.search(rf"\b{begin} (product )+{end}\b", text), (kind, text)
 
 
 @distributed(2)

@@ -30,7 +30,7 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_a_run_may_change_its_mesh_at_every_checkpoint_and_be_published_from_the_last(tmp_path):
     cfg = HybridConfig(pattern="[*-][*E]", qk_norm="head", rms_norm_eps=1e-6, **SIZES)

@@ -574,7 +574,7 @@ def test_what_a_microbatch_holds_goes_with_its_backward_layer_by_layer():
         assert len(set(census.tensors[1:])) == 1, census.tensors  # the first one made the gradients
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_the_memory_of_a_schedule_does_not_grow_with_its_microbatches():
     model = build(dataclasses.replace(CFG, pattern="[*E]" * 3), weft.init_meshes("cpu", ep=2), strategy="optim")

@@ -173,7 +173,7 @@ def test_every_schedule_delays_releases_early_and_recomputes(schedule):
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
     """What a device would run beside: the order is right, however fast each stream is."""
     expected = one_piece(CFG, 4)
@@ -408,7 +408,7 @@ forward_backward(model, microbatches, schedule="1f1b")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_that_is_killed_ends_the_others_with_its_rank(tmp_path):
     begin = time.monotonic()
     store = str(tmp_path / "store")

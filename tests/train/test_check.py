@@ -94,9 +94,9 @@ def test_messages_of_different_sizes_and_failures_end_all_ranks():
 
 PACKED = "data.packing=whole"
 RIGHT = [
-    (2, "[*-][*E]", ("sharding.tp=2", PACKED)),
+    (2, "[*-][*E]KP", ("sharding.tp=2", PACKED)),
     (4, "[*E]M/[*E]", ("sharding.ep=2", "sharding.dp_replicate=2", "sharding.strategy=optim")),
-    (4, "[*-][M-][*-]", ("sharding.pp=2", "sharding.cp=2", PACKED)),
+    (4, "[K-][P-][*-]", ("sharding.pp=2", "sharding.cp=2", PACKED)),
     (2, "[*-]|[*-]/[*-]", ("sharding.pp=2", "model.tie_word_embeddings=true")),
 ]
 

@@ -10,6 +10,16 @@ from weft.train.config import parse_config
 from weft.train.errors import ConfigError
 
 
+def assert_same_run(found, expected):
+    """Losses, norms and weights that `train_on` returns are those of another run."""
+    for one, two in zip(expected[:2], found[:2]):
+        for here, there in zip(one, two, strict=True):
+            for name in ("loss", "loss_depth_1", "gradient_norm"):
+                if name in here:
+                    assert there[name] == pytest.approx(here[name], rel=1e-4)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["M*-", "+G-/[+-]"])
 def test_a_run_over_context_ranks_has_the_losses_of_one_rank_and_goes_on_on_it(pool, tmp_path, pattern):
@@ -19,12 +29,7 @@ def test_a_run_over_context_ranks_has_the_losses_of_one_rank_and_goes_on_on_it(p
     shared = [*changes, "sharding.cp=2"]
     pool.run(2, train_on, path, tmp_path / "both", shared, stop_at=2)
     both = pool.run(1, train_on, path, tmp_path / "both", changes, stop_at=4, resume_from=2)[0]
-    for one, two in zip(alone[:2], both[:2]):
-        for here, there in zip(one, two, strict=True):
-            for name in ("loss", "loss_depth_1", "gradient_norm"):
-                if name in here:
-                    assert there[name] == pytest.approx(here[name], rel=1e-4)
-    torch.testing.assert_close(both[2], alone[2], rtol=1e-3, atol=1e-4)
+    assert_same_run(both, alone)
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.pool import distributed
 from tests.train.command import committed, free_port, metrics, ranks_of, started, wait_until, weft, write_config
 from weft.checkpoint import CheckpointError, verify
+from weft.checkpoint.storage import operation
 from weft.train.report import write_report
 from weft.train.run import meeting
 from weft.train.run.failures import Interrupted, Refused, in_one_line
@@ -104,6 +105,13 @@ def test_a_run_that_moves_is_left_alone():
             dist.all_reduce(torch.ones(1))
         watchdog.rest()
         time.sleep(1.5)
+        watchdog.at("the save of step 10")  # its main thread waits for one that writes a little now and then
+        for _ in range(4):
+            time.sleep(0.5)
+            with operation("write", "__0_0.distcp"):
+                pass
+        watchdog.rest()
+        dist.barrier()
     assert barks == []
 
 

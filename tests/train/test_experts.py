@@ -70,6 +70,7 @@ SMALL = {
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["", "[ME][*E]/[*E]"])
 def test_the_hybrid_of_make_train_hybrid_goes_on_bit_for_bit(pool, tmp_path, pattern):
     """Mamba, attention, spread experts and a depth, overlapped: as configured, and with experts in the depth too."""

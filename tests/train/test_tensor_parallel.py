@@ -1,9 +1,9 @@
 """Runs whose ranks share every layer."""
 
 import pytest
-import torch
 
 from tests.train.command import write_config
+from tests.train.test_context import assert_same_run
 from tests.train.test_documents import write_documents
 from tests.train.test_loop import train_on
 from weft.train.config import parse_config
@@ -23,12 +23,16 @@ def test_a_run_over_tensor_parallel_ranks_has_the_losses_of_one_rank_and_resumes
     pool.run(1, train_on, path, tmp_path / "later", changes, stop_at=2)
     later = pool.run(2, train_on, path, tmp_path / "later", shared, stop_at=4, resume_from=2)[0]
     for found in (both, later):
-        for one, two in zip(alone[:2], found[:2]):
-            for here, there in zip(one, two, strict=True):
-                for name in ("loss", "loss_depth_1", "gradient_norm"):
-                    if name in here:
-                        assert there[name] == pytest.approx(here[name], rel=1e-4)
-        torch.testing.assert_close(found[2], alone[2], rtol=1e-3, atol=1e-4)
+        assert_same_run(found, alone)
+
+
+@pytest.mark.slow
+def test_a_run_with_whole_experts_over_tensor_parallel_ranks_has_the_losses_of_one_rank(pool, tmp_path):
+    path = write_config(tmp_path, data__sequence_length=32)
+    changes = ["model.pattern=[*E]", "model.num_experts=4", "model.moe_intermediate_size=16"]
+    alone = pool.run(1, train_on, path, tmp_path / "alone", changes, stop_at=2)[0]
+    shared = [*changes, "sharding.tp=2", "sharding.etp=1", "sharding.ep=2"]
+    assert_same_run(pool.run(2, train_on, path, tmp_path / "both", shared, stop_at=2)[0], alone)
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -85,6 +85,7 @@ HABITS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [EXPERTS, STAGES], ids=["experts", "stages"])
 def test_spikes_averages_the_best_checkpoint_and_an_early_end(pool, tmp_path, layout):
     path = write_config(tmp_path, **{**MODEL, **HABITS}, train__steps=20)

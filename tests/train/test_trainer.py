@@ -225,6 +225,7 @@ def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
         assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("end", "launched"), [("trainer.run()", False), ("trainer.run()", True), ("1 / 0", False)])
 def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path, end, launched):
     program = f"""

@@ -66,9 +66,13 @@ def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock
             except CheckpointError:
                 stream.close()
                 raise
-    stream.truncate(0)
-    stream.write(f"{_owner()}\n")
-    stream.flush()
+    try:
+        with operation("write", path):
+            os.ftruncate(stream.fileno(), 0)
+            os.write(stream.fileno(), f"{_owner()}\n".encode())
+    except OSError:
+        stream.close()
+        raise
     return _Flock(stream)
 
 

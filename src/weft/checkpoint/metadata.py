@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -37,7 +38,7 @@ _RECORDS = (
 )
 _NAMES = {
     *((record.__module__, record.__name__) for record in _RECORDS),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
@@ -66,6 +67,8 @@ class _Unpickler(pickle._Unpickler):
     dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in _NAMES:
             raise CheckpointError(f"names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
@@ -76,6 +79,13 @@ class _Unpickler(pickle._Unpickler):
         pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = load_build
+
+
+def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """What Python up to 3.11.2 writes as an attribute of an enumeration, and later versions by its value."""
+    if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise CheckpointError("asks for an attribute, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def read_metadata(content: bytes, manifest: Manifest) -> Metadata:

@@ -6,7 +6,6 @@ Each one is known while it runs, so that one which never returns can be named, a
 """
 
 import errno
-import itertools
 import os
 import sys
 import threading
@@ -33,8 +32,6 @@ class Operation:
 
     name: str
     path: str
-    number: int
-    """Operations of this process are counted."""
     started: float
     """By `time.monotonic`."""
 
@@ -43,7 +40,7 @@ class Operation:
 
 
 _running: dict[int, Operation] = {}
-_numbers = itertools.count(1)
+_moves = 0
 _guard = threading.Lock()
 
 
@@ -53,12 +50,18 @@ def running() -> list[Operation]:
         return sorted(_running.values(), key=lambda each: each.started)
 
 
+def moves() -> int:
+    """How often a file operation of this process has begun or ended."""
+    return _moves
+
+
 @contextmanager
 def operation(name: str, path: str | Path) -> Iterator[None]:
     """Around one file operation. Raises StorageError in place of OSError."""
+    global _moves
     with _guard:
-        key = next(_numbers)
-        _running[key] = Operation(name, str(path), key, time.monotonic())
+        key = _moves = _moves + 1
+        _running[key] = Operation(name, str(path), time.monotonic())
     try:
         before(name, str(path))
         yield
@@ -68,6 +71,7 @@ def operation(name: str, path: str | Path) -> Iterator[None]:
         raise StorageError(error.errno, f"rank {_rank()}: {name} of {path}: {error.strerror or error}") from error
     finally:
         with _guard:
+            _moves += 1
             del _running[key]
 
 

@@ -87,9 +87,9 @@ def start(options: argparse.Namespace) -> int:
             f"checkpoint.memory_every = {every}: has no effect without restarts; add --restarts 5, or set "
             "checkpoint.memory_every = 0"
         )
-    run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
     if options.restart_ranks is not None:
         config.validate(options.restart_ranks)
+    run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
     return launch(
         options.arguments,
         ranks,

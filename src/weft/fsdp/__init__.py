@@ -37,14 +37,12 @@ from weft.fsdp.diagnostics import (
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
-from weft.fsdp.graphs import drop_graphs, graph_report
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.shares import quantization_shares
-from weft.graphs.settings import Graphs
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 
@@ -54,7 +52,6 @@ __all__ = [
     "DataParallelMeshDims",
     "DropIn",
     "FSDPModule",
-    "Graphs",
     "MixedPrecisionPolicy",
     "Nonfinite",
     "OffloadPolicy",
@@ -65,11 +62,9 @@ __all__ = [
     "UnshardHandle",
     "check_views",
     "describe",
-    "drop_graphs",
     "drop_in",
     "find_nonfinite",
     "fully_shard",
-    "graph_report",
     "keep_dtype",
     "memory_report",
     "padding_of",

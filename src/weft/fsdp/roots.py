@@ -16,7 +16,6 @@ from weft.fsdp.hooks import HookDriver
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
-from weft.graphs.table import GraphTable
 
 
 class UnitDriver(HookDriver):
@@ -88,7 +87,7 @@ class UnitDriver(HookDriver):
         runtime = Runtime(units, drivers, inventory, self.unit.device, self.options)
         if self.options.graphs is not None:
             owns = lambda parameter: home_of(parameter) is not None  # noqa: E731
-            runtime.graphs = GraphTable(self.options.graphs, modules[0], runtime, _unit_of, owns, self.unit.device)
+            runtime.graphs = self.options.graphs.table(modules[0], runtime, _unit_of, owns, self.unit.device)
         self._own = runtime
         for driver in drivers:
             driver._known = weakref.ref(runtime)

@@ -1,7 +1,6 @@
-"""What a capture refuses, and whether one is under way."""
+"""What a capture refuses, and what it asks of a backend and of a queue of delayed gradients."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.overrides import _get_current_function_mode
@@ -11,44 +10,6 @@ from weft.graphs.places import Ranges
 
 class CaptureRefused(RuntimeError):
     """A function does what a graph cannot hold; the message is the reason. Its calls stay eager."""
-
-
-_captures = 0
-_answer: Callable[[Any, Any], Any] | None = None
-
-
-@contextmanager
-def capturing() -> Iterator[None]:
-    """Around a capture."""
-    global _captures
-    _captures += 1
-    try:
-        yield
-    finally:
-        _captures -= 1
-
-
-@contextmanager
-def answering(answer: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Inside, `answer(ask, parameter)` says where a backward writes gradients of weights."""
-    global _answer
-    before, _answer = _answer, answer
-    try:
-        yield
-    finally:
-        _answer = before
-
-
-def answered(ask: Any, parameter: Any) -> Any:
-    """Where the gradient of `parameter` is written, if a backward is being captured; else None: `ask` the engine.
-
-    Raises CaptureRefused in the capture of a forward.
-    """
-    if _answer is not None:
-        return _answer(ask, parameter)
-    if _captures:
-        raise CaptureRefused("a forward in it asks for gradients of weights (weft.fsdp.weight_gradient)")
-    return None
 
 
 class Delays(Protocol):

@@ -11,18 +11,19 @@ products, and the capture stays busy until it has run.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from weft.fsdp.gradients.direct import answering
 from weft.graphs import tape
 from weft.graphs.capture import Backend, CaptureRefused, Delays
-from weft.graphs.places import Places, Ranges, range_of, versions_set
+from weft.graphs.places import Places, Ranges, local, range_of, versions_set
 from weft.graphs.writes import Recordings
 
 POISON = False
@@ -88,8 +89,11 @@ class Captured:
         self._count = count
         self._delays: Any = None if queue is None else queue.fresh()
         self._weights: Recordings | None = None
-        if any(isinstance(each, DTensor) for each in places.tensors()):
-            raise CaptureRefused("its weights are DTensors, as with tensor parallelism")
+        spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
+        if not all(isinstance(how, Shard) for each in spread for how in each.placements):
+            raise CaptureRefused("tensor-parallel ranks add up gradients of its weights")
+        if not all(places.is_owned(each) for each in spread):
+            raise CaptureRefused("a weight of it is a DTensor that is in no unit")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -116,10 +120,11 @@ class Captured:
 
         def forward() -> Any:
             args, kwargs = tree_unflatten(arguments, spec)
-            with self._delays or nullcontext():
+            with self._delays or nullcontext(), _autocast_caches_nothing():
                 return function(*args, **kwargs)
 
-        result, self._forward = backend.capture(forward, known)
+        with answering(_refuse):
+            result, self._forward = backend.capture(forward, known)
         if [each._version for each in entered] != versions:
             raise CaptureRefused("it changes an input in place")
         results, self._spec = tree_flatten(result)
@@ -138,7 +143,7 @@ class Captured:
 
         # Retained: a further backward must find what this one read. It runs when replays have written to all that
         # autograd saved; the forward before it has made the values.
-        saved = [*self._places.tensors(), *entered]
+        saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         at_capture = [each._version for each in saved]
         wanted = [*inputs, *trained]
 
@@ -275,6 +280,21 @@ class _Replayed(torch.autograd.Function):
         if not ctx.captured.delay(ctx.lease, ends=ends) and ends:
             ctx.lease.end()
         return (None, None, None, *found)
+
+
+@contextmanager
+def _autocast_caches_nothing() -> Iterator[None]:
+    """Inside, autocast casts weights anew: a cast that it has kept is memory of an eager call."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _refuse(parameter: nn.Parameter) -> Any:
+    raise CaptureRefused("a forward in it asks for gradients of weights (weft.fsdp.weight_gradient)")
 
 
 def distinct(leaves: Sequence[Any]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.graphs.capture import Recording, capturing
+from weft.graphs.capture import Recording
 from weft.graphs.places import Ranges
 from weft.graphs.watch import HostReads, Watch
 
@@ -49,7 +49,7 @@ class CudaBackend:
         if behind is not None:
             behind.replay()  # what the warm-up reads has values
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with capturing(), HostReads():
+        with HostReads():
             with torch.cuda.stream(self._stream), Watch(known):  # refused before a capture is under way
                 function()
             torch.cuda.synchronize(self._device)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Ranges = list[tuple[int, int, bool]]
 """First byte, last byte and whether a captured function may write there."""
@@ -16,6 +17,11 @@ def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, writable
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a DTensor lies on this rank; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -46,7 +52,7 @@ class Places:
         found = []
         for slots, name in self._slots:
             tensor = slots[name]
-            found.append(None if tensor is None else (tensor.data_ptr(), tensor.requires_grad))
+            found.append(None if tensor is None else (local(tensor).data_ptr(), tensor.requires_grad))
         return tuple(found)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -61,7 +67,7 @@ class Places:
 
     def ranges(self) -> Ranges:
         """The bytes of all of them; buffers may be written to."""
-        return [range_of(each, writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
+        return [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
 
     def attributes(self) -> list[dict[str, int]]:
         """What the modules have as attributes."""

@@ -60,7 +60,7 @@ class GraphTable:
             self.calls.append(GraphedCall(self, module, "forward", name, self._inside(module), owns))
         covered = {inner for module in named for inner in module.modules()}
         for module in root.modules():
-            scopes = getattr(type(module), "graph_scopes", {})
+            scopes = getattr(module, "graph_scopes", {})
             for method, (scope, parts) in scopes.items() if module not in covered else ():
                 if scope not in settings.scopes:
                     continue
@@ -69,7 +69,7 @@ class GraphTable:
                     covered.update(inside)
                 else:
                     used = [child for part in parts if (child := getattr(module, part)) is not None]
-                    inside = [each for child in used for each in child.modules()]
+                    inside = [module, *(each for child in used for each in child.modules())]
                 self.calls.append(GraphedCall(self, module, method, scope, inside, owns))
                 if (because := getattr(module, "graph_refused", lambda scope: None)(scope)) is not None:
                     self.calls[-1].refuse(because)
@@ -85,7 +85,9 @@ class GraphTable:
             return "no gradients are computed"
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Hooks that keep all but a certain tensor as it is: a capture has a copy of that.
+        if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
             return "a checkpoint, or other hooks on saved tensors, are around it"
         if _get_current_dispatch_mode() is not None:
             return "a dispatch mode is active"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from weft.graphs.capture import Recording, capturing
+from weft.graphs.capture import Recording
 from weft.graphs.places import Ranges
 from weft.graphs.watch import HostReads, New, Watch, storage_of
 
@@ -81,7 +81,7 @@ class TapeBackend:
     def capture(self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None) -> tuple[Any, Tape]:
         """See `Backend`."""
         tape = Tape()
-        with capturing(), HostReads(), _Recorder(tape, known):
+        with HostReads(), _Recorder(tape, known):
             return function(), tape
 
 

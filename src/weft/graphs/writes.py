@@ -15,23 +15,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from weft.graphs.capture import CaptureRefused, answering
-from weft.graphs.places import Ranges, range_of
+from weft.fsdp.gradients.direct import answering, weight_gradient
+from weft.graphs.capture import CaptureRefused
+from weft.graphs.places import Ranges, local, range_of
 
 MOST = 8
 """Recordings of one function: buffers that are new in each backward get none."""
 Target = tuple[Tensor, bool]
 """A buffer, and whether to add to it."""
-Ask = Callable[[nn.Parameter], Target]
 
 
 class Writes:
     """What a backward writes: `asked`, its questions in order; `added`, the parameters whose `main_grad` it adds to."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.asked: list[tuple[Ask, nn.Parameter]] = []
+        self.asked: list[nn.Parameter] = []
         self.added: list[Any] = []
         self._declared: list[Any] = [each for each in parameters if hasattr(each, "grad_added_to_main_grad")]
 
@@ -59,11 +58,9 @@ class Writes:
         """What writes starts, maybe again."""
         self.asked.clear()
 
-    def _note(self, ask: Ask, parameter: nn.Parameter) -> Target:
-        if isinstance(parameter, DTensor):
-            raise CaptureRefused("a backward in it asks for the gradient of a DTensor (weft.fsdp.weight_gradient)")
-        self.asked.append((ask, parameter))
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device), False
+    def _note(self, parameter: nn.Parameter) -> Target:
+        self.asked.append(parameter)
+        return torch.empty_like(local(parameter), memory_format=torch.contiguous_format), False
 
 
 class Recorded(NamedTuple):
@@ -137,8 +134,8 @@ class Targets:
     """The buffers of one backward. `key`: what a recording of it holds of them."""
 
     def __init__(self, writes: Writes) -> None:
-        self._asked = [parameter for _, parameter in writes.asked]
-        self._answers = [ask(parameter) for ask, parameter in writes.asked]
+        self._asked = list(writes.asked)
+        self._answers = [weight_gradient(parameter) for parameter in writes.asked]
         self._added = writes.added
         self._next = 0
         buffers = self._buffers()
@@ -171,7 +168,7 @@ class Targets:
                 for buffer, values in zip(buffers, before):
                     buffer.copy_(values)
 
-    def answer(self, ask: Ask, parameter: nn.Parameter) -> Target:
+    def answer(self, parameter: nn.Parameter) -> Target:
         """The buffer for the next question of the backward."""
         if self._next == len(self._asked) or self._asked[self._next] is not parameter:
             raise CaptureRefused("a backward in it asks for other gradients of weights than the time before")

@@ -13,7 +13,7 @@ from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.cut import cut_of
 from weft.models.layers import Cache, Embedding, dispatcher_of
-from weft.models.layers.block import gathered
+from weft.models.layers.positions import Positions
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
 from weft.models.shared import check_shared
@@ -188,11 +188,11 @@ class HybridModel(nn.Module):
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
         """Those of all tokens, or of this rank's tokens at all positions."""
-        hidden_BSD = gathered(self.ranks, hidden_BSD)
-        if self.cfg.tie_word_embeddings:
-            scores = F.linear(hidden_BSD, part(self.embedding, "weight"))
-        else:
-            scores = self.output_layer(hidden_BSD)
+        with Positions(self.ranks, hidden_BSD) as positions:
+            if self.cfg.tie_word_embeddings:
+                scores = F.linear(positions.whole, part(self.embedding, "weight"))
+            else:
+                scores = self.output_layer(positions.whole)
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
     def forward(

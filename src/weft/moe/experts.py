@@ -2,6 +2,7 @@
 
 import logging
 from functools import cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,9 @@ class GroupedExperts(nn.Module):
     wherever it is. `bias`: each projection has one for every expert.
     """
 
+    graph_scopes: ClassVar = {"forward": ("experts", None)}
+    has_fixed_rows = False
+    """Whether each expert gets as many rows in each call."""
     multiplies_quantized = True
     """Its products know quantized weights."""
     fills_slices = True
@@ -76,6 +80,14 @@ class GroupedExperts(nn.Module):
             for name, weight in list(self.named_parameters()):
                 self.register_parameter(name + BIAS, nn.Parameter(weight.new_empty(weight.shape[0], weight.shape[2])))
         self.reset_parameters()
+
+    def graph_refused(self, scope: str) -> str | None:
+        """Why `weft.Graphs` cannot capture this scope here."""
+        return (
+            None
+            if self.has_fixed_rows
+            else "how many rows an expert gets differs from call to call; set pad_to_capacity"
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -12,7 +12,7 @@ from weft.moe.experts import GroupedExperts
 from weft.moe.kinds import CLAMP, Clamp
 from weft.moe.linear import Linear
 from weft.moe.mlp import FeedForward
-from weft.moe.permutation import Permutation, by_expert, permutation, reorder, spread, weigh
+from weft.moe.permutation import Permutation, by_expert, padded, permutation, reorder, spread, weigh
 from weft.moe.require import require, require_size
 from weft.moe.router import Router, Routing, count
 from weft.moe.source import WeightSource
@@ -87,6 +87,8 @@ class MoE(nn.Module):
             hidden_size, num_experts, top_k, bias=router_bias, source=source / "router", **router_options
         )
         self.dispatcher = dispatcher or LocalDispatcher(num_experts)
+        if self.router.pad_to_capacity and self.dispatcher.rows_per == "rank":
+            raise ValueError('pad_to_capacity=True pads the rows of experts: use a dispatcher with rows_per="expert"')
         held = self.dispatcher.num_experts
         require("num_experts", num_experts, num_experts == held, f"the dispatcher's, {held}")
         size = shared_intermediate_size
@@ -104,6 +106,7 @@ class MoE(nn.Module):
             first_expert=self.dispatcher.experts.start,
             source=source / "experts",
         )
+        self.experts.has_fixed_rows = self.router.pad_to_capacity
         self.latent_in = self.latent_out = None
         if latent_size is not None:
             require_size("latent_size", latent_size)
@@ -121,8 +124,8 @@ class MoE(nn.Module):
         """Why `weft.Graphs` cannot capture this scope here."""
         if scope != "moe_preprocess":
             return None
-        if self.router.capacity_factor is not None:
-            return "with a capacity_factor the host reads how many rows are left"
+        if self.router.capacity_factor is not None and not self.router.pad_to_capacity:
+            return "with a capacity_factor the host reads how many rows are left; set pad_to_capacity"
         return "with one row per rank the host reads how many there are" if self.dispatcher.rows_per == "rank" else None
 
     def reset_parameters(self) -> None:
@@ -140,11 +143,12 @@ class MoE(nn.Module):
         self._record(routing)
         shared = self._shared(hidden) if self.shared_expert is not None else None
         rows = None
-        if routing.kept is not None:  # how many are left is known with the sizes
+        if routing.kept is not None and not self.router.pad_to_capacity:  # how many are left is known with the sizes
             handle.ready()
             rows = handle.sent
         sent, assignments, places = self._sorted(hidden, routing.experts, routing.kept, rows)
-        handle.permutation = Permutation(assignments, places, routing.kept, (hidden.shape[0], hidden.shape[1]))
+        shape, is_padded = (hidden.shape[0], hidden.shape[1]), self.router.pad_to_capacity
+        handle.permutation = Permutation(assignments, places, routing.kept, shape, is_padded)
         return Sent(sent, routing.weights, shared, routing.loss, handle)
 
     def _sorted(
@@ -152,8 +156,12 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The rows to send, sorted by expert, with the assignment of each and the row of each assignment; `rows`: how
         many are left, None for all."""
-        order, shape = by_expert(experts, kept, self.router.num_experts), (hidden.shape[0], hidden.shape[1])
-        places = permutation(order, order.numel() if rows is None else rows, kept, self.router.top_k, shape)
+        shape, router = (hidden.shape[0], hidden.shape[1]), self.router
+        if router.pad_to_capacity and kept is not None:
+            places = padded(experts, kept, router.num_experts, shape[0] * router.capacity(shape[1]), shape)
+        else:
+            order = by_expert(experts, kept, router.num_experts)
+            places = permutation(order, order.numel() if rows is None else rows, kept, router.top_k, shape)
         return spread(self._narrowed(hidden).flatten(0, 1), places), places.assignments, places.rows
 
     def _send_per_rank(self, hidden: Tensor, routing: Routing) -> Sent:
@@ -229,8 +237,13 @@ class MoE(nn.Module):
             self.load += routing.counts if whole else count(routing.experts.view(1, -1), self.load.numel())[0]
             held = self.dispatcher.experts
             if len(held) < self.load.numel():
-                away = routing.counts.sum() - routing.counts[held.start : held.stop].sum()
-                left = away if rows is None else rows.sum() - rows[held.start // len(held)]
+                counts, rows_to = routing.counts, routing.counts
+                if self.router.pad_to_capacity and routing.kept is not None:
+                    kept = routing.experts.masked_fill(~routing.kept, self.load.numel())
+                    counts = count(kept.view(1, -1), self.load.numel() + 1)[0, :-1]
+                away, left = (each.sum() - each[held.start : held.stop].sum() for each in (counts, rows_to))
+                if rows is not None:
+                    left = rows.sum() - rows[held.start // len(held)]
                 self.exchanged += torch.stack([away, left])
             if losses and routing.loss is not None:
                 self.router.added_loss += routing.loss

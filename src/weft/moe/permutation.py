@@ -23,12 +23,21 @@ class Permutation:
 
     `assignments` [rows]: the assignment of each row. `rows` [tokens, k]: the row of each assignment; any row
     for a dropped one. `kept` [tokens, k]: which assignments have a row; None: all. `shape`: (batch, seq).
+    `is_padded`: rows of zeros are among the others; their assignment is tokens * k, which no token has.
     """
 
     assignments: Tensor
     rows: Tensor
     kept: Tensor | None
     shape: tuple[int, int]
+    is_padded: bool = False
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row, [rows]; any token for a row of padding."""
+        tokens, k = self.rows.shape
+        found = self.assignments // k
+        return found.clamp_(max=max(tokens - 1, 0)) if self.is_padded else found
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
@@ -69,6 +78,19 @@ def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tu
     return Permutation(order[:rows], places.view(-1, k), kept, shape)
 
 
+def padded(experts: Tensor, kept: Tensor, num_experts: int, size: int, shape: tuple[int, int]) -> Permutation:
+    """The permutation that sends `size` rows to each expert: the kept assignments by number, then padding."""
+    order = by_expert(experts, kept, num_experts)
+    sorted_experts = experts.masked_fill(~kept, num_experts).flatten()[order]
+    starts = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=order.device))
+    rows = sorted_experts * size + torch.arange(order.numel(), device=order.device) - starts[sorted_experts]
+    total = num_experts * size
+    rows.clamp_(max=total)  # dropped assignments
+    assignments = order.new_full((total + 1,), order.numel()).scatter_(0, rows, order)[:total]
+    places = torch.empty_like(order).scatter_(0, order, rows.clamp(max=max(total - 1, 0)))
+    return Permutation(assignments, places.view_as(experts), kept, shape, is_padded=True)
+
+
 def spread(hidden: Tensor, places: Permutation) -> Tensor:
     """The row of each assignment's token; [tokens, hidden] -> [rows, hidden]."""
     return _Spread.apply(hidden, places)
@@ -91,7 +113,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, places: Permutation) -> Tensor:
         ctx.places = places
-        return hidden.index_select(0, places.assignments // places.rows.shape[1])
+        rows = hidden.index_select(0, places.tokens)
+        return rows.masked_fill_(places.assignments[:, None] == places.rows.numel(), 0) if places.is_padded else rows
 
     @staticmethod
     @once_differentiable
@@ -112,15 +135,17 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         places: Permutation = ctx.places
         rows, weights = ctx.saved_tensors
-        k = places.rows.shape[1]
-        of_token = gradient.index_select(0, places.assignments // k)
+        of_token = gradient.index_select(0, places.tokens)
         for_rows = for_weights = None
+        # One more, for rows of padding: their weight is 0.
+        flat = torch.nn.functional.pad(weights.flatten(), (0, 1)) if places.is_padded else weights.flatten()
         if ctx.needs_input_grad[0]:
-            for_rows = (of_token * weights.flatten()[places.assignments, None]).to(rows.dtype)
+            for_rows = (of_token * flat[places.assignments, None]).to(rows.dtype)
         if ctx.needs_input_grad[1]:
             # In rows first, then to where the weights are: a dropped one has no row, and its gradient is 0.
             dots = (of_token.to(weights.dtype) * rows).sum(-1)
-            for_weights = torch.zeros_like(weights).flatten().scatter_(0, places.assignments, dots).view_as(weights)
+            for_weights = torch.zeros_like(flat).scatter_(0, places.assignments, dots)
+            for_weights = for_weights[: weights.numel()].view_as(weights)
         return for_rows, for_weights, None, None
 
 

@@ -29,7 +29,7 @@ class Routing(NamedTuple):
     `experts` [tokens, k] int64: the chosen, best first; of equal ones the lower number first.
     `weights` [tokens, k] fp32, differentiable; 0 for dropped assignments.
     `loss`: a scalar, the auxiliary losses with their coefficients applied; None without any.
-    `counts` [num_experts] int64: the rows to send to each expert; dropped assignments are not counted.
+    `counts` [num_experts] int64: the rows to send to each expert; dropped assignments are not counted, padding is.
     `kept` [tokens, k] bool: which assignments the capacity left; None where nothing is ever dropped.
     """
 
@@ -60,6 +60,8 @@ class Router(nn.Module):
     `capacity_factor`: an expert takes at most ceil(factor * seq * k / num_experts) assignments of a sequence,
     those with the highest score and of equal ones the earlier; the others are dropped and contribute nothing
     (GShard, arXiv:2006.16668; per sequence, so that the result does not depend on what else is in the batch).
+    `pad_to_capacity`: each expert gets as many rows as the capacity allows, rows of zeros among them, so that shapes
+    do not depend on values.
     """
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
@@ -85,6 +87,7 @@ class Router(nn.Module):
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
         capacity_factor: float | None = None,
+        pad_to_capacity: bool = False,
         source: WeightSource | None = None,
     ) -> None:
         super().__init__()
@@ -97,6 +100,8 @@ class Router(nn.Module):
             require(name, coef, is_number(coef) and coef >= 0, "a number, 0 for no such loss")
         fits = capacity_factor is None or (is_number(capacity_factor) and capacity_factor > 0)
         require("capacity_factor", capacity_factor, fits, "a positive number, or None to drop nothing")
+        fits = capacity_factor is not None or not pad_to_capacity
+        require("pad_to_capacity", pad_to_capacity, fits, "False without a capacity; set capacity_factor")
         fits = is_number(scaling_factor) and scaling_factor > 0
         require("scaling_factor", scaling_factor, fits, "a positive number")
         _require_groups(num_experts, top_k, num_groups, topk_groups)
@@ -111,6 +116,7 @@ class Router(nn.Module):
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
         self.capacity_factor = capacity_factor
+        self.pad_to_capacity = pad_to_capacity
         self.source = source or WeightSource()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
@@ -159,10 +165,19 @@ class Router(nn.Module):
         loss = self._loss(logits, scores, load, seq)
         if self.capacity_factor is None:
             return Routing(experts, weights, loss, load.sum(0), None)
-        capacity = math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
+        capacity = self.capacity(seq)
         kept = _keep_best(chosen.detach().view(of_sequence), experts.view(of_sequence), load, capacity)
         kept = kept.view_as(experts)
-        return Routing(experts, weights.masked_fill(~kept, 0), loss, load.clamp(max=capacity).sum(0), kept)
+        if self.pad_to_capacity:
+            counts = load.new_full((self.num_experts,), batch * capacity)
+        else:
+            counts = load.clamp(max=capacity).sum(0)
+        return Routing(experts, weights.masked_fill(~kept, 0), loss, counts, kept)
+
+    def capacity(self, seq: int) -> int:
+        """How many assignments of a sequence of this length an expert takes at most, with a `capacity_factor`."""
+        assert self.capacity_factor is not None
+        return math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
 
     @torch.no_grad()
     def update_bias(self, global_counts: Tensor, rate: float) -> None:

@@ -350,7 +350,7 @@ def test_an_asynchronous_checkpoint_holds_the_weights_of_when_it_was_taken(strat
     assert_weights(sharded, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["the model", "the loss"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)

@@ -24,7 +24,8 @@ it returns to autograd for that weight is then ignored, unless `weight.zero_out_
 """
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,11 +33,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.graphs.capture import answered
-
 PART_CLASS = "_weft_part_class"
 """The attribute of a DTensor that says which class its local part has."""
 _homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
+_answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
+
+
+@contextmanager
+def answering(answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]]) -> Iterator[None]:
+    """Inside, `weight_gradient` asks `answer`, as where a backward is recorded."""
+    global _answer
+    before, _answer = _answer, answer
+    try:
+        yield
+    finally:
+        _answer = before
 
 
 def register_owner(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -68,8 +79,8 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
-    if (place := answered(weight_gradient, parameter)) is not None:
-        return place
+    if _answer is not None:
+        return _answer(parameter)
     if parameter in _homes:
         home = home_of(parameter)
         assert home is not None, "the parameter outlived its model"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed import ProcessGroup
 
-from weft.graphs.settings import Graphs
+from weft.fsdp.runtime.captures import Captures
 
 BUCKET_BYTES: int | None = None
 """The default."""
@@ -26,7 +26,7 @@ class RuntimeOptions:
     `check_collectives`: agree after each backward on what every rank issued and which parameters have gradients. False:
     hosts never wait for each other; every rank must then run the same units, what is written to weights between the
     passes of a step must be written on all ranks, and a parameter that no rank used has a gradient of zeros, not None.
-    `graphs`: which parts of the model are captured in graphs and replayed. None: none.
+    `graphs`: a `weft.Graphs`: which parts of the model are captured in graphs and replayed. None: none.
     """
 
     separate_all_gather_group: bool | Sequence[ProcessGroup] = False
@@ -35,7 +35,7 @@ class RuntimeOptions:
     bucket_bytes: int | None = field(default_factory=lambda: BUCKET_BYTES)
     max_live_reduce_buffers: int = 2
     check_collectives: bool = True
-    graphs: Graphs | None = None
+    graphs: Captures | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.check_collectives, bool):
@@ -57,7 +57,7 @@ class RuntimeOptions:
             raise TypeError(f"prefetch_bytes={self.prefetch_bytes!r}: pass an int, or None for the next unit")
         if self.allocator not in ("trace", "caching"):
             raise ValueError(f"allocator={self.allocator!r}: choose 'trace' or 'caching'")
-        if not isinstance(self.graphs, Graphs | None):
+        if not isinstance(self.graphs, Captures | None):
             raise TypeError(f"graphs={self.graphs!r}: pass a weft.Graphs, or None")
         if self.graphs is not None and self.allocator == "caching":
             raise ValueError(

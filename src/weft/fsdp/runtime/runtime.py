@@ -29,6 +29,7 @@ from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Ba
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
+from weft.fsdp.runtime.captures import CaptureTable
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -37,7 +38,6 @@ from weft.fsdp.runtime.planner import Planner
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
-from weft.graphs.table import GraphTable
 from weft.layout.gathers import GatherOrder
 from weft.layout.trace import Trace
 
@@ -107,7 +107,7 @@ class Runtime:
         """Whether everything that was on the meta device has values."""
         self.post_optimizer_event: Any = None
         """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
-        self.graphs: GraphTable | None = None
+        self.graphs: CaptureTable | None = None
         self.channels.on_gather = weakly(self._before_gather)
         self._process_groups = list(dict.fromkeys(each for group in groups for each in group.groups))
         """Of the mesh axes of all units, which together reach every rank."""

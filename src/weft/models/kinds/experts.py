@@ -64,12 +64,18 @@ class Experts(AnyMLP, kind=KIND):
     """Weight of the router's z-loss."""
     capacity_factor: float | None = optional_positive()
     """Room per expert relative to a balanced load; None: no token is ever dropped."""
+    pad_to_capacity: bool = switch(False)
+    """Whether each expert gets as many rows as it has room for, padded with zeros, so that shapes never change."""
 
     def check(self) -> None:
         """See `Trunk.check`."""
         experts, groups, visited = self.num_experts, self.n_group, self.num_experts_per_tok
         require(self, "num_experts_per_tok", visited <= experts, f"at most num_experts={experts}")
         has_shared = self.shared_expert_intermediate_size > 0
+        rule = "False without a capacity; set capacity_factor"
+        require(self, "pad_to_capacity", self.capacity_factor is not None or not self.pad_to_capacity, rule)
+        rule = 'False with one row per rank; set moe_rows_per="expert"'
+        require(self, "pad_to_capacity", self.moe_rows_per == "expert" or not self.pad_to_capacity, rule)
         rule = "False where there is no shared expert; set shared_expert_intermediate_size"
         require(self, "shared_expert_gate", has_shared or not self.shared_expert_gate, rule)
         require(self, "n_group", experts % groups == 0, f"a divisor of num_experts={experts}")

@@ -1,6 +1,6 @@
 """What all layers share: the residual stream, and what they keep of the positions before."""
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers.norm import RMSNorm
+from weft.models.layers.positions import Positions
 from weft.models.layers.rotary import RotaryEmbedding
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
@@ -69,6 +70,8 @@ class Block(nn.Module):
     `ranks`, a rank has a part of its positions, and `mix` gets all of them and gives a part of the sum over the ranks.
     """
 
+    graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
+    """What `weft.Graphs` may capture: methods, with the scope and the modules that each uses (None: all)."""
     ranks: TensorRanks | None = None
 
     def __init__(self, cfg: HybridConfig) -> None:
@@ -87,16 +90,20 @@ class Block(nn.Module):
     def share(self, ranks: TensorRanks) -> None:
         """Compute with what `weft.models.tensor_parallel.share` has left of the parameters."""
         self.ranks = ranks
+        self.capture_mix()  # around it the ranks gather, scatter and add up gradients of norms
+
+    def capture_mix(self) -> None:
+        """Let `weft.Graphs` capture `mix` in place of `forward`."""
+        parts = [name for name, _ in self.named_children() if name not in ("norm", "post_norm")]
+        scopes = type(self).graph_scopes
+        vars(self)["graph_scopes"] = {"mix": (scopes["forward"][0], parts)} if scopes else {}
 
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        part_BSD = scattered(self.ranks, self.mix(gathered(self.ranks, normed(self.norm, x_BSD)), state, documents))
+        with Positions(self.ranks, normed(self.norm, x_BSD)) as positions:
+            mixed_BSD = self.mix(positions.whole, state, documents)
+        part_BSD = positions.scatter(mixed_BSD)
         return added(x_BSD, normed(self.post_norm, part_BSD), self.multiplier)
-
-
-def gathered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
-    """All positions, of which this rank has some."""
-    return x_BSD if ranks is None else ranks.gather(x_BSD)
 
 
 def scattered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
+from weft.models.layers.block import Beside, added, normed, norms_of, scattered
+from weft.models.layers.positions import Positions
 from weft.models.tensor_parallel import CUT, TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.dispatch import Halves
@@ -52,6 +53,7 @@ class Experts(MoE):
             aux_loss_coef=cfg.aux_loss_coef,
             z_loss_coef=cfg.z_loss_coef,
             capacity_factor=cfg.capacity_factor,
+            pad_to_capacity=cfg.pad_to_capacity,
         )
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
@@ -66,7 +68,8 @@ class Experts(MoE):
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
-        rows, weights, shared, loss, handle = self.send(gathered(self.ranks, normed(self.norm, x_BSD)))
+        with Positions(self.ranks, normed(self.norm, x_BSD)) as positions:
+            rows, weights, shared, loss, handle = self.send(positions.whole)
         if (knows_loss := self.ranks or self.positions) is not None and loss is not None:
             loss = knows_loss.shared(loss)
         kept = {"residual": x_BSD}
@@ -98,7 +101,8 @@ class Experts(MoE):
         kept: Tensor | None,
     ) -> Tensor:
         handle = Handle()
-        handle.permutation = Permutation(assignments, places, kept, (residual.shape[0], residual.shape[1]))
+        shape = (residual.shape[0], residual.shape[1])
+        handle.permutation = Permutation(assignments, places, kept, shape, self.router.pad_to_capacity)
         return self._added(residual, self.receive(rows, weights, shared, handle))
 
     def _added(self, residual: Tensor, output: Tensor) -> Tensor:

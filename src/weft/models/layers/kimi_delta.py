@@ -6,6 +6,7 @@ o_t = S_t^T q_t
 """
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ class KimiDelta(Block):
     softplus(f_proj(latent) + dt_bias) for each channel. Queries and keys have length 1, queries C^-0.5. Its state is S
     [B, H, C, C] and the convolution's.
     """
+
+    graph_scopes: ClassVar = {"forward": ("mamba", None)}
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)

@@ -5,7 +5,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from weft.models.config import HybridConfig
-from weft.models.layers.block import Beside, added, gathered, normed, norms_of, scattered
+from weft.models.layers.block import Beside, added, normed, norms_of
+from weft.models.layers.positions import Positions
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
@@ -31,6 +32,8 @@ class MLP(FeedForward):
     def share(self, ranks: TensorRanks) -> None:
         """See `Block.share`."""
         self.ranks = ranks
+        parts = [name for name, _ in self.named_children() if name not in ("norm", "post_norm")]
+        vars(self)["graph_scopes"] = {**type(self).graph_scopes, "forward": ("mlp", parts)}
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts, which are the MLP itself."""
@@ -38,7 +41,9 @@ class MLP(FeedForward):
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return scattered(self.ranks, self.forward(gathered(self.ranks, rows)))
+        with Positions(self.ranks, rows) as positions:
+            output = self.forward(positions.whole)
+        return positions.scatter(output)
 
     def expert_modules(self) -> list[nn.Module]:
         """What only `run_experts` calls."""

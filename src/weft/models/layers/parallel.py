@@ -26,6 +26,7 @@ class Parallel(Block):
         self.multipliers = cfg.attention_out_multiplier, cfg.ssm_out_multiplier
         for part in (self.attention, self.mamba):  # the norms are those of this block
             part.norm = part.post_norm = None
+            part.capture_mix()
 
     def share(self, ranks: TensorRanks) -> None:
         """See `Block.share`."""
@@ -36,6 +37,7 @@ class Parallel(Block):
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """See `Block.mix`."""
         # Attention first: it takes a state that holds anything for one with its own keys.
-        attended, scanned = (part.mix(x_BSD, state, documents) for part in (self.attention, self.mamba))
+        # A view for each, so that gradients add up in one order, whether a graph replays a part or not.
+        attended, scanned = (part.mix(x_BSD.view_as(x_BSD), state, documents) for part in (self.attention, self.mamba))
         of_attention, of_mamba = self.multipliers
         return scaled(attended, of_attention) + scaled(scanned, of_mamba)

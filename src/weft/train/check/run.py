@@ -16,6 +16,7 @@ from weft.comm.threads.ranks import name_modules, run_ranks
 from weft.dtensor.uneven import local_of
 from weft.errors import CollectiveMismatch
 from weft.models import Documents, HybridModel, context_part
+from weft.moe.experts import GroupedExperts
 from weft.train.check.findings import Alone, Seen, findings
 from weft.train.check.small import data_ranks, smaller
 from weft.train.config import TrainConfig
@@ -98,10 +99,18 @@ def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
     return given
 
 
+def _quiet(model: HybridModel) -> HybridModel:
+    """Experts one after another, as double precision takes them anyway, with a warning for each kind of layer."""
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.backend = "loop"
+    return model
+
+
 def _on_one_rank(config: TrainConfig, rows: list[dict[str, Any]]) -> Alone:
     """The mean of the losses of all microbatches, by autograd alone."""
     torch.manual_seed(config.train.seed)
-    model = HybridModel(config.hybrid).double()
+    model = _quiet(HybridModel(config.hybrid).double())
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses = []
     for each in rows:
@@ -118,7 +127,7 @@ def _on_one_rank(config: TrainConfig, rows: list[dict[str, Any]]) -> Alone:
 def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, Any]], alone: Alone) -> Seen:
     device = torch.device("cpu")
     meshes = meshes_of(config, device)
-    model = hybrid(config, config.hybrid, meshes, device, torch.float64)
+    model = _quiet(hybrid(config, config.hybrid, meshes, device, torch.float64))
     name_modules(model)
     weights = _whole({name: parameter.detach() for name, parameter in model.named_parameters()})
     task: Any = SimpleNamespace(model=model, batches=None, _loss=None)

@@ -142,7 +142,7 @@ def _kinds(layers: tuple[LogicalLayer, ...]) -> list[str]:
 
 def _with_smaller_sizes(model: HybridConfig, sharding: ShardingConfig) -> HybridConfig:
     tp, ep = sharding.tp, sharding.ep
-    model = dataclasses.replace(model, capacity_factor=None)
+    model = dataclasses.replace(model, capacity_factor=None, pad_to_capacity=False)
     for many, few in _HEADS.items():
         model = _first(model, sharding, _heads(model, many, few, tp))
     if model.head_dim is None:

@@ -24,6 +24,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from weft.checkpoint.directory import committed_steps
+from weft.checkpoint.storage import operation
+from weft.errors import StorageError
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS, WRONG_CALL
@@ -64,25 +66,31 @@ def launch(
     and that did not begin, leaves no directory behind; that of another failure stays, for its logs.
 
     restarts: how often all ranks are started again from the newest checkpoint where it would be 1; `restart_ranks` of
-    them. keeps_copies: whether ranks copy their state to memory, from where they start again if that is newer.
+    them. A restart that ends with the traceback of the start before it, at the same checkpoint, is the last one.
+    keeps_copies: whether ranks copy their state to memory, from where they start again if that is newer.
     """
+    failed = ""
     with ExitStack() as stack:
         try:
             memory = stack.enter_context(folder_in_memory()) if keeps_copies else None
-        except ConfigError:
+            for number in range(restarts + 1):
+                supervisor = _Supervisor(arguments, ranks, run, resume_command, memory)
+                code = supervisor.run_all()
+                if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
+                    break
+                saved = [0, *committed_steps(run.checkpoints)][-1]
+                copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
+                step = max(saved, copied)
+                before, failed = failed, f"{step}: {supervisor.error}" if supervisor.error else ""
+                if failed and failed == before:
+                    supervisor._say("the restart failed as the start before it did, so there is no other restart")
+                    break
+                ranks, run = restart_ranks or ranks, replace(run, step=step or None, note="")
+                start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"
+                supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
+        except (ConfigError, StorageError):
             remove_if_unused(run)
             raise
-        for number in range(restarts + 1):
-            supervisor = _Supervisor(arguments, ranks, run, resume_command, memory)
-            code = supervisor.run_all()
-            if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
-                break
-            saved = [0, *committed_steps(run.checkpoints)][-1]
-            copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
-            step = max(saved, copied)
-            ranks, run = restart_ranks or ranks, replace(run, step=step or None)
-            start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"
-            supervisor._say(f"restart {number + 1} of {restarts}, from {start}")
     return code
 
 
@@ -127,12 +135,16 @@ class _Supervisor:
         self.requests = Requests()
         self.died: list[_Rank] = []
         """Ranks that ended with an error of their own, in the order in which that was seen."""
+        self.error = ""
+        """The message of an error that was shown with its traceback."""
 
     def run_all(self) -> int:
-        self.logs.mkdir(parents=True, exist_ok=True)
+        with operation("mkdir", self.logs):
+            self.logs.mkdir(parents=True, exist_ok=True)
         print(f"starting {self.count} rank{'s' * (self.count > 1)} for {self.run.directory}", flush=True)
         with ExitStack() as stack:
-            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
+            with operation("mkdir", tempfile.gettempdir()):
+                self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
             on_stop_signals(self._on_signal)
             stack.callback(self._kill_rest)
             for rank in range(self.count):
@@ -171,7 +183,9 @@ class _Supervisor:
             stack.callback(os.close, reading)
             output = None
             if rank:
-                output = stack.enter_context((self.logs / f"rank-{rank}.log").open("ab"))
+                log = self.logs / f"rank-{rank}.log"
+                with operation("open", log):
+                    output = stack.enter_context(log.open("ab"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "weft", *self.arguments],
                 env=environment,
@@ -248,6 +262,7 @@ class _Supervisor:
             self._say(first["message"] + (f"; {self._how_to_go_on()}" if first["kind"] == "ended" else ""))
             return WRONG_CALL if first["kind"] == "configuration" else FAILURE
         if reasons:
+            self.error = reasons[0]["message"]
             self._say(f"rank {reasons[0]['rank']} failed:")
             print(reasons[0]["traceback"], file=sys.stderr)
         else:

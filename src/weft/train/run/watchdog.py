@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.checkpoint.storage import running
+from weft.checkpoint.storage import moves, running
 from weft.comm.watch.hang_detector import hang_detector, start_hang_detector
 from weft.train.run.peers import Peers
 
@@ -124,7 +124,7 @@ class Watchdog:
         tick = min(1.0, self.limit / 5)
         seen, spent = -1, 0.0
         stack: tuple[tuple[str, int], ...] = ()
-        done: tuple[int, ...] | None = None
+        done = -1
         while not self._over.wait(tick):
             if self.said is not None:
                 if time.monotonic() - self._said_at > _GRACE_S:
@@ -132,7 +132,7 @@ class Watchdog:
                     return
                 continue
             operations = running()
-            now = (_stack(self._main) if self._loosely else (), tuple(each.number for each in operations))
+            now = (_stack(self._main) if self._loosely else (), moves())
             spent, before = _seconds_of(self._main), spent
             computes = self._loosely and spent - before > _COMPUTES * tick
             if seen != self._moves or computes or now != (stack, done):

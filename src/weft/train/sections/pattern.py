@@ -20,6 +20,9 @@ def check_pattern(model: HybridConfig, data: DataConfig, loop: LoopConfig, shard
     )
     require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
     _check_experts(model, loop, sharding.ep)
+    fixed = "experts" not in sharding.graphs or model.pad_to_capacity
+    rule = 'must leave "experts" out: their rows differ from call to call; set model.pad_to_capacity = true'
+    require("sharding.graphs", list(sharding.graphs), fixed, rule)
     _check_shared_layers(model, data, sharding)
     _check_stages(model, loop, sharding.pp)
 

@@ -48,7 +48,7 @@ class ShardingConfig:
     check_collectives: bool = True
     """Compare after each backward what every rank issued."""
     graphs: tuple[str, ...] = ()
-    """Parts of layers that are captured in graphs: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "finish"."""
+    """Parts that graphs capture: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
     graphs_backend: Literal["cuda", "tape"] = "cuda"
     """With `graphs`: "cuda", or on the CPU "tape", which replays operators one by one and saves no time."""
 
@@ -101,7 +101,7 @@ class ShardingConfig:
             require(f"sharding.{name}", size, size is None or size >= 0, "must be a number of bytes, 0 or more")
         most = self.max_live_reduce_buffers
         require("sharding.max_live_reduce_buffers", most, most >= 1, "must be at least 1")
-        known = ("attn", "mamba", "mlp", "moe_router", "moe_preprocess", "finish")
+        known = ("attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish")
         unknown = [scope for scope in self.graphs if scope not in known]
         require(
             "sharding.graphs", list(self.graphs), not unknown, f"must be of {list(known)}; {unknown} is none of them"

@@ -24,7 +24,7 @@ def drop_graphs(model: nn.Module) -> None:
 
 def _table(model: nn.Module) -> GraphTable:
     table = runtime_of(model).graphs
-    if table is None:
+    if not isinstance(table, GraphTable):
         raise ValueError(
             f"{type(model).__name__} has no graphs: pass runtime=weft.RuntimeOptions(graphs=weft.Graphs()) to "
             "fully_shard of the root"

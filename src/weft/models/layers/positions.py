@@ -1,0 +1,92 @@
+"""The positions that a block gathers from tensor-parallel ranks, and gathers again in backward instead of keeping them.
+
+forward     gather   products with the input        scatter    the input goes, this rank's part of it stays
+backward    gradients arrive   the input is sent again   backward of the block's inner part   gradients of weights
+
+Megatron-LM's linear layers do the same (Korthikanti et al. 2022, arXiv:2205.05198).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from weft.models.gathering import Gathering
+from weft.models.tensor_parallel import LANE, TensorRanks
+
+
+class Positions:
+    """A context in which `whole` [B, S, D] is used, of which this rank has `part` [B, S / tp, D].
+
+    Inside, autograd keeps the place of `whole`, not its values. Where other hooks on saved tensors are active, such as
+    those of a checkpoint, it keeps what they say. Without `ranks` both are the same, and nothing is gathered.
+    """
+
+    knows_graphs = True
+    """`weft.Graphs` may capture inside: what is captured reads a copy of `whole`."""
+
+    def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
+        self._ranks, self._part = ranks, part.detach()
+        self.whole = part if ranks is None else ranks.gather(part)
+        self._memory = 0
+        self._kept = self._asked = 0
+        self._coming: Gathering | None = None
+        self._again: Tensor | None = None
+        self._hooks: Any = None
+
+    def __enter__(self) -> "Positions":
+        keeps = self._ranks is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if keeps and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            self._memory = self.whole.untyped_storage().data_ptr()
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*exception)
+            self._hooks = None
+        del self.whole
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's positions of the sum of `x` over the ranks.
+
+        In backward the positions begin to travel again as soon as the gradient of `x` is there.
+        """
+        if self._ranks is None:
+            return x
+        if self._kept and x.requires_grad:
+            x.register_hook(self._send)
+        return self._ranks.scatter(x)
+
+    def _pack(self, saved: Tensor) -> Any:
+        if (
+            isinstance(saved, DTensor)
+            or saved.layout != torch.strided
+            or saved.untyped_storage().data_ptr() != self._memory
+        ):
+            return saved
+        self._kept += 1
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self._again is None:
+            self._send()
+            assert self._coming is not None and self._ranks is not None
+            self._again = torch.cat(self._coming.receive()[0].unbind(), dim=1)
+            self._coming = None
+        found = self._again.as_strided(*kept)
+        self._asked += 1
+        if self._asked == self._kept:  # a second backward gathers once more
+            self._asked, self._again = 0, None
+        return found
+
+    def _send(self, gradient: Tensor | None = None) -> None:
+        if self._coming is None and self._again is None:
+            assert self._ranks is not None
+            self._coming = Gathering(self._ranks.group, [self._part.shape], LANE)
+            self._coming.send([self._part])
