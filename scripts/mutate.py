@@ -669,9 +669,16 @@ MUTATIONS = [
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
         "fsdp/runtime/helper.py",
-        "watch.can_join(self, key, functools.partial(weakly(self.serve_bucket), number))",
+        "watch.can_join(self, key, functools.partial(weakly(self._join_bucket), number))",
         "pass",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
+    ),
+    Mutation(
+        "a rank that has not stepped yet sends its weights to one that has",
+        "fsdp/runtime/steps.py",
+        "return not self._counts or issued.get(self._key, 0) <= here",
+        "return True",
+        "fsdp/test_steps_here.py::test_a_rank_that_has_not_stepped_yet_sends_nothing_to_one_that_has",
     ),
     Mutation(
         "a bucket is gathered again for one of its units",
@@ -1231,8 +1238,8 @@ MUTATIONS = [
     Mutation(
         "what is known of a model's gathers stays when the model goes",
         "comm/watch/hang_detector.py",
-        "MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()",
-        "MutableMapping[Any, dict[str, Callable[[], bool]]] = {}",
+        "MutableMapping[Any, dict[str, Join]] = weakref.WeakKeyDictionary()",
+        "MutableMapping[Any, dict[str, Join]] = {}",
         "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
     ),
     Mutation(

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from weft.comm.gloo.sends import break_waits
 from weft.comm.watch import rules
 from weft.comm.watch.outside_waits import outside_waits
-from weft.comm.watch.rules import Picture, State, mismatch
+from weft.comm.watch.rules import Join, Picture, State, mismatch
 from weft.errors import CollectiveMismatch
 
 DELAY_S = 0.1
@@ -90,7 +90,7 @@ class HangDetector:
         self._haste_until = 0.0
         self._issued: dict[str, int] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
-        self._joinable: MutableMapping[Any, dict[str, Callable[[], bool]]] = weakref.WeakKeyDictionary()
+        self._joinable: MutableMapping[Any, dict[str, Join]] = weakref.WeakKeyDictionary()
         self._call: Call | None = None
         self._since = 0.0
         self._token = 0
@@ -124,8 +124,13 @@ class HangDetector:
             number = self._issued[key] = self._issued.get(key, 0) + 1
         return Call(key, number, name, group, self._ranks[group])
 
-    def can_join(self, owner: Any, key: str, join: Callable[[], bool]) -> None:
-        """`join()` takes part in the next collective of `key` without using it, and says whether it could.
+    def note(self, key: str, number: int) -> None:
+        """Say `number` under `key` among what this rank has issued."""
+        with self._lock:
+            self._issued[key] = number
+
+    def can_join(self, owner: Any, key: str, join: Join) -> None:
+        """`join` takes part in the next collective of `key` without using it.
 
         `owner`: with it, goes what is known of `join`, which must not keep it alive.
         """
@@ -317,13 +322,13 @@ class HangDetector:
         with self._lock:
             if self._call is None:
                 return False
-            wanted = [
-                state.key
-                for state in stuck.values()
-                if self._rank in state.ranks and self._issued.get(state.key, 0) < state.number
-            ]
+            wanted: dict[str, dict[str, int]] = {}
+            for state in stuck.values():
+                if self._rank in state.ranks and self._issued.get(state.key, 0) < state.number:
+                    issued = wanted.setdefault(state.key, {})
+                    issued |= {key: max(number, issued.get(key, 0)) for key, number in state.issued.items()}
             joins = {key: join for known in list(self._joinable.values()) for key, join in known.items()}
-            joined = [key for key in dict.fromkeys(wanted) if key in joins and joins[key]()]
+            joined = [key for key, issued in wanted.items() if key in joins and joins[key](issued)]
             self.joins += len(joined)
         if joined:
             self._store.add(f"{self._prefix}joins", len(joined))

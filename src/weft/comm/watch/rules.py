@@ -36,6 +36,8 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
     return CollectiveMismatch(f"ranks {what} ({listed}): {rule}" if listed else f"ranks {what}: {rule}")
 
 
+Join = Callable[[Mapping[str, int]], bool]
+"""Takes part in a collective that others wait for, by what they have issued, and says whether it could."""
 Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 

@@ -3,7 +3,7 @@ takes part in a gather that others wait for, though it does not need the weights
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from weft.comm.watch.hang_detector import HangDetector, start_hang_detector
 from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
+from weft.fsdp.runtime.steps import Steps
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
 
@@ -21,8 +22,9 @@ from weft.fsdp.weak import weakly
 class GatherHelper:
     """The part that this rank takes in what only others need."""
 
-    def __init__(self, channels: Channels, freshness: Freshness, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, channels: Channels, freshness: Freshness, buckets: Sequence[Bucket], steps: Steps) -> None:
         self._channels = channels
+        self._steps = steps
         self._buckets = buckets
         self._freshness = freshness
         self._watched_by: HangDetector | None = None
@@ -35,6 +37,7 @@ class GatherHelper:
         trains."""
         watch = start_hang_detector()
         watch.begin_pass()
+        self._steps.begin_pass(watch)
         if self._watched_by is watch:
             return None
         self._watched_by = watch
@@ -61,7 +64,7 @@ class GatherHelper:
             if not transport_of(bucket.group, units[0].device).capabilities.helpers:
                 continue
             key = self._channels.gathers.key(bucket.group, bucket.channel)
-            watch.can_join(self, key, functools.partial(weakly(self.serve_bucket), number))
+            watch.can_join(self, key, functools.partial(weakly(self._join_bucket), number))
         return trains
 
     def failed(self, what: str, error: BaseException) -> None:
@@ -75,8 +78,11 @@ class GatherHelper:
         for ticket in tickets:
             ticket.wait()
 
-    def _join(self, ref: "weakref.ref[Unit]", number: int | None) -> bool:
-        return (unit := ref()) is not None and self.serve(unit, number)
+    def _join(self, ref: "weakref.ref[Unit]", number: int | None, issued: Mapping[str, int]) -> bool:
+        return self._steps.reached(issued) and (unit := ref()) is not None and self.serve(unit, number)
+
+    def _join_bucket(self, number: int, issued: Mapping[str, int]) -> bool:
+        return self._steps.reached(issued) and self.serve_bucket(number)
 
     def serve(self, unit: Unit, number: int | None) -> bool:
         """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether

@@ -36,6 +36,7 @@ from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass, Passes, end_with_backward
 from weft.fsdp.runtime.planner import Planner
 from weft.fsdp.runtime.reductions import Reductions
+from weft.fsdp.runtime.steps import Steps
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
 from weft.layout.gathers import GatherOrder
@@ -87,7 +88,8 @@ class Runtime:
             gathers=self.gathers,
         )
         self._freshness = Freshness(self.channels, checked=options.check_collectives, channel=channel)
-        self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())))
+        self._steps = Steps(groups, channel)
+        self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
         self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._place = units[0].place
@@ -424,6 +426,7 @@ class Runtime:
         self.planner.end_pass()
         if due and self.reductions.is_last:
             self._freshness.expect_change()
+            self._steps.expect()
         self.passes.end()
         self._settled = next(_moments)
         try:
@@ -541,6 +544,7 @@ class Runtime:
         self.reductions.begin(taking_turns=False)
         self._helper.collect()
         self._freshness.forget()
+        self._steps.forget()
         for call in self._calls:
             call.abandon()
         self._calls.clear()
