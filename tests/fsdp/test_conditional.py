@@ -150,7 +150,7 @@ def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others()
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     assert hang_detector().joins > 0
-    assert hang_detector().delay() < DELAY_S / 5, "where ranks joined, they speak of shorter waits"
+    assert hang_detector()._delay() < DELAY_S / 5, "where ranks joined, they speak of shorter waits"
 
 
 @pytest.mark.long

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.train.command import write_config
 from weft.cli import main
-from weft.comm.threads.ranks import run_ranks
+from weft.comm.threads.ranks import _NoHangs, run_ranks
+from weft.comm.watch.hang_detector import HangDetector
 from weft.errors import CollectiveMismatch
 from weft.models.context import Slices
 from weft.models.model import HybridModel
@@ -360,3 +361,8 @@ def test_a_run_with_a_fault_begins_on_no_rank(pool, tmp_path):
 def test_the_check_before_a_run_is_that_of_the_command(tmp_path):
     config = load_config(write_config(tmp_path), ["sharding.tp=2", "train.check=true"])
     assert apart._said(config, 2) == ""
+
+
+def test_the_checks_stand_in_answers_whatever_the_detector_of_hangs_is_asked():
+    asked = {name for name, method in vars(HangDetector).items() if callable(method) and not name.startswith("_")}
+    assert asked and asked <= vars(_NoHangs).keys()

@@ -295,7 +295,10 @@ class _NoHangs:
     def can_join(self, *_: Any) -> None:
         pass
 
-    fail = _explain = can_join
+    note = fail = explain = can_join
+
+    def waits_for(self, *_: Any) -> str:
+        return ""
 
 
 @contextmanager

@@ -171,14 +171,14 @@ class HangDetector:
         except CollectiveMismatch:
             raise
         except RuntimeError as error:
-            self._explain(error, call)
+            self.explain(error, call)
             raise
         finally:
             with self._lock:
                 self._call = outer
                 self._token += 1
 
-    def _explain(self, error: RuntimeError, call: Call) -> None:
+    def explain(self, error: RuntimeError, call: Call) -> None:
         """A wait was broken: by this detector of hangs, or by another rank's, or because a rank has gone."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
@@ -232,7 +232,7 @@ class HangDetector:
         with contextlib.suppress(Exception):  # the store went with the job
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
-                delay = self.delay()
+                delay = self._delay()
                 slowest = SLOWEST_S * delay / DELAY_S
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
             if not self.verdict:
@@ -276,7 +276,7 @@ class HangDetector:
                 self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
         return True
 
-    def delay(self) -> float:
+    def _delay(self) -> float:
         """How long a wait lasts before this rank speaks of it."""
         if time.monotonic() > self._haste_until:
             return DELAY_S
@@ -287,7 +287,7 @@ class HangDetector:
         call, issued = self._call, dict(self._issued)
         before = f"{self._failed}, then " if self._failed else ""
         if call is not None:
-            if time.monotonic() - self._since < self.delay():
+            if time.monotonic() - self._since < self._delay():
                 return None
             return State("waits", before + call.name, issued, call.key, call.number, call.ranks, str(self._token))
         place, token = outside_waits(self._waiter, threading.main_thread().ident)
@@ -386,7 +386,7 @@ def explain(error: RuntimeError, call: Call | None) -> None:
     if another rank has told the reason."""
     watch = hang_detector()
     if call is not None and watch is not None:
-        watch._explain(error, call)
+        watch.explain(error, call)
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
