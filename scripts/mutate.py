@@ -1413,7 +1413,14 @@ MUTATIONS = [
         "fsdp/group.py",
         "self.refresh(channels)\n        return self.model_weight.local",
         "return self.model_weight.local",
-        "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
+        "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-262144]",
+    ),
+    Mutation(
+        "a rank sends the quantized weights of the last step of a unit that its pass is without",
+        "fsdp/group.py",
+        "self.refresh(channels)  # the pass of this rank may be one without the unit",
+        "",
+        "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-0]",
     ),
     Mutation(
         "the operand beside a quantized weight is not quantized",

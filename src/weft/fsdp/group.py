@@ -213,8 +213,7 @@ class ParameterGroup:
 
     def gather(self, channels: Channels) -> Ticket | None:
         """Start making the full weights those of the main weights; None where they already are."""
-        if self.refreshes:
-            self.refresh(channels)
+        self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
             return refreshing
@@ -271,6 +270,7 @@ class ParameterGroup:
 
     def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result is not used here."""
+        self.refresh(channels)  # the pass of this rank may be one without the unit
         with torch.no_grad():
             unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own = unused.part(self.model_weight.placements).local
