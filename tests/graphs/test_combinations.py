@@ -44,7 +44,7 @@ def check(scopes, driven, strategy, policy, tied, microbatches, *, steps, **mesh
     assert all(each["replays"] for each in report["scopes"].values()), (scopes, driven, strategy, report)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_each_scope_has_the_numbers_of_eager_calls():
     for case in {case[0]: case for case in CASES}.values():
