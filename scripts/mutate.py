@@ -197,6 +197,13 @@ MUTATIONS = [
         GRAPHS + "test_twenty_steps_with_graphs_are_those_without[2]",
     ),
     Mutation(
+        "hooks on gathered weights are left out of replays",
+        "graphs/places.py",
+        "tensor.requires_grad, hooked(tensor))",
+        "tensor.requires_grad)",
+        "graphs/test_hooks.py::test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module[2]",
+    ),
+    Mutation(
         "a replay has the inputs of its capture",
         "graphs/captured.py",
         "            static.copy_(given)",

@@ -89,7 +89,7 @@ def test_slices_turn_as_the_whole_rows_where_the_length_decides(rows):
         assert torch.equal(rotary(slices.cut(heads), SEQ // 2, slices), slices.cut(rotary(heads, 0, documents)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, 4)
 @mock.patch("weft.models.layers.delta_net.CHUNK", 4)
 def test_every_mixer_equals_one_process():
@@ -146,7 +146,7 @@ def averaged(cfg, batches):
     return [loss.detach() for loss in losses], {name: each.grad for name, each in model.named_parameters()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_with_replicas_experts_under_the_schedule_and_stages():
     """Two data-parallel ranks of two context ranks each, or a pipeline of two stages."""
