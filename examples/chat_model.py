@@ -69,7 +69,7 @@ weights = {weights}
 """
 
 
-def main(folder: Path, steps: int = 300) -> None:
+def main(folder: Path, steps: int = 180) -> None:
     """Write everything into `folder`."""
     talks, chance = [], random.Random(0)
     for _ in range(1200):

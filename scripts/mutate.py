@@ -197,6 +197,13 @@ MUTATIONS = [
         GRAPHS + "test_twenty_steps_with_graphs_are_those_without[2]",
     ),
     Mutation(
+        "hooks on gathered weights are left out of replays",
+        "graphs/places.py",
+        "tensor.requires_grad, hooked(tensor))",
+        "tensor.requires_grad)",
+        "graphs/test_hooks.py::test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module[2]",
+    ),
+    Mutation(
         "a replay has the inputs of its capture",
         "graphs/captured.py",
         "            static.copy_(given)",
@@ -340,10 +347,24 @@ MUTATIONS = [
     Mutation(
         "queries wait for the keys and values of other ranks",
         "models/layers/attention.py",
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = attention_over(",
-        "            came = others()\n            others = lambda: came\n"
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = attention_over(",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = others.attend(",
+        "            came = others._coming()\n            others._coming = lambda: came\n"
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = others.attend(",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
+    ),
+    Mutation(
+        "keys and values of other ranks are kept for backward",
+        "models/layers/gathered.py",
+        "            self._parts = parts",
+        "            self._parts = ()",
+        CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
+    ),
+    Mutation(
+        "each tensor-parallel rank keeps all rows of experts",
+        "models/layers/experts.py",
+        "with Rows(self.ranks, rows) as kept:",
+        "with Rows(None, rows) as kept:",
+        "models/test_shared_rows.py::test_activations_are_spread_over_context_and_tensor_parallel_ranks[4]",
     ),
     # --- documents in one row -----------------------------------------------------------------------------------------
     Mutation(

@@ -48,7 +48,7 @@ def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
     assert "measured" in report.split("## Beside torch FSDP2")[1], "what comes behind runs all the same"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_path):
     hanging = tmp_path / "python"
     hangs, runs = "*pytest*) echo begun; sleep 60;;", "*bench*) echo measured; exit;;"

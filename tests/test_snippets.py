@@ -157,7 +157,7 @@ def read(reader, pool):
     return reader
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_python_of_the_pages_runs(read):
     assert weft.checkpoint.committed_steps(read / "runs" / "stdlib" / "checkpoints") == [100, 200]
     assert weft.checkpoint.committed_steps(read / "checkpoints") == [0]

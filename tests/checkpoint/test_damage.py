@@ -158,6 +158,7 @@ def test_an_error_of_what_is_filled_is_no_damage_and_no_older_checkpoint_is_take
     assert manager.passed_over == {}
 
 
+@pytest.mark.long
 @distributed(2)
 def test_an_error_of_what_one_rank_fills_ends_the_load_on_all_of_them(tmp_path):
     with CheckpointManager(tmp_path) as manager:

@@ -53,7 +53,7 @@ def throw(module, args) -> None:
     raise Oops("no such token")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_rank_that_throws_in_forward_is_named_on_the_others():
     net = shard()

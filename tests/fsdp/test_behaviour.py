@@ -626,7 +626,7 @@ def prefetch_by_hand(net: nets.Net) -> None:
     net.set_modules_to_forward_prefetch(blocks[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, 4, long=4)
 def test_options_for_speed_give_bit_equal_results():
     reference = run()

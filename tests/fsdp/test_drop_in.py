@@ -685,7 +685,7 @@ def replicated_and_sharded(fsdp, accumulate):
     return numbers, seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_a_mesh_of_two_axes_replicates_over_the_first():
     for accumulate in ("at once", "outer axis last", "both axes last", "told of the last", "outer axis last, hooked"):

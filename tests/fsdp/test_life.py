@@ -199,7 +199,7 @@ def survivors(references: dict[str, weakref.ref]) -> list[str]:
     return alive
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @distributed(2)
 def test_a_deleted_model_leaves_nothing_behind_without_the_cyclic_collector(strategy):

@@ -225,7 +225,7 @@ def test_a_step_equals_one_process_that_quantizes_in_the_same_places():
     assert_trains(mx(32), BF16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_every_recipe_and_option_equals_one_process():
     for recipe in RECIPES[1:]:
@@ -242,7 +242,7 @@ def test_every_strategy_equals_one_process(strategy):
         assert_trains(recipe, FP32, strategy=strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_meshes_of_two_axes_equal_one_process():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))

@@ -65,13 +65,13 @@ def test_one_axis_equals_one_process(recompute):
     check_steps([(count, True, {"strategy": each}) for count, each in zip(counts, STRATEGIES)], recompute)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_one_axis_of_four_ranks_equals_one_process():
     check_steps([(3, True, {"strategy": strategy}) for strategy in STRATEGIES], None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "microbatches, flagged, recompute, some",
     [
@@ -95,7 +95,7 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @distributed(4)
 def test_bf16_with_fp32_main_weights_equals_one_process_that_casts_at_the_same_places(recompute):

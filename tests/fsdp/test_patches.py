@@ -31,7 +31,7 @@ assert there() == before and not hooks
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torch_is_as_it_was_until_the_first_model_is_sharded():
     subprocess.run([sys.executable, "-c", AT_FIRST], check=True, timeout=120)
 

@@ -44,7 +44,7 @@ def check(scopes, driven, strategy, policy, tied, microbatches, *, steps, **mesh
     assert all(each["replays"] for each in report["scopes"].values()), (scopes, driven, strategy, report)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_each_scope_has_the_numbers_of_eager_calls():
     for case in {case[0]: case for case in CASES}.values():
@@ -63,7 +63,7 @@ def test_every_two_settings_together_have_the_numbers_of_eager_calls(part):
 @distributed(4)
 def test_replicated_shards_have_the_numbers_of_eager_calls():
     for case in CASES[::9]:
-        check(*case, steps=5, dp_replicate=2)
+        check(*case, steps=20 if case[0] == THREE else 5, dp_replicate=2)
 
 
 @pytest.mark.long

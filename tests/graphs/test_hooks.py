@@ -148,6 +148,8 @@ class Noisy(nn.Module):
             y = y + torch.tensor([1.0] * 8)
         elif self.what == "collective":
             dist.all_reduce(y.detach().clone())
+        elif self.what == "hook":
+            self.linear.weight.register_hook(lambda gradient: gradient * 2)
         elif self.what == "generator":
             return iter([y])
         elif self.what == "counts":
@@ -196,6 +198,7 @@ REASONS = {
     "outside": "no argument, parameter or buffer",
     "host data": "numbers of the host",
     "collective": "collective",
+    "hook": "a hook on the gradient of a gathered weight",
 }
 
 
@@ -208,6 +211,21 @@ def test_what_a_graph_cannot_hold_stays_eager_and_says_why():
         report = weft.graph_report(net)
         assert report["captures"] == report["replays"] == 0
         assert any(reason in each for each in report["eager"]), (what, report)
+
+
+@distributed(2)
+def test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module():
+    def doubled(module, _):
+        module.norm.weight.register_hook(lambda gradient: gradient * 2)
+
+    plain, net = eager_and_graphed()
+    assert_equal(steps(net, 5), steps(plain, 5))
+    replays = weft.graph_report(net)["replays"]
+    assert replays > 0
+    for each in (plain, net):
+        each[1].register_forward_pre_hook(doubled)
+    assert_equal(steps(net, 3, start=5), steps(plain, 3, start=5))
+    assert weft.graph_report(net)["replays"] == replays
 
 
 @distributed(2)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from tests.models.test_documents import LONGROPE, MIXERS, config
 from tests.pool import distributed
+from weft.comm.collectives import reduce_now
 from weft.comm.timeline import Timeline
 from weft.models import Documents, HybridModel, context_part, shard
 from weft.models.context import Slices
@@ -88,7 +89,7 @@ def test_slices_turn_as_the_whole_rows_where_the_length_decides(rows):
         assert torch.equal(rotary(slices.cut(heads), SEQ // 2, slices), slices.cut(rotary(heads, 0, documents)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, 4)
 @mock.patch("weft.models.layers.delta_net.CHUNK", 4)
 def test_every_mixer_equals_one_process():
@@ -119,6 +120,24 @@ def test_odd_lengths_depths_and_padding_equal_one_process():
     same(trained(build(cfg, meshes, {}), cut([padded], meshes)), trained(build(cfg), [padded]))
 
 
+@distributed(2)
+def test_what_is_gathered_again_serves_a_second_backward_and_ranks_with_nothing_but_padding():
+    meshes, given = weft.init_meshes("cpu", cp=2), batch(None)
+    ids = torch.full_like(given["tokens"], -1)
+    ids[:, 9:23] = 0  # the first and the last slices are the first rank's
+    for cfg in (config("*"), config("+"), config("*", recompute=("attend",))):
+        for rows in (given, given | {"documents": Documents.from_ids(ids)}):
+            expected, model = build(cfg), build(cfg, meshes)
+            part = context_part(rows, meshes)
+            expected(rows["tokens"], documents=rows.get("documents")).square().sum().backward()
+            total = model(part["tokens"], documents=part["documents"]).square().sum()
+            for times in (1, 2):
+                total.backward(retain_graph=True)
+                for name, each in model.named_parameters():
+                    gradient = reduce_now(each.grad.clone(), dist.ReduceOp.SUM, None)
+                    torch.testing.assert_close(gradient, times * expected.get_parameter(name).grad, **EXACT)
+
+
 def averaged(cfg, batches):
     """One process on the batches of several data-parallel ranks."""
     model = build(cfg, dtype=torch.float32)
@@ -127,7 +146,7 @@ def averaged(cfg, batches):
     return [loss.detach() for loss in losses], {name: each.grad for name, each in model.named_parameters()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_with_replicas_experts_under_the_schedule_and_stages():
     """Two data-parallel ranks of two context ranks each, or a pipeline of two stages."""
@@ -170,7 +189,10 @@ def test_recurrences_send_as_much_for_long_rows_as_for_short_ones():
 
 @distributed(2)
 def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes():
-    """In the order of events: queries are computed, forward and backward, between the start of a gather and its end."""
+    """In the order of events: queries are computed, forward and backward, between the start of a gather and its end.
+
+    What is gathered again in backward travels beside the last projection's backward.
+    """
     meshes = weft.init_meshes("cpu", cp=2)
     events = []
 
@@ -185,12 +207,15 @@ def test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes(
 
     for kind in "*+":
         model = build(config(kind), meshes)
-        queries = model.decoder.layers[0].self_attention.q_proj
-        queries.register_forward_hook(lambda *_: events.append("queries"))
-        queries.weight.register_hook(lambda _: events.append("gradient of queries"))
+        block = model.decoder.layers[0].self_attention
+        block.q_proj.register_forward_hook(lambda *_: events.append("queries"))
+        block.q_proj.weight.register_hook(lambda _: events.append("gradient of queries"))
+        block.o_proj.weight.register_hook(lambda _: events.append("gradient of outputs"))
         with noted("send"), noted("receive"), noted("send_back"), noted("receive_back"), Timeline() as timeline:
             model(**context_part(batch(None), meshes)).backward()
-        assert events == ["send", "queries", "receive", "send_back", "gradient of queries", "receive_back"], kind
+        again = ["send", "gradient of outputs", "receive"]
+        gradients = ["send_back", "gradient of queries", "receive_back"]
+        assert events == ["send", "queries", "receive", *again, *gradients], kind
         assert any(interval.lane == "context" for interval in timeline.intervals())
         events.clear()
 

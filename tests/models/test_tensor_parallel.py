@@ -66,7 +66,7 @@ def weft_like(values, parameter):
     return torch.distributed.tensor.distribute_tensor(values, mesh, placements, src_data_rank=None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, 4)
 @mock.patch("weft.models.layers.delta_net.CHUNK", 4)
 def test_every_kind_of_layer_equals_one_process():
@@ -81,7 +81,7 @@ def test_every_kind_of_layer_equals_one_process():
             same(trained(shard(perturb(build(cfg, meshes)), meshes), given), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_with_sharding_replicas_context_ranks_and_stages():
     """Tensor-parallel ranks beside data-parallel ranks, context ranks, stages or others of their kind."""

@@ -167,7 +167,7 @@ def layer_of_its_own():
     return layer, hidden
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_rank_that_calls_fewer_layers_is_named_with_the_place_where_it_waits():
     layer, hidden = layer_of_its_own()

@@ -79,7 +79,7 @@ ALL = {1: [APART, BOTH], 2: [PLAIN, EARLY], 3: [DELAYED, BOTH, APART_DELAYED], 5
 SOME = {2: [BOTH, APART_DELAYED]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, 4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_of_running_equals_plain_forward_and_backward(name):
@@ -95,7 +95,7 @@ def test_every_way_of_running_equals_plain_forward_and_backward(name):
     compare(dataclasses.replace(cfg, tie_word_embeddings=False), meshes, SOME)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_experts_on_some_ranks_and_copies_on_others(dp_replicate):
@@ -345,7 +345,7 @@ def test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none(
     assert all(parameter.grad is None for parameter in whole.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_rank_that_fails_in_a_schedule_is_named_to_the_others():
     own = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")  # the communicator does not survive

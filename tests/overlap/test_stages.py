@@ -172,7 +172,7 @@ def test_every_schedule_delays_releases_early_and_recomputes(schedule):
             assert schedule in ("dualpipev", "zbv") or apart == (set(range(5)) if "delay_wgrad" in switches else set())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, 4, long=4)
 def test_streams_wait_for_what_comes_and_memory_for_what_leaves():
     """What a device would run beside: the order is right, however fast each stream is."""

@@ -162,7 +162,7 @@ def test_prediction_depths_stand_behind_the_last_stage(schedule, how):
     assert len(model.depths) == (2 if model.cut.is_last else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_prediction_depths_with_experts_on_two_ranks(pp):
@@ -222,7 +222,7 @@ def clipped_steps(cfg, meshes, model, schedule, **switches):
     return norms
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 @pytest.mark.parametrize("pp, schedule, strategy", [(2, "combined", "optim_grads_params"), (1, "dualpipev", "optim")])
 def test_clipped_steps_of_experts_on_several_ranks_equal_those_of_one_process(pp, schedule, strategy):

@@ -105,7 +105,7 @@ def train_on(folder, rule, steps):
     return begun, [*seen], statistics(trainer), evaluated
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["broadcast", "own"])
 def test_on_another_number_of_ranks_all_begin_with_rank_0s_and_see_the_microbatches_that_follow(pool, tmp_path, rule):
     (_, _, saved, _), *_ = pool.run(2, train_on, tmp_path / "2", rule, 2)

@@ -81,7 +81,7 @@ def all_resumed(path, directory):
     return {setting: resumed(path, directory, setting.split(" & ")) for setting in CHANGED}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_changed_setting_is_refused_told_or_quiet_as_the_table_says(pool, tmp_path):
     path = stopped(pool, tmp_path)
     before = metrics(tmp_path / "run")

@@ -357,7 +357,7 @@ def test_a_run_with_a_fault_begins_on_no_rank(pool, tmp_path):
     assert said == ["train.check = true: 1. gradient of x"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_check_before_a_run_is_that_of_the_command(tmp_path):
     config = load_config(write_config(tmp_path), ["sharding.tp=2", "train.check=true"])
     assert apart._said(config, 2) == ""

@@ -20,7 +20,7 @@ def assert_same_run(found, expected):
     torch.testing.assert_close(found[2], expected[2], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["M*-", "+G-/[+-]"])
 def test_a_run_over_context_ranks_has_the_losses_of_one_rank_and_goes_on_on_it(pool, tmp_path, pattern):
     path = write_config(tmp_path, train__validate_every=2, data__sequence_length=64)

@@ -94,7 +94,7 @@ def test_the_rank_that_hangs_is_named_on_every_rank():
         assert line.count("rank ") == 1, line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_run_that_moves_is_left_alone():
     barks = []

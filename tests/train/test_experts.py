@@ -31,6 +31,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, tmp_path, ranks):
     path = write_config(tmp_path, **SETTINGS, train__gradient_clip=0.5, train__validate_every=5, checkpoint__every=0)

@@ -77,7 +77,7 @@ def broken():
     return int("no number")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_fault_in_one_s_own_code_is_shown_with_its_traceback_and_is_no_wrong_configuration(tmp_path, command):
     path = configured(tmp_path, factory=f'"{__name__}:broken"')

@@ -79,7 +79,7 @@ def all_ways(path, folder):
     return [fit(path, folder / str(number), way.split(" & ")) for number, way in enumerate(["train.seed=0", *WAYS])]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_way_of_sharding_is_training_in_one_process(pool, tmp_path):
     path = config_for(tmp_path)
     records, _, weights = reference(path, STEPS)

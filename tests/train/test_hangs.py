@@ -49,7 +49,7 @@ def test_a_rank_that_fails_tells_the_others_why():
         dist.barrier()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_setup_that_computes_is_left_alone_and_those_that_wait_for_it_too():
     barks = []

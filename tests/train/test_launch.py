@@ -126,7 +126,7 @@ def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(tmp_
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["weft", "torchrun"])
 def test_a_run_whose_weights_are_damaged_is_refused_and_leaves_no_directory(tmp_path, launcher):
     run = run_of(tmp_path, 1)

@@ -37,7 +37,7 @@ def test_the_page_of_a_run_that_trains_loads_itself_again_and_the_last_one_does_
     assert 'http-equiv="refresh"' not in page and "A training run of weft, 3 steps" in page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_report_is_written_beside_the_run_and_one_that_fails_is_one_line(folder, monkeypatch):
     said = []
     live = LiveReport(folder, 0.01, said.append)

@@ -61,7 +61,7 @@ def damage(folder, step):
     file.write_bytes(content)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("state_of_copy", ["intact", "damaged"])
 def test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged(pool, tmp_path, state_of_copy):
     path = write_config(tmp_path, **SETTINGS)

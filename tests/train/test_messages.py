@@ -121,7 +121,7 @@ def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():
     assert said == ["stopping before the first step, without a new checkpoint; Ctrl-C again ends at once"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_before_the_first_step_saves_nothing_and_says_so(tmp_path):
     config = write_config(tmp_path, run__loggers=["tests.train.test_messages:SlowToBegin"])
     with started("train", config, "--ranks", 2) as process:
@@ -159,7 +159,7 @@ def test_samples_are_those_that_came():
     assert task.count(batches) == 3 + 2 + 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_ended_before_its_report_writes_it_when_it_is_resumed(tmp_path):
     config = write_config(tmp_path, train__steps=2, checkpoint__every=2)
     assert weft("train", config).returncode == 0

@@ -36,7 +36,7 @@ def published(tmp_path):
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_model_came_with_goes_through_a_run(published, tmp_path):
     cfg = hf.config_of(published)
     sizes = ("pattern", "vocab_size", "hidden_size", "head_dim", "num_key_value_heads", "intermediate_size")

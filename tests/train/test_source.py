@@ -230,7 +230,7 @@ def test_a_directory_without_tokenizer_is_refused(published):
         next(Source(published).continued("a"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_a_checkpoint_and_a_directory_are_sampled_and_started_from(pool, tmp_path):
     """Two ranks, a hybrid with experts on both of them and a prediction depth."""
     options = {"mamba_num_heads": 2, "mamba_head_dim": 8, "num_experts": 2, "moe_intermediate_size": 8}

@@ -74,6 +74,7 @@ def test_losses_of_routers_are_logged_apart_where_stages_have_them(pool, tmp_pat
             torch.testing.assert_close(line[name], alone[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_other_stages(pool, tmp_path):
     path = write_config(tmp_path, **MODEL, train__validate_every=0, checkpoint__every=2)
     pool.run(2, train_on, path, tmp_path / "whole", stop_at=6)
@@ -86,6 +87,7 @@ def test_a_run_goes_on_with_other_stages(pool, tmp_path):
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_stages_without_a_matrix_of_its_own_go_on_with_muon_in_one_piece(pool, tmp_path):
     path = write_config(tmp_path, model__pattern="[*-][*-]|", train__validate_every=0, checkpoint__every=2)
     muon = ["optimizer.name=Muon", "optimizer.lr=0.01"]

@@ -43,7 +43,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_store_that_stops_before_or_in_the_meeting_is_named_and_the_wait_obeys_signals(monkeypatch):
     monkeypatch.setattr(meeting, "FIRST_WORD_S", 0.2)
     monkeypatch.setattr(meeting, "_ANSWER_S", 0.1)

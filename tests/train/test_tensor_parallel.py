@@ -12,7 +12,7 @@ from weft.train.errors import ConfigError
 SIZES = ["model.mamba_num_heads=2", "model.mamba_head_dim=8", "model.ssm_state_size=8"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_over_tensor_parallel_ranks_has_the_losses_of_one_rank_and_resumes_on_any_number(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=2, data__sequence_length=32)
     changes = ["model.pattern=M*[*-]/[+-]", "model.num_attention_heads=2", *SIZES, *write_documents(tmp_path)]

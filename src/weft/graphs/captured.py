@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft.fsdp.gradients.direct import answering
 from weft.graphs import tape
 from weft.graphs.capture import Backend, CaptureRefused, Delays
-from weft.graphs.places import Places, Ranges, local, range_of, versions_set
+from weft.graphs.places import Places, Ranges, hooked, local, range_of, versions_set
 from weft.graphs.writes import Recordings
 
 POISON = False
@@ -94,6 +94,8 @@ class Captured:
             raise CaptureRefused("tensor-parallel ranks add up gradients of its weights")
         if not all(places.is_owned(each) for each in spread):
             raise CaptureRefused("a weight of it is a DTensor that is in no unit")
+        if any(map(hooked, places.tensors())):
+            raise CaptureRefused("a hook on the gradient of a gathered weight would not run")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None

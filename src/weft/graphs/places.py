@@ -24,6 +24,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def hooked(tensor: Tensor) -> bool:
+    """Whether hooks run when `tensor` gets its gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 @contextmanager
 def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[None]:
     """Inside, autograd takes `tensors` for those that it saved at `versions`."""
@@ -47,12 +52,12 @@ class Places:
                 self._slots += [(slots, name) for name, there in slots.items() if there is not None]
 
     def addresses(self) -> tuple[Any, ...]:
-        """Where each tensor lies, and which parameters train: what a graph holds. Raises WeightsGone for weights that
-        are not here."""
+        """Where each tensor lies, which parameters train, and which have hooks: what a graph holds. Raises WeightsGone
+        for weights that are not here."""
         found = []
         for slots, name in self._slots:
             tensor = slots[name]
-            found.append(None if tensor is None else (local(tensor).data_ptr(), tensor.requires_grad))
+            found.append(None if tensor is None else (local(tensor).data_ptr(), tensor.requires_grad, hooked(tensor)))
         return tuple(found)
 
     def tensors(self) -> Iterator[Tensor]:

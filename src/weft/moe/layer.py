@@ -185,13 +185,17 @@ class MoE(nn.Module):
         have come with them."""
         if handle.visits is None:
             rows = reorder(rows, handle.by_expert, handle.by_arrival)
-            return reorder(self.experts(rows, handle.offsets), handle.by_arrival, handle.by_expert)
+            return reorder(self.compute(rows, handle.offsets), handle.by_arrival, handle.by_expert)
         local, dtype = len(self.dispatcher.experts), handle.visits.dtype
         if handle.arrived is None:
             width = width_of(self.router.top_k, local)
             handle.arrived = arrange(rows, width, dtype, local, handle.assignments)
         rows, weights = open_up(rows, handle.arrived, dtype)
-        return weigh(self.experts(rows, handle.offsets), weights, handle.arrived, exact=False)
+        return weigh(self.compute(rows, handle.offsets), weights, handle.arrived, exact=False)
+
+    def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """The experts of this rank on rows that are sorted by expert; [rows, hidden] -> [rows, hidden]."""
+        return self.experts(rows, offsets)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
         """The weighted sum of the rows that came back, and the shared expert's; -> [batch, seq, hidden]."""

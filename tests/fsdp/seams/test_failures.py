@@ -257,7 +257,7 @@ def tries(fails: bool) -> Tries:
     return net
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2, timeout=60)
 def test_a_parent_that_catches_its_childs_exception_while_another_rank_is_slow(strategy):

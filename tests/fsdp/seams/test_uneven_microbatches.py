@@ -78,7 +78,7 @@ def test_one_rank_runs_another_microbatch_while_the_others_read_whole_tensors(st
     dist.barrier()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, timeout=WORST_S + 10)
 def test_one_rank_reads_whole_tensors_that_the_other_never_asks_for():
     net = shard()

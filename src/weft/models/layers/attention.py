@@ -17,6 +17,7 @@ from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.documents import Documents
 from weft.models.layers.block import Beside, Block, State
+from weft.models.layers.gathered import Gathered
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import rotary_for
 from weft.models.tensor_parallel import TensorRanks
@@ -73,10 +74,11 @@ class Attention(Block):
         """See `Block.mix`."""
         how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": part(self, "sinks")}
         where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
+        others = None
         if isinstance(documents, Slices):
-            others = documents.gathering(*self._keys_and_values(x_BSD, where))  # beside what queries take
+            others = Gathered(documents, *self._keys_and_values(x_BSD, where))  # beside what queries take
             q_BSHC, gate_BSHC = self._queries(x_BSD, where)
-            o_BSHC = attention_over(documents, q_BSHC, *others(), **how)
+            o_BSHC = others.attend(partial(attention_over, documents, **how), q_BSHC)
         else:
             q_BSHC, gate_BSHC = self._queries(x_BSD, where)
             k_BSHC, v_BSHC = self._keys_and_values(x_BSD, where)
@@ -84,7 +86,8 @@ class Attention(Block):
             o_BSHC = attention_within(documents, q_BSHC, k_BTHC, v_BTHC, **how)
         if gate_BSHC is not None:
             o_BSHC = o_BSHC * gate_BSHC.sigmoid()
-        return self.o_proj(o_BSHC.flatten(-2))
+        y_BSD = self.o_proj(o_BSHC.flatten(-2))
+        return y_BSD if others is None else others.before(y_BSD)
 
     def _queries(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """Of the heads, normed and rotated, and what gates their results."""
@@ -139,8 +142,9 @@ def attention_over(slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tenso
     o_NHC = torch.cat(found)
     if places:
         o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]).index_copy(0, torch.cat(places), o_NHC)
-    else:  # nothing but padding
-        o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]) + (k_NHC.sum() + v_NHC.sum() + q_NHC.sum()) * 0
+    else:  # nothing but padding; a tensor is saved, as on other ranks, so that backward gathers here as well
+        nothing = (k_NHC.sum() + v_NHC.sum() + q_NHC.sum()) * q_NHC.new_zeros(())
+        o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]) + nothing
     return o_NHC.unflatten(0, q_BSHC.shape[:2])
 
 

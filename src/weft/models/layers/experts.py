@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
 from weft.models.layers.block import Beside, added, normed, norms_of, scattered
-from weft.models.layers.positions import Positions
+from weft.models.layers.positions import Positions, Rows
 from weft.models.tensor_parallel import CUT, TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.dispatch import Halves
@@ -82,6 +82,12 @@ class Experts(MoE):
     def expert_modules(self) -> list[nn.Module]:
         """What only `run_experts` calls."""
         return [self.experts]
+
+    def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """See `MoE.compute`."""
+        with Rows(self.ranks, rows) as kept:
+            output = super().compute(kept.whole, offsets)
+        return kept.before(output)
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
         """The weighted rows and the residual stream; -> [B, S, D]."""

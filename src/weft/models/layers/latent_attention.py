@@ -9,6 +9,7 @@ Decoding keeps norm(c) and k_rope only, and expands none of them: W_kvb = [W_k; 
 q (W_k c) = (W_k^T q) c, and the values are W_v (softmax(...) c). A step costs T x rank for each head.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.layers.attention import Where, attention_over, attention_within, positions_of, remembered
 from weft.models.layers.block import Beside, Block, State
+from weft.models.layers.gathered import Gathered
 from weft.models.layers.norm import RMSNorm
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe.linear import Linear
@@ -66,9 +68,9 @@ class LatentAttention(Block):
         """See `Block.mix`."""
         where = positions_of(documents, state["rope"].shape[1] if state else 0, x_BSD)
         if isinstance(documents, Slices):
-            others = documents.gathering(*self._latents(x_BSD, where))  # beside what queries take
-            q_BSHC = self._queries(x_BSD, where)
-            o_BSHC = attention_over(documents, q_BSHC, *self._keys_and_values(*others()), scale=self.scale)
+            others = Gathered(documents, *self._latents(x_BSD, where))  # beside what queries take
+            o_BSHC = others.attend(partial(self._over, documents), self._queries(x_BSD, where))
+            return others.before(self.o_proj(o_BSHC.flatten(-2)))
         else:
             q_BSHC = self._queries(x_BSD, where)
             latent_BSC, k_rope_BS1C = self._latents(x_BSD, where)
@@ -78,6 +80,9 @@ class LatentAttention(Block):
             else:
                 o_BSHC = attention_within(documents, q_BSHC, *self._keys_and_values(*known), scale=self.scale)
         return self.o_proj(o_BSHC.flatten(-2))
+
+    def _over(self, slices: Slices, q_BSHC: Tensor, *latents: Tensor) -> Tensor:
+        return attention_over(slices, q_BSHC, *self._keys_and_values(*latents), scale=self.scale)
 
     def _queries(self, x_BSD: Tensor, where: Where) -> Tensor:
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BSD))) if self.low_rank_queries else self.q_proj(x_BSD)

@@ -26,10 +26,13 @@ class Positions:
 
     knows_graphs = True
     """`weft.Graphs` may capture inside: what is captured reads a copy of `whole`."""
+    _dim = 1
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
-        self._ranks, self._part = ranks, part.detach()
-        self.whole = part if ranks is None else ranks.gather(part)
+        self._begin(ranks, part.detach(), part if ranks is None else ranks.gather(part))
+
+    def _begin(self, ranks: TensorRanks | None, part: Tensor, whole: Tensor) -> None:
+        self._ranks, self._part, self.whole = ranks, part, whole
         self._memory = 0
         self._kept = self._asked = 0
         self._coming: Gathering | None = None
@@ -55,11 +58,13 @@ class Positions:
 
         In backward the positions begin to travel again as soon as the gradient of `x` is there.
         """
-        if self._ranks is None:
-            return x
+        return x if self._ranks is None else self._ranks.scatter(self.before(x))
+
+    def before(self, x: Tensor) -> Tensor:
+        """`x`, whose gradient is what starts the positions in backward."""
         if self._kept and x.requires_grad:
             x.register_hook(self._send)
-        return self._ranks.scatter(x)
+        return x
 
     def _pack(self, saved: Tensor) -> Any:
         if (
@@ -77,7 +82,7 @@ class Positions:
         if self._again is None:
             self._send()
             assert self._coming is not None and self._ranks is not None
-            self._again = torch.cat(self._coming.receive()[0].unbind(), dim=1)
+            self._again = torch.cat(self._coming.receive()[0].unbind(), dim=self._dim)
             self._coming = None
         found = self._again.as_strided(*kept)
         self._asked += 1
@@ -90,3 +95,17 @@ class Positions:
             assert self._ranks is not None
             self._coming = Gathering(self._ranks.group, [self._part.shape], LANE)
             self._coming.send([self._part])
+
+
+class Rows(Positions):
+    """The same for `whole` [rows, D] that every rank has already: each keeps an equal part of the rows."""
+
+    _dim = 0
+
+    def __init__(self, ranks: TensorRanks | None, whole: Tensor) -> None:
+        part = whole.detach()
+        if ranks is not None and len(whole):
+            share = -(-len(whole) // ranks.size)
+            part = part[ranks.rank * share : (ranks.rank + 1) * share]
+            part = torch.cat((part, part.new_zeros(share - len(part), part.shape[1])))
+        self._begin(ranks if len(whole) else None, part, whole)
