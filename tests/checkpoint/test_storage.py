@@ -5,6 +5,7 @@ import fcntl
 import os
 import pickle
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +162,17 @@ def test_what_a_save_needs_is_tried_when_a_run_is_claimed(tmp_path, monkeypatch,
     with CheckpointManager(tmp_path) as manager:
         manager.claim()
     assert not list(tmp_path.glob(".probe-*"))
+
+
+def test_a_disk_that_gives_back_something_else_is_refused_when_a_run_is_claimed(tmp_path, monkeypatch):
+    def before(name, path):
+        if name == "read" and ".probe-" in path:
+            Path(path).write_bytes(b"probf")
+
+    monkeypatch.setattr(storage, "before", before)
+    refused = pytest.raises(CheckpointError, match=r"holds something else than was written; set run\.directory")
+    with CheckpointManager(tmp_path) as manager, refused:
+        manager.claim()
 
 
 def test_a_disk_that_is_full_before_a_run_begins_is_named_and_leaves_no_lock(tmp_path, monkeypatch):

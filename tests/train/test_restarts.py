@@ -45,6 +45,24 @@ def test_a_restart_without_a_checkpoint_begins_again_and_keeps_no_number_of_the_
     assert committed(run) == [6]
 
 
+def supervisor_that(runs, errors, asked_to_stop=0):
+    """Stands for what starts the ranks: start N fails with the N-th error. `runs`: ranks and run of each start."""
+
+    class Fails:
+        def __init__(self, arguments, ranks, run, resume_command, memory):
+            self.requests = type("Requests", (), {"count": asked_to_stop})
+            self.error = errors[len(runs)]
+            runs.append((ranks, run))
+
+        def run_all(self):
+            return 1
+
+        def _say(self, line):
+            print(line)
+
+    return Fails
+
+
 @pytest.mark.parametrize(
     ("errors", "starts"),
     [
@@ -55,23 +73,10 @@ def test_a_restart_without_a_checkpoint_begins_again_and_keeps_no_number_of_the_
     ],
 )
 def test_a_restart_that_fails_as_the_start_before_it_is_the_last_one(tmp_path, monkeypatch, capsys, errors, starts):
-    begun = []
-
-    class Fails:
-        def __init__(self, arguments, ranks, run, resume_command, memory):
-            self.requests = type("None asked", (), {"count": 0})
-            self.error = errors[len(begun)]
-            begun.append(ranks)
-
-        def run_all(self):
-            return 1
-
-        def _say(self, line):
-            print(line)
-
-    monkeypatch.setattr("weft.train.run.launch._Supervisor", Fails)
+    runs = []
+    monkeypatch.setattr("weft.train.run.launch._Supervisor", supervisor_that(runs, errors))
     assert launch([], 4, Run(tmp_path), "", restarts=3, restart_ranks=2) == 1
-    assert begun == [4, 2, 2, 2][:starts]
+    assert [ranks for ranks, _ in runs] == [4, 2, 2, 2][:starts]
     ends = "the restart failed as the start before it did, so there is no other restart"
     assert (ends in capsys.readouterr().out) == (starts == 2)
 
