@@ -110,6 +110,23 @@ def test_right_configurations_raise_no_alarm():
         assert result.ranks == ranks and result.parameters > 10 and not result.unseen
 
 
+TIED = "model.tie_word_embeddings=true"
+ON_EIGHT = [
+    ("[K-][*E]", ("sharding.tp=4", "sharding.strategy=optim_grads_params", TIED)),
+    ("[PE]M/[*E]", ("sharding.tp=4", "sharding.dp_replicate=2", "sharding.strategy=optim", PACKED)),
+    ("[*E]K[ME]", ("sharding.tp=2", "sharding.pp=2", "sharding.ep=2", "sharding.strategy=optim")),
+    ("[GE][+-]", ("sharding.tp=4", "sharding.cp=2", "sharding.ep=2", PACKED)),
+]
+"""Four tensor-parallel ranks beside other axes, and stages with experts that are spread and cut."""
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_beside_every_other_axis_on_eight_ranks_equal_one():
+    for pattern, changes in ON_EIGHT:
+        result = checked(8, pattern, *changes)
+        assert result.ranks == 8 and not result.found and not result.unseen, (pattern, changes, result)
+
+
 def every_right_configuration():
     """Sixty: mixers, axes beside each other, strategies, schedules, ties, depths and documents."""
     for number, (mixer, strategy) in enumerate(
