@@ -207,6 +207,11 @@ class ParameterGroup:
         """Whether the main weights were written to since what is gathered, or stays, was made from them."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether its model weights are to be made from the main weights before they are used or sent."""
+        return self.refreshes and self._gathered_from is None
+
     def outdate(self) -> None:
         """Let the next gather start from the main weights, because some rank says so."""
         self._gathered_from = None
@@ -244,8 +249,7 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether its weights may travel with those of neighbours: gathered for each use, from what lies here or, if
-        they are quantized, from what this rank makes of it by itself."""
+        """Whether its weights may travel with those of neighbours: gathered for each use, from what is here alone."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -260,8 +264,7 @@ class ParameterGroup:
         return self.model_weight.local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Memory for the full weights of what the main weights are now, and where the bucket of the unit brings what is
-        sent; under `torch.no_grad()`."""
+        """Memory for the full weights, and where the bucket brings what is sent; under `torch.no_grad()`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -270,7 +273,6 @@ class ParameterGroup:
 
     def serve(self, channels: Channels) -> Ticket:
         """Start the part that other ranks need of this one in a gather whose result is not used here."""
-        self.refresh(channels)  # the pass of this rank may be one without the unit
         with torch.no_grad():
             unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own = unused.part(self.model_weight.placements).local
@@ -286,7 +288,7 @@ class ParameterGroup:
 
     def refresh(self, channels: Channels) -> None:
         """Start bringing the model weights up to date with the main weights, if those have changed."""
-        if not self.refreshes or self._gathered_from is not None:
+        if not self.is_outdated:
             return
         self.await_refresh()
         lane = channels.outer if self.model_weight.axes else channels.gather

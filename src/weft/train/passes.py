@@ -31,13 +31,15 @@ class Passes:
         device: torch.device,
         watchdog: Watchdog,
         note: Callable[[str], None],
+        *,
+        counts: bool = True,
     ) -> None:
-        """`note`: is told a line."""
+        """`note`: is called with a line of text. `counts`: whether the first ones are counted."""
         self._config, self._task, self._stages, self._device = config, task, Stages(task.model), device
         self._watchdog, self._note = watchdog, note
         self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
         """The schedule of a step, where there are stages."""
-        self._are_counted = False
+        self._are_counted = not counts
         """Whether the first ones of this process are over."""
         self.operations: Operations | None = None
         """What this rank computes in a step, once that is counted."""

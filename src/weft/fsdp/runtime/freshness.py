@@ -54,15 +54,17 @@ class Freshness:
         self._certain = True
 
     def is_due(self, unit: Unit) -> bool:
-        """Whether the weights of `unit` are still to be made anew."""
-        return unit in self.ahead
+        """Whether the weights of `unit` are still to be made anew: in this pass, or in that of another rank."""
+        return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
         """Make the weights of all units before `unit` anew, its own, and those of the next, whose transfer so runs
-        beside the computation with its own."""
+        beside the computation with its own. A unit of another rank's pass, which this one is without, by itself."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
+        elif self.is_due(unit):
+            self._make(unit)
         if self.ahead and self._made and self._made[-1] is unit:
             self._next()
 
@@ -84,7 +86,10 @@ class Freshness:
     def _next(self) -> Unit:
         unit = next(iter(self.ahead))
         del self.ahead[unit]
+        self._make(unit)
+        return unit
+
+    def _make(self, unit: Unit) -> None:
         for group in unit.groups:
             group.refresh(self._channels)
         self._made.append(unit)
-        return unit

@@ -140,7 +140,7 @@ def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, An
         mine = [(each["tokens"], each["labels"]) for each in mine]
     task.batches = SimpleNamespace(microbatch_weights=[1.0] * part)
     watchdog: Any = SimpleNamespace(at=lambda *_, **__: None)
-    losses = Passes(config, task, device, watchdog, lambda line: None).run(1, mine)
+    losses = Passes(config, task, device, watchdog, lambda line: None, counts=False).run(1, mine)
     parameters = dict(model.named_parameters())
     missing = [name for name, parameter in parameters.items() if parameter.grad is None and alone.gradients[name].any()]
     gradients = _whole({name: _gradient(parameter) for name, parameter in parameters.items()})
