@@ -1996,6 +1996,27 @@ MUTATIONS = [
         "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
     ),
     Mutation(
+        "a run that lost its lease saves on",
+        "checkpoint/manager.py",
+        "            self._lock.check()\n",
+        "",
+        "checkpoint/test_leases.py::test_a_run_that_lost_its_lease_saves_no_more",
+    ),
+    Mutation(
+        "any process may tell ranks that another one has failed",
+        "train/run/peers.py",
+        'if not secrets.compare_digest(str(message["secret"]), self._secret):',
+        "if False:",
+        "train/test_safeguards.py::test_a_stranger_is_neither_heard_nor_answered",
+    ),
+    Mutation(
+        "a run that is asked to stop starts again",
+        "train/run/launch.py",
+        "code != FAILURE or supervisor.requests.count or",
+        "code != FAILURE or",
+        "train/test_safeguards.py::test_there_is_no_restart_after_ctrl_c",
+    ),
+    Mutation(
         "a resumed run reads its text from the beginning",
         "train/data/batches.py",
         'self.position = int(state["position"])',

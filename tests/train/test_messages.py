@@ -3,12 +3,14 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.train.command import committed, ranks_of, started, wait_until, weft, write_config
 from weft.train.config import ConfigError, load_config, parse_config
+from weft.train.loop import Trainer
 from weft.train.record.metrics import read_metrics
 from weft.train.record.progress import Progress
 from weft.train.report.facts import read_facts
@@ -157,6 +159,20 @@ def test_samples_are_those_that_came():
     task._microbatch_size = 4
     batches = [(torch.zeros(3, 2), torch.zeros(3)), {"x": torch.zeros(2, 2)}, "no tensor"]
     assert task.count(batches) == 3 + 2 + 4
+
+
+@pytest.mark.parametrize("has_report", [True, False])
+def test_a_run_at_its_end_has_nothing_to_do_only_once_its_report_is_written(has_report):
+    said, reports = [], []
+    account = SimpleNamespace(is_complete=lambda position: has_report, end=lambda *_: reports.append("report.html"))
+    trainer = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=2)), say=said.append, account=account)
+    trainer.position, trainer._is_settled = SimpleNamespace(step=2), lambda: False
+    trainer.stages, trainer.optimizer, trainer.passes = SimpleNamespace(have_first_rank=True), None, None
+    assert Trainer._run(trainer)
+    assert said[0].startswith(
+        "nothing to do: " if has_report else "nothing is left to train, and the report is missing"
+    )
+    assert reports == ([] if has_report else ["report.html"])
 
 
 @pytest.mark.long

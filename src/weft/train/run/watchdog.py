@@ -9,10 +9,19 @@ takes longer than the limit is a hang by itself. A rank that has not moved for l
     one is not in a collective                   likewise
     all are in collectives                       they wait for each other
 
-The engine's detector of hangs says which collective a rank waits for. It reads from the job's store what the others
-wait for, and finds within seconds that ranks run different things. This thread is another one because it must not ask
-the store: rank 0 may hold that, and be the rank that is stopped. The first rank that knows tells the others, and a rank
-that fails tells them why.
+The engine's detector of hangs (`weft.comm.watch`) is another thread. Neither can do the work of the other:
+
+                    detector of hangs                         this thread
+    finds           ranks that wait for different things      ranks that do nothing, whatever they are in
+    within          seconds                                   train.watchdog
+    keeps           the collectives of this process           progress, file operations
+    asks            the job's store, which rank 0 may hold    each rank, over a connection of its own
+    does            takes part, or raises on all that wait    ends the process
+    runs            in every program of weft                  in a run
+
+No state is kept twice. This thread starts the detector, and takes from it which collective a rank waits for. Rank 0 may
+be the rank that is stopped, so this thread must not ask the store. A person reads one line: the first rank that knows
+tells it to the others, and a rank that fails tells them why.
 """
 
 import os
