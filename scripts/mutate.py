@@ -877,8 +877,8 @@ MUTATIONS = [
     Mutation(
         "a weight is applied twice",
         "moe/layer.py",
-        "return weigh(self.experts(rows, handle.offsets), weights, handle.arrived, exact=False)",
-        "return weigh(self.experts(rows, handle.offsets), weights * weights, handle.arrived, exact=False)",
+        "return weigh(self.compute(rows, handle.offsets), weights, handle.arrived, exact=False)",
+        "return weigh(self.compute(rows, handle.offsets), weights * weights, handle.arrived, exact=False)",
         "moe/test_layer.py::test_experts_over_ranks_equal_one_process_with_all_of_them[2]",
     ),
     Mutation(
