@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -98,6 +99,14 @@ class HybridModel(nn.Module):
     def staged_layers(self) -> Sequence[StagedLayer]:
         """The logical layers of this rank, as `weft.overlap` runs them."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    @property
+    def chunks(self) -> list[list[StagedLayer]]:
+        """The logical layers of each stage of this rank, in the order in which a microbatch visits them. A model in one
+        piece is one chunk."""
+        layers = iter(self.staged_layers)
+        segments = [self.staged_layers] if self.cut is None else self.cut.mine
+        return [list(islice(layers, len(segment))) for segment in segments]
 
     @property
     def tied_ends(self) -> Sequence[nn.Module]:

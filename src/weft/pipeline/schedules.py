@@ -89,7 +89,7 @@ SCHEDULES = {
 """The published schedules by name. An entry that a program adds is a schedule as any other."""
 
 
-def table(name: str, *, ranks: int | None = None, microbatches: int | None = None, chunks: int | None = None) -> Table:
+def table(name: str, ranks: int | None = None, chunks: int | None = None, microbatches: int | None = None) -> Table:
     """The checked table of a published schedule, or the one in the file `name`.
 
     chunks: stages on each rank (default: what the schedule usually has). Of a file, numbers that are given must be the
