@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradient of what is whole is not summed",
-        "moe/parts.py",
+        "fsdp/gradients/partial.py",
         '        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")\n',
         "",
         TENSOR + "test_attention_and_mlps_equal_one_process_over_five_clipped_steps[2]",
@@ -99,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "each rank adds the whole bias of a last projection",
         "moe/parts.py",
-        "return whole / self.mesh.size() if self.share else whole",
-        "return whole",
+        "return full / self.mesh.size() if self.share else full",
+        "return full",
         OF_KINDS,
     ),
     Mutation(
