@@ -490,14 +490,14 @@ MUTATIONS = [
     ),
     Mutation(
         "what is reduced is what this rank trains",
-        "fsdp/runtime/runtime.py",
-        "        self._reduce_groups(agreed.trains)\n",
-        "        self._reduce_groups([group.trainable for group in groups])\n",
+        "fsdp/runtime/consensus.py",
+        "        self._reduce(agreed.trains)\n",
+        "        self._reduce([group.trainable for group in groups])\n",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(
         "gradients that only some ranks have unfrozen are left where they are",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/consensus.py",
         "[number for number in numbers if unit.groups[number].agreed])\n",
         "[])\n",
         DIFFERENTLY_FROZEN,
@@ -775,7 +775,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights do not go after forward",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/shared.py",
         "if not self.gathers.stays(each):",
         "if False:",
         ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
@@ -1171,9 +1171,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the host continues while a backward's uploads read frozen weights",
-        "fsdp/runtime/runtime.py",
-        "        self._helper.collect()\n        self._finish_uploads()",
-        "        self._helper.collect()",
+        "fsdp/runtime/unit_set.py",
+        "        self.finish_uploads()\n",
+        "",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
@@ -1346,7 +1346,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a user's hold is evicted by a pass",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/unit_set.py",
         "unit.end_holds(UNTIL_BACKWARD, RETURNED, *(",
         "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *(",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
@@ -1533,7 +1533,7 @@ MUTATIONS = [
     # --- passes and calls --------------------------------------------------------------------------------------------
     Mutation(
         "models end a backward in any order",
-        "fsdp/runtime/passes.py",
+        "fsdp/runtime/peers.py",
         "self._models.sort(key=lambda model: model[0])",
         "pass",
         SEAMS + "test_two_roots.py::"
@@ -1548,7 +1548,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed pass is not recovered from",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/unit_set.py",
         "group.gradients.discard()",
         "pass",
         SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains-optim_grads_params-0]",
@@ -1869,8 +1869,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a forward that fails drops the gradients that wait",
-        "fsdp/runtime/runtime.py",
-        "if not self._keeps_gradients:",
+        "fsdp/runtime/unit_set.py",
+        "if not keeps_gradients:",
         "if True:",
         WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
     ),
