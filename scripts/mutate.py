@@ -64,6 +64,7 @@ BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing
 NARROW = "fsdp/test_narrow.py::"
 NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
 SCALED = "fsdp/test_scaled.py::"
+COPIES = "fsdp/test_two_copies.py::"
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
@@ -1432,8 +1433,8 @@ MUTATIONS = [
     Mutation(
         "a bundle sends the quantized weights of the last step",
         "fsdp/group.py",
-        "self.refresh(channels)\n        return self.model_weight.local",
-        "return self.model_weight.local",
+        "self.refresh(channels)\n        return self.copies[min",
+        "return self.copies[min",
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-262144]",
     ),
     Mutation(
@@ -1456,6 +1457,41 @@ MUTATIONS = [
         "tuple(codes.shape), self._scales_at[number]",
         "tuple(codes.shape), self._scales_at[0]",
         SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
+    ),
+    Mutation(
+        "a backward multiplies the copy of forward",
+        "fsdp/gradients/products.py",
+        "if len(group.copies) > 1 and group.copy != backward:",
+        "if False:",
+        COPIES + "test_a_part_of_a_unit_may_be_recomputed_in_its_backward[2]",
+    ),
+    Mutation(
+        "a gather ahead brings the copy of forward",
+        "layout/gathers.py",
+        "self._turn_ahead(ahead)",
+        "pass",
+        COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
+    ),
+    Mutation(
+        "a rank sends the copy of forward to those that ask for the other",
+        "fsdp/group.py",
+        "self.copies[copy].local\n            return",
+        "self.copies[0].local\n            return",
+        COPIES + "test_a_rank_sends_the_copy_that_others_ask_for[2-0]",
+    ),
+    Mutation(
+        "a plan knows nothing of weights that are gathered again while they are held",
+        "fsdp/runtime/planner.py",
+        "sum(group.payload.sent for group in turning),",
+        "0,",
+        COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
+    ),
+    Mutation(
+        "transposed codes are not read",
+        "fsdp/narrow.py",
+        "if recipe.keep_transpose and (codes.dim() == 3) != backward:",
+        "if False:",
+        SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
     ),
     Mutation(
         "codes are read without their scales",

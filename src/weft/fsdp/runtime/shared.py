@@ -89,7 +89,7 @@ class Shared:
 
     def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
         """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
-        self.gathers.use(unit, named)
+        self.gathers.use(unit, named, backward=holder.backward)
         unit.acquire(holder)
 
     def done(self, unit: Unit, holder: Any, *, backward_follows: bool = False) -> None:
