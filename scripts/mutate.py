@@ -71,6 +71,7 @@ MICROBATCHES = "overlap/test_microbatches.py::"
 PACKED = "train/test_documents.py::"
 CONTEXT = "models/test_context.py::"
 OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process[2]"
+EXCHANGED = "models/test_exchanged.py::"
 VISITS = "moe/test_visits.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
@@ -348,9 +349,9 @@ MUTATIONS = [
     Mutation(
         "queries wait for the keys and values of other ranks",
         "models/layers/attention.py",
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = others.attend(",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside",
         "            came = others._coming()\n            others._coming = lambda: came\n"
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = others.attend(",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
     ),
     Mutation(
@@ -359,6 +360,41 @@ MUTATIONS = [
         "            self._parts = parts",
         "            self._parts = ()",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
+    ),
+    Mutation(
+        "exchanged heads come back in the order of the row",
+        "models/context.py",
+        "zip(parts[: self.ranks], reversed(parts))]",
+        "zip(parts[: self.ranks], parts[self.ranks :])]",
+        EXCHANGED + "test_exchanged_heads_equal_one_process[2]",
+    ),
+    Mutation(
+        "a rank computes its exchanged heads with the sinks of the first",
+        "models/layers/attention.py",
+        'how["sinks"].chunk(slices.ranks)[slices.rank]',
+        'how["sinks"].chunk(slices.ranks)[0]',
+        EXCHANGED + "test_exchanged_heads_equal_one_process[2]",
+    ),
+    Mutation(
+        "heads are gathered where they are to be exchanged",
+        "models/layers/attention.py",
+        'self.exchanges = cfg.context_attention == "heads"',
+        "self.exchanges = False",
+        EXCHANGED + "test_keys_and_values_travel_while_queries_are_computed[2]",
+    ),
+    Mutation(
+        "a window in blocks sees one position too many",
+        "models/layers/attention.py",
+        "_scores(ones.tril(window - 1).triu(), like.dtype)",
+        "_scores(ones.tril(window).triu(), like.dtype)",
+        "models/layers/test_windows.py::test_a_window_in_blocks_equals_one_mask_over_everything[4-3]",
+    ),
+    Mutation(
+        "each layer keeps a mask of its own",
+        "models/layers/attention.py",
+        "    if key not in _bands:\n        with",
+        "    if True:\n        with",
+        "models/layers/test_windows.py::test_all_layers_and_steps_share_one_mask",
     ),
     Mutation(
         "each tensor-parallel rank keeps all rows of experts",

@@ -83,6 +83,10 @@ class Attention(AnyAttention, kind=KIND):
     unrotated: tuple[int, ...] = any_value(())
     """Which layers `*` of a part have no rotation, counted from 0."""
 
+    context_attention: str = choice("gather", ("gather", "heads"), result=False)
+    """How `*` reaches positions on other context ranks: "gather" their keys and values, or exchange "heads", so that a
+    rank has some heads at all positions."""
+
     @property
     def attention_head_dim(self) -> int:
         """Width of one attention head, `head_dim` or what follows from the hidden size."""

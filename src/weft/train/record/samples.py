@@ -20,7 +20,7 @@ class Samples:
         prompt, sharding = config.train.sample, config.sharding
         rule = "needs a model of [model] and [data] with a tokenizer; leave it out"
         require("train.sample", prompt, isinstance(config.model, HybridConfig) and config.data.kind != "tokens", rule)
-        for name, value in (("pp", sharding.pp), ("cp", sharding.cp)):
+        for name, value in (("pp", sharding.pp), ("cp", sharding.cp), ("tp", sharding.tp)):
             rule = f"each rank needs the whole model and whole sequences, and sharding.{name} = {value}; leave it out"
             require("train.sample", prompt, value == 1, rule)
         self._model, self._tokens = model, config.train.sample_tokens

@@ -35,7 +35,16 @@ _SECTIONS: dict[str, Treatment] = {
 }
 _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
-    **dict.fromkeys(("model.recompute", "model.moe_rows_per", "model.mamba_kernel", "model.delta_kernel"), QUIET),
+    **dict.fromkeys(
+        (
+            "model.recompute",
+            "model.moe_rows_per",
+            "model.mamba_kernel",
+            "model.delta_kernel",
+            "model.context_attention",
+        ),
+        QUIET,
+    ),
     # The same tokens from elsewhere; that they are the same is seen from their fingerprint.
     **dict.fromkeys(("data.paths", "data.validation_paths", "data.tokenizer"), TOLD),
     "data.cache_dir": QUIET,
