@@ -1,4 +1,4 @@
-"""The words of the command line. What takes time to import is imported by the command that needs it."""
+"""The parser of the command line. Each command imports what it needs, so that `--help` is fast."""
 
 import argparse
 import sys
@@ -37,7 +37,7 @@ class _Completion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Commands and options; what is parsed has `run`, which carries the command out."""
+    """The parser of all commands. The parsed options have `run`, which executes the command."""
     parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of weft, Python and torch")
     parser.add_argument(
