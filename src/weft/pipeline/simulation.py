@@ -164,9 +164,9 @@ class _Run:
             _, rank = self._blocked(rank)
         circle = circle[circle.index(rank) :]
         waits = [
-            f"rank {each} stands at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle
+            f"rank {each} is at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle
         ]
-        raise fault_of(self.table, rank, len(self._spans[rank]), "no rank can go on: " + "; ".join(waits))
+        raise fault_of(self.table, rank, len(self._spans[rank]), "no rank can continue: " + "; ".join(waits))
 
     def _standing(self, rank: int) -> str:
         position = len(self._spans[rank])

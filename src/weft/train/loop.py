@@ -179,7 +179,7 @@ class Trainer:
         if self.config.checkpoint.keep_best:
             self.saves.checkpoints.protected = {self.position.best_step}
         told = changed(self.run_place.directory, self.config, step)
-        self.say(f"going on with {self.run_place.directory} from step {step}")
+        self.say(f"resuming {self.run_place.directory} from step {step}")
         for line in told:
             self.say(line)
 
@@ -264,7 +264,7 @@ class Trainer:
             self.account.end(position, self.optimizer, self.passes)
         if not complete:
             go_on = resuming(self.command, self.run_place.directory)
-            self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; go on with: {go_on}")
+            self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; resume with: {go_on}")
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
 
@@ -350,7 +350,7 @@ class Trainer:
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
-            f"since step {self.saves.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
+            f"since step {self.saves.saved_step}: lower optimizer.lr or train.gradient_clip and resume from there"
         )
 
     def _validate(self, metrics: Metrics) -> bool:

@@ -82,7 +82,7 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
         if not config.run.renumber:
             old, new = differences["model.pattern"]
             raise ConfigError(
-                f"model.pattern = {new} (it is {old}): the same layers in other groups; go on with --set "
+                f"model.pattern = {new} (it is {old}): the same layers in other groups; resume with --set "
                 "run.renumber=true, which gives weights and optimizer state the new numbers, or leave the pattern as "
                 f"it is in {path}"
             )

@@ -282,7 +282,7 @@ class _Supervisor:
         steps = committed_steps(self.run.checkpoints)
         if not steps:
             return "nothing was saved yet"
-        return f"the checkpoint of step {steps[-1]} is complete; go on with: {self.resume_command}"
+        return f"the checkpoint of step {steps[-1]} is complete; resume with: {self.resume_command}"
 
     @staticmethod
     def _say(*lines: str) -> None:

@@ -32,7 +32,7 @@ class ShardingConfig:
     chunks: int | None = None
     """With `pp`: stages of each rank; unset: by the pattern's segments, otherwise the schedule's default."""
     reshard_after_forward: bool | int | None = None
-    """Whether weights are freed after forward, or the number of ranks to reshard over; unset: all but the root's are."""
+    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all but the root's are."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
