@@ -163,9 +163,7 @@ class _Run:
             circle.append(rank)
             _, rank = self._blocked(rank)
         circle = circle[circle.index(rank) :]
-        waits = [
-            f"rank {each} is at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle
-        ]
+        waits = [f"rank {each} is at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle]
         raise fault_of(self.table, rank, len(self._spans[rank]), "no rank can continue: " + "; ".join(waits))
 
     def _standing(self, rank: int) -> str:
