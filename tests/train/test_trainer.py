@@ -455,9 +455,9 @@ def test_a_script_says_where_its_run_is_and_how_it_goes_on_and_obeys_run_resume(
     run = tmp_path / "default"
     go_on = f"resume={str(run)!r}"
     assert f"a new run in {run}" in first
-    assert f"stopped at step 2 of 5, which is saved; go on with: {go_on}" in first
+    assert f"stopped at step 2 of 5, which is saved; resume with: {go_on}" in first
     assert f"a new run in {run}-2; {run} is left as it is; it resumes from step 2 with: {go_on}" in again
-    assert f"going on with {run}-2 from step 2" in resumed
+    assert f"resuming {run}-2 from step 2" in resumed
     assert "no run 'none' in" in refusal
 
 

@@ -1,4 +1,4 @@
-"""Text that a model writes while it trains: after each validation, what follows `train.sample`."""
+"""Samples during training: after each validation, the model's continuation of `train.sample`."""
 
 from itertools import islice
 
@@ -30,7 +30,7 @@ class Samples:
         self._among = torch.tensor(self._tokenizer.ids, device=device)
 
     def write(self) -> str:
-        """The prompt and the tokens that the model finds most likely behind it."""
+        """The prompt and its most likely continuation."""
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
