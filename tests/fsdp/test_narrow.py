@@ -18,6 +18,7 @@ from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
+from weft.errors import WeightsWritten
 from weft.fsdp.narrow import Narrow
 from weft.fsdp.placement import Placements
 from weft.fsdp.plan import GroupPlan
@@ -407,7 +408,7 @@ def test_a_write_to_gathered_weights_is_refused():
             return super().forward(x)
 
     net = weft.fully_shard(Clamping(32, 32), mp_policy=policy(rowwise()))
-    with pytest.raises(weft.WeightsWritten, match=r"'weight'.*the write would be lost"):
+    with pytest.raises(WeightsWritten, match=r"'weight'.*the write would be lost"):
         net(torch.ones(2, 32))
     net = weft.fully_shard(Clamping(32, 32), mp_policy=policy(rowwise(compute="scaled")))
     with pytest.raises(TypeError, match=r"clamp_ of 'weight'.*compute=\"scaled\""):
