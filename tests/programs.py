@@ -29,10 +29,10 @@ for number, (program, environment) in enumerate(programs):
     pids.append(pid)
 else:
     statuses = {}
-    while len(statuses) < len(pids):
+    while set(pids) - set(statuses):
         pid, status = os.wait()
         statuses[pid] = os.waitstatus_to_exitcode(status)
-        if statuses[pid] and sys.argv[4] == "together":
+        if pid in pids and statuses[pid] and sys.argv[4] == "together":
             for other in set(pids) - set(statuses):
                 os.kill(other, 9)
     with open(f"{folder}/statuses", "w") as file:

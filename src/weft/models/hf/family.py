@@ -1,4 +1,4 @@
-"""What a family of published models is: tables, from which both directions follow."""
+"""A family of published models: tables from which both reading and writing follow."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""generation_config.json: how a published model chooses tokens, and where it ends."""
+"""generation_config.json: how a published model chooses tokens, and its end tokens."""
 
 import json
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Generation:
 
 
 def generation_of(origin: Origin | None) -> Generation:
-    """What the files of a model say. Raises `ConversionError` for values without meaning."""
+    """The generation settings in the files of a model. Raises `ConversionError` for values out of range."""
     if origin is None:
         return Generation()
     text = text_of(origin.raw)
