@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.models.loss import IGNORED_LABEL
 
 PADDING = -1
-"""What `Documents.from_ids` takes as the number of a position that belongs to no document."""
+"""The number of a position that belongs to no document, for `Documents.from_ids`."""
 
 
 class AttentionLayout(NamedTuple):

@@ -91,7 +91,7 @@ class Predictions(nn.Module):
         loss_of: Callable[[Tensor, Tensor], Tensor],
         documents: Borders | None = None,
     ) -> Iterator[Tensor]:
-        """What the output of each depth adds to the loss: its share of the mean of their cross-entropies."""
+        """The contribution of each depth to the loss: its share of the mean of the depths' cross-entropies."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
             loss, count = loss_of(output_BSD, targets), (targets != IGNORED_LABEL).sum()

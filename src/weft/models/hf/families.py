@@ -130,7 +130,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 
 def _distance(reason: str) -> tuple[int, int]:
-    """How much of a model keeps a family from holding it: fields, then the order of layers, then their kinds."""
+    """How far a family is from representing a model: by fields, then the order of layers, then their kinds."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change what is chosen and are not followed, with the values that change nothing."""
 MOST_LIKELY = 50
-"""How many tokens transformers draws from where nothing is said."""
+"""The default top-k of transformers."""
 
 
 @dataclass(frozen=True)

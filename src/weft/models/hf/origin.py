@@ -28,7 +28,7 @@ OF_ANY = KEPT - {
     *("architectures", "auto_map", "model_type", "num_hidden_layers", "partial_rotary_factor", "rope_parameters"),
     *("rope_scaling", "rope_theta", "transformers_version"),
 }
-"""What another family's config.json has too, with the same meaning."""
+"""Fields that have the same meaning in the config.json of every family."""
 BESIDE = "beside/"
 """In a converted directory the prefix of weights that are not of the text model."""
 

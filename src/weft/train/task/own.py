@@ -105,7 +105,7 @@ def _samples(microbatch: Any, default: int) -> int:
 
 
 def with_numbers(found: Any) -> Losses:
-    """What a loss function gives, as a loss and numbers by name. Raises ConfigError for a tuple of something else."""
+    """The result of a loss function as a loss and numbers by name. Raises ConfigError for another tuple."""
     if not isinstance(found, tuple):
         return found, {}
     if len(found) == 2 and isinstance(found[1], Mapping):
@@ -138,7 +138,7 @@ class Stream:
         self.microbatch_weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
-        """How many microbatches the pass before this one had."""
+        """The number of microbatches of the previous pass."""
         self._iterator: Iterator[Any] | None = None
         self._random = RandomState()
         self._begun: dict[str, Any] | None = None
