@@ -208,7 +208,7 @@ class Stream:
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"data: the checkpoint stands behind {self.taken} microbatches of a pass, and this data has "
+                        f"data: the checkpoint is {self.taken} microbatches into a pass, and this data has "
                         f"{done}; resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
@@ -223,7 +223,7 @@ class Stream:
         before = state["taken"] * known[0]
         if before % self.ranks:
             raise ConfigError(
-                f"data: its position is behind {before} microbatches of a pass, which {self.ranks} ranks cannot share "
+                f"data: its position is {before} microbatches into a pass, which {self.ranks} ranks cannot share "
                 f"evenly; resume on {known[0]} ranks, or on a number that divides {before}"
             )
         self.load_state_dict({**state, "taken": before // self.ranks})
