@@ -19,7 +19,6 @@ DRIVER = """
 import gc, json, os, sys
 folder, programs = sys.argv[1], json.loads(sys.argv[2])
 exec(sys.argv[3])
-sys.argv[1:] = []
 sys.stdout.flush()
 gc.freeze()
 pids = []
@@ -29,13 +28,20 @@ for number, (program, environment) in enumerate(programs):
         break
     pids.append(pid)
 else:
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    statuses = {}
+    while set(pids) - set(statuses):
+        pid, status = os.wait()
+        statuses[pid] = os.waitstatus_to_exitcode(status)
+        if pid in pids and statuses[pid] and sys.argv[4] == "together":
+            for other in set(pids) - set(statuses):
+                os.kill(other, 9)
     with open(f"{folder}/statuses", "w") as file:
-        json.dump(statuses, file)
+        json.dump([statuses[pid] for pid in pids], file)
     os._exit(0)
 for stream in (1, 2):
     os.dup2(os.open(f"{folder}/{number}-{stream}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
 os.environ.update(environment)
+sys.argv[1:] = []
 exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
 """
 
@@ -53,14 +59,18 @@ def run_programs(
     imports: str = "import torch.distributed, weft.fsdp",
     environments: Sequence[Mapping[str, str]] | None = None,
     timeout: float = 100,
+    together: bool = False,
 ) -> list[Ended]:
-    """Run all `programs` at once, each with its own variables, behind one execution of `imports`."""
+    """Run all `programs` at once, each with its own variables, behind one execution of `imports`.
+
+    With `together` they are ranks: when one fails, the others are killed.
+    """
     given = [[program, dict(own)] for program, own in zip(programs, environments or [{}] * len(programs), strict=True)]
     root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as folder:
         driver = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, folder, json.dumps(given), imports],
+            [sys.executable, "-c", DRIVER, folder, json.dumps(given), imports, "together" if together else "apart"],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""What weft raises beyond Python's own errors. All are a `WeftError`, and a ValueError or RuntimeError besides.
+"""weft's public errors. Each is a `WeftError`, and a ValueError or RuntimeError as well.
 
     from weft.errors import CollectiveMismatch
 

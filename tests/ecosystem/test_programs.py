@@ -1,13 +1,13 @@
 """Programs around other libraries, run with torch's FSDP2 and with weft in its place: the same losses and norms."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_programs
 
 pytestmark = pytest.mark.long
 
@@ -22,16 +22,44 @@ LLAMA = "torchtitan_llama3.py"
 DEEPSEEK = "torchtitan_deepseek_v3.py"
 
 
-def steps(program: str, *options: str, ranks: int = 2) -> tuple[list[dict[str, float]], str]:
-    """The numbers of each line that has some, by name, and all that it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(EXAMPLES / program), *options], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = [{name: float(number) for name, number in NUMBER.findall(line)} for line in done.stdout.splitlines()]
-    return [numbers for numbers in found if "loss" in numbers or "evaluation" in numbers], done.stdout
+IMPORTS = {
+    TRAINER: "import transformers, transformers.models.llama, transformers.trainer, accelerate",
+    ACCELERATE: "import accelerate",
+    FABRIC: "import lightning.fabric.strategies",
+    LIGHTNING: "import lightning.pytorch.strategies, lightning.pytorch.callbacks",
+    LLAMA: "import torchtitan_debug, torchtitan.models.llama3.config_registry",
+    DEEPSEEK: "import torchtitan_debug, torchtitan.models.deepseek_v3.config_registry",
+}
+"""What takes seconds to import: all ranks of a test are forked from one process that has."""
+
+
+def steps(program: str, *variants: list[str], ranks: int = 2) -> list[tuple[list[dict[str, float]], str]]:
+    """Runs at once, one for each list of options: the numbers of each line, by name, and all that it prints."""
+    programs, environments = [], []
+    for options in variants:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(ranks):
+            programs.append(
+                f"import runpy, sys; sys.argv = [{program!r}, *{options!r}]; "
+                f"runpy.run_path({str(EXAMPLES / program)!r}, run_name='__main__')"
+            )
+            places = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+            sizes = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+            environments.append({**places, **sizes, **meeting, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"})
+    imports = f"sys.path.insert(0, {str(EXAMPLES)!r})\nimport torch.distributed, weft.fsdp\n{IMPORTS[program]}"
+    ended = run_programs(programs, imports, environments, timeout=600, together=True)
+    failed = [each for each in ended if each.returncode > 0]
+    assert not failed, failed[0].stdout[-2000:] + failed[0].stderr[-4000:]
+    assert all(each.returncode == 0 for each in ended), ended
+    texts = ["".join(each.stdout for each in ended[at : at + ranks]) for at in range(0, len(ended), ranks)]
+    found = [
+        [{name: float(number) for name, number in NUMBER.findall(line)} for line in text.splitlines()] for text in texts
+    ]
+    kept = [[numbers for numbers in lines if "loss" in numbers or "evaluation" in numbers] for lines in found]
+    return list(zip(kept, texts, strict=True))
 
 
 def need(*libraries: str) -> None:
@@ -70,23 +98,28 @@ def assert_alike(program: str, actual: list[dict[str, float]], expected: list[di
 )
 def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(program, libraries, ranks, options):
     need(*libraries)
-    expected, said = steps(program, "--torch", *options.split(), ranks=ranks)
+    variants = [["--torch", *options.split()], options.split()]
+    # One after the other where layers are compiled: the second finds the kernels of the first in inductor's cache.
+    at_once = [variants] if "--compile" not in options else [[each] for each in variants]
+    (expected, said), (actual, said_with_weft) = [run for each in at_once for run in steps(program, *each, ranks=ranks)]
     assert len(expected) >= 3 and "in the place of" not in said
-    actual, said = steps(program, *options.split(), ranks=ranks)
-    assert "weft in the place of torch's FSDP2" in said
+    assert "weft in the place of torch's FSDP2" in said_with_weft
     assert_alike(program, actual, expected)
 
 
 @pytest.mark.parametrize(("program", "options"), [(LLAMA, ""), (DEEPSEEK, "--ep 2 --fp32-experts")])
 def test_a_program_trains_alike_and_what_one_library_saves_the_other_resumes(tmp_path, program, options):
     need("torchtitan", "triton")
-    expected, said = steps(program, *options.split(), "--torch", "--save", str(tmp_path / "torch"))
+    saves = {library: ["--save", str(tmp_path / library)] for library in ("torch", "weft")}
+    (expected, said), (actual, said_with_weft) = steps(
+        program, [*options.split(), "--torch", *saves["torch"]], [*options.split(), *saves["weft"]]
+    )
     assert len(expected) == 4 and "in the place of" not in said
-    actual, said = steps(program, *options.split(), "--save", str(tmp_path / "weft"))
-    assert "weft in the place of torch's FSDP2" in said
+    assert "weft in the place of torch's FSDP2" in said_with_weft
     assert_alike(program, actual, expected)
-    for saver, resumer in (("torch", []), ("weft", ["--torch"])):
-        rest, said = steps(program, *options.split(), *resumer, "--resume", str(tmp_path / saver))
-        assert ("in the place of" in said) == (saver == "torch")
+    with_weft = [*options.split(), "--resume", str(tmp_path / "torch")]
+    with_torch = [*options.split(), "--torch", "--resume", str(tmp_path / "weft")]
+    for (rest, said), is_weft in zip(steps(program, with_weft, with_torch), (True, False)):
+        assert ("in the place of" in said) == is_weft
         assert len(rest) == 2
         assert_alike(program, rest, expected[2:])

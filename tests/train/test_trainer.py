@@ -502,7 +502,7 @@ def test_data_that_can_be_gone_through_once_says_so_when_it_is_at_its_end():
 def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
     stream = Stream([0] * 9, 7)
     stream.next_step()
-    with pytest.raises(ConfigError, match="behind 7 microbatches of a pass, and this data has 5"):
+    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, and this data has 5"):
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 
@@ -522,7 +522,7 @@ def test_a_position_in_own_data_that_another_number_of_ranks_cannot_have_is_refu
     three = stream(3)
     three.load_from_other_ranks(two.state_dict(), 0, 3)
     assert three.taken == 2
-    with pytest.raises(ConfigError, match="behind 6 microbatches of a pass, which 4 ranks cannot share evenly"):
+    with pytest.raises(ConfigError, match="is 6 microbatches into a pass, which 4 ranks cannot share evenly"):
         stream(4).load_from_other_ranks(two.state_dict(), 0, 4)
 
     class Stateful(list):

@@ -41,7 +41,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def debris(directory: Path) -> list[Path]:
-    """What killed saves and killed deletions left in `directory`."""
+    """Folders that killed saves and deletions left in `directory`."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _DEBRIS.fullmatch(path.name))

@@ -42,7 +42,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """What `torch.save` wrote; runs nothing, and takes no more memory than the stream is long."""
+    """Load data of `torch.save` without running code, in no more memory than the stream is long."""
     stream.seek(0)
     if stream.read(4) != _ZIP:  # torch reads other beginnings as its legacy format, even before an archive
         raise ValueError("it is not in torch's zip format")

@@ -70,11 +70,11 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint says of itself."""
+    """The files of a committed checkpoint, with their checksums."""
 
     step: int
     ranks: int
-    """How many ranks wrote it."""
+    """The number of ranks that wrote it."""
     files: dict[str, File]
     format: int = FORMAT
     run: str = ""
@@ -250,7 +250,7 @@ def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, fit for a terminal: one line without control characters."""
+    """The message of an error in one line without control characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(character if character.isprintable() else "?" for character in text)[:500]
 

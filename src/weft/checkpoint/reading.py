@@ -20,7 +20,7 @@ from weft.checkpoint.metadata import read_metadata
 
 
 def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
-    """What a checkpoint says of itself: its files are there and as long as they should be, its metadata is sound.
+    """The manifest and metadata of a checkpoint, after a check that its files exist with the right length.
 
     With `content` every byte is compared with its checksum. Raises CheckpointError that names the checkpoint.
     """

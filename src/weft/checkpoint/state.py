@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run consists of: model, optimizer, random generators."""
+"""The state of a training run in a checkpoint: model, optimizer, random generators."""
 
 import hashlib
 import random
@@ -174,7 +174,7 @@ def _uses_cuda() -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """The name without what activation checkpointing and compilation put into it."""
+    """The name without the parts that activation checkpointing and compilation add."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -205,5 +205,5 @@ def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
 
 
 def state_dict_of(value: Any) -> Mapping[str, Any]:
-    """What a checkpoint holds of `value`, a Stateful or a state dict."""
+    """The state dict of `value`, a Stateful or a state dict."""
     return value.state_dict() if isinstance(value, Stateful) else value

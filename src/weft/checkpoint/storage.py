@@ -20,7 +20,7 @@ from typing import IO, Any
 from weft.errors import StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
-"""What file systems answer to an operation that they do not have; no other error is one of these."""
+"""Error numbers of operations that a file system does not support. No other error has them."""
 
 
 def before(name: str, path: str) -> None:
@@ -58,7 +58,7 @@ def moves() -> int:
 
 @contextmanager
 def operation(name: str, path: str | Path) -> Iterator[None]:
-    """Around one file operation. Raises StorageError in place of OSError."""
+    """Wrap one file operation. Raises StorageError instead of OSError."""
     global _moves
     with _guard:
         key = _moves = _moves + 1

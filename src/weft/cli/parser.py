@@ -81,7 +81,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust",
         action="store_true",
-        help="allow a run directory from elsewhere to name code, and import that code",
+        help="import the code that the configuration of a run directory from elsewhere names",
     )
 
 
@@ -265,7 +265,7 @@ def _config(known: Any) -> None:
 
 def _evaluate(known: Any) -> None:
     evaluate = known.add_parser(
-        "eval", help="the validation loss of a run's newest intact checkpoint", epilog=EXIT_CODES
+        "eval", help="print the validation loss of a run's newest intact checkpoint", epilog=EXIT_CODES
     )
     evaluate.add_argument("path", metavar="RUN_DIRECTORY")
     evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")

@@ -11,7 +11,7 @@ from weft.models.pattern import Pattern, parse
 
 @dataclass(frozen=True)
 class HybridConfig(Kinds):
-    """What a hybrid model is made of: the fields of `weft.models.kinds`, those of all models and of each kind of layer.
+    """The configuration of a hybrid model: the fields of `weft.models.kinds` for all models and for each kind of layer.
 
     A wrong value is a `ValueError` at once, with the rule and the fix.
     """

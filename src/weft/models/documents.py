@@ -7,7 +7,7 @@
     cu_seqlens     0     3   5 6           12      starts in the flattened batch, then its length
     ids            0 0 0 1 1 -1 | 0 0 0 0 0 0      -1: padding
 
-A position reads its own document only. A row border is always a border between documents.
+A position attends only to its own document. A document never crosses rows.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from torch import Tensor
 from weft.models.loss import IGNORED_LABEL
 
 PADDING = -1
-"""What `Documents.from_ids` takes as the number of a position that belongs to no document."""
+"""The number of a position that belongs to no document, for `Documents.from_ids`."""
 
 
 class AttentionLayout(NamedTuple):
-    """The positions of all documents, those of equally long documents next to each other.
+    """The positions of all documents, grouped by the documents' length.
 
-    `order`: their places in the flattened batch, None where they stand in this order already. `groups`: (how many
-    documents, how long each is).
+    `order`: their places in the flattened batch, None if they are in this order already. `groups`: (number of
+    documents, length of each).
     """
 
     order: Tensor | None
@@ -193,7 +193,7 @@ class Documents:
         return self._on(device, "position_ids", make)
 
     def reaches(self, device: torch.device | str = "cpu") -> Tensor:
-        """How long the document of each position is, 0 in padding, [batch, seq] int64."""
+        """The length of each position's document, 0 in padding, [batch, seq] int64."""
 
         def make() -> Tensor:
             lengths = torch.tensor([0 if i in self.padding else length for i, length in enumerate(self.lengths)])
@@ -221,7 +221,7 @@ class Documents:
         return labels.masked_fill(self._on(labels.device, "labels", make), IGNORED_LABEL)
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """[batch, seq] -> what stands `places` further on in the same document; `filling` where nothing does."""
+        """[batch, seq] shifted by `places` within each document; `filling` at the end of a document."""
         self.require(values)
         moved = F.pad(values[:, places:], (0, min(places, self.seq)), value=filling)
         numbers = self.numbers(values.device)

@@ -22,7 +22,7 @@ class Sampling:
     top_p: float = 1.0
     """Tokens are drawn from the best ones that together have this probability."""
     repetition_penalty: float = 1.0
-    """What scores of tokens that have been there are divided by (negative ones: multiplied with)."""
+    """Positive scores of earlier tokens are divided by this, negative ones multiplied."""
 
     def __post_init__(self) -> None:
         for name, fits, rule in (

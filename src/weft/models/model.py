@@ -48,7 +48,7 @@ class HybridModel(nn.Module):
     """
 
     origin: Any = None
-    """What loaded weights came with, a `weft.models.hf.origin.Origin`; None where none were loaded."""
+    """The files of loaded weights, a `weft.models.hf.origin.Origin`; None if none were loaded."""
 
     def __init__(
         self, cfg: HybridConfig, meshes: Meshes | None = None, *, chunks: int | None = None, placement: str = LOOP

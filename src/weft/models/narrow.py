@@ -1,4 +1,4 @@
-"""Which weights of a hybrid model are quantized.
+"""Chooses the weights of a hybrid model that are quantized.
 
 quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
 left as they are norms, biases, convolutions, decays, routers and other gates, embedding, head, projections of depths

@@ -1,6 +1,6 @@
 """Prediction depths (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Depth k = 1, 2, ... predicts the token that stands k further on than the one that the model predicts:
+Depth k = 1, 2, ... predicts the token k positions after the one that the model predicts:
 
 x_k = W [norm(embed(tokens shifted by k)) ; norm(h_(k-1))]     h_0 the model's output after its final norm
 h_k = norm(stack(x_k))                                         scored by the model's own head
@@ -91,7 +91,7 @@ class Predictions(nn.Module):
         loss_of: Callable[[Tensor, Tensor], Tensor],
         documents: Borders | None = None,
     ) -> Iterator[Tensor]:
-        """What the output of each depth adds to the loss: its share of the mean of their cross-entropies."""
+        """The contribution of each depth to the loss: its share of the mean of the depths' cross-entropies."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
             loss, count = loss_of(output_BSD, targets), (targets != IGNORED_LABEL).sum()
@@ -104,7 +104,7 @@ class Predictions(nn.Module):
 
 
 def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None = None) -> Tensor:
-    """[B, S] -> what stands `places` further on, with `filling` at the end of each row, or of each document."""
+    """[B, S] shifted by `places`, with `filling` at the end of each row, or of each document."""
     if documents is not None:
         return documents.following(tokens, places, filling)
     return F.pad(tokens[:, places:], (0, min(places, tokens.shape[1])), value=filling)

@@ -5,8 +5,8 @@ Two spellings of the same symbols differ in the numbers of their logical layers,
     [*-][*E]   decoder.layers.0.self_attention   .0.mlp   .1.self_attention   .1.mlp
     *-*E       decoder.layers.0.self_attention   .1.mlp   .2.self_attention   .3.mlp
 
-How a checkpoint is spelled is seen from the keys of its weights: how many blocks each number has. So weights, optimizer
-state and averages of any spelling find their places, bit for bit.
+The keys of a checkpoint's weights show its spelling: the number of blocks of each logical layer. So weights, optimizer
+state and averages of any spelling can be loaded, bit for bit.
 """
 
 import re

@@ -13,15 +13,16 @@ from weft.models.narrow import choose_weights
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     """Shard `model` in place and return it.
 
-    Every logical layer becomes one unit over `meshes.dense`, from the first to the last, and so does every prediction
-    depth; experts that are spread over ranks become units of their own over `meshes.expert`, whose gradients are
-    averaged over all data-parallel ranks like the others and whose parameters are DTensors of all experts, over
-    `meshes.ep` too, and over `meshes.tp` as all parameters are there. What the first and the last stage of a pipeline
-    share is a unit of its own. The root unit, last, takes the embedding, the final norm and the head. `options` go to
-    each `weft.fully_shard` call, `runtime` to the root's only. So does the `output_dtype` of `mp_policy`: it is what
-    the model returns; between its layers and on the wire to experts everything stays in `param_dtype`. With a
-    `param_quantization` and no `quantize`, the projections of layers and the experts are quantized;
-    `weft.quantize.except_ends` leaves layers out.
+    Each logical layer and each prediction depth becomes one unit over `meshes.dense`. Experts that are spread over
+    ranks become separate units over `meshes.expert`. Their gradients are averaged over all data-parallel ranks like
+    all others, and their parameters are DTensors of all experts, over `meshes.ep` too. Parameters that the first and
+    the last stage of a pipeline share form one more unit. The root unit, last, has the embedding, the final norm and
+    the head.
+
+    `options` are passed to each `weft.fully_shard` call, `runtime` to the root's only. The `output_dtype` of
+    `mp_policy` also applies to the root only: activations between layers and rows of experts stay in `param_dtype`.
+    With `param_quantization` and without `quantize`, the projections of layers and the experts are quantized;
+    `weft.quantize.except_ends` excludes layers.
     """
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}

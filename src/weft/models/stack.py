@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """What moves this layer's rows, if its experts are spread over ranks."""
+        """The dispatcher that exchanges this layer's rows, if its experts are spread over ranks."""
         moves = self._terminal.dispatcher if self._terminal is not None else None
         return moves if moves is not None and len(moves.experts) < moves.num_experts else None
 
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         return terminal
 
     def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None) -> Crossing:
-        """All blocks before the terminal one, and what that has to compute before its experts."""
+        """All blocks before the terminal one, and the part of the terminal one before its experts."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
             raise ValueError(

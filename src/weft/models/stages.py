@@ -26,7 +26,7 @@ class Stages:
         return dist.get_process_group_ranks(self._cut.group)[0] == 0
 
     def all_of(self, value: Found) -> list[Found]:
-        """What each rank of the pipeline says, in order. Collective where there are several."""
+        """The values of all ranks of the pipeline, in order. Collective."""
         if self._cut is None or self._cut.group is None:
             return [value]
         return exchange_objects(value, self._cut.group, "what stages report")

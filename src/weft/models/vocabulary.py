@@ -1,6 +1,6 @@
-"""The next-token loss over scores that are cut over the vocabulary: the whole of them is on no rank.
+"""The next-token loss over scores that are cut over the vocabulary: no rank has all of them.
 
-What travels is the largest score of each row, then the sum of its exponentials and the score of its label.
+Ranks exchange the largest score of each row, then the sum of its exponentials and the score of its label.
 """
 
 from typing import Any

@@ -264,7 +264,7 @@ def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
 
 
 def _shared(values: Mapping[str, Any] | None, shaped: set[str]) -> Any:
-    """What the parameters of a run must have in common of their states: which there are, and counts such as steps."""
+    """The parts of a state that all parameters of a run must share: its keys, and counts such as steps."""
     if values is None:
         return None
     counts = {key: None if key in shaped else value for key, value in values.items()}

@@ -120,7 +120,7 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """How many of the ranks that are summed over hold the same elements of `group`."""
+        """The number of ranks in the sum that hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
@@ -226,7 +226,7 @@ def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _shares(
     kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of pieces by the number of their copies: the sum of the powers of their norms, or the largest of all values."""
+    """For pieces by their number of copies: the sum of the powers of their norms, or the largest absolute value."""
     shares = []
     for copies, tensors in kinds.items():
         # Those of offloaded gradients are in CPU memory.

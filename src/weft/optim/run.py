@@ -24,7 +24,7 @@ from weft.layout.cuts import Cuts
 
 
 class FlatParameter(nn.Parameter):
-    """What lies here of a run. Its `.grad` is at any time that of the run's parameters: it cannot be stale."""
+    """This rank's part of a run. Its `.grad` is read from the run's parameters, so it cannot be stale."""
 
     _run: "weakref.ref[FlatRun]"
 
@@ -138,7 +138,7 @@ class FlatRun:
         return [FlatRun(self.group, [self.members[n] for n in part], [self.names[n] for n in part]) for part in parts]
 
     def state_for(self, other: "FlatRun", state: dict[str, Any]) -> dict[str, Any]:
-        """What the `state` of this run's flat parameter is for `other`, a run of some of its members."""
+        """The `state` of this run's flat parameter, cut to `other`, a run of some of its members."""
         first = self.members.index(other.members[0])
         last = self.members.index(other.members[-1])
         start, stop = self.places[first][0], self.places[last][1]
@@ -151,7 +151,7 @@ class FlatRun:
         return {key: narrowed(value) for key, value in state.items()}
 
     def part(self, number: int, value: Any) -> Any:
-        """What a state `value` of the flat parameter means for one member."""
+        """The part of a state `value` of the flat parameter that belongs to one member."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         like = self.parameters[number].detach()

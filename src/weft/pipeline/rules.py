@@ -85,7 +85,7 @@ class _Ledger:
         return None
 
     def _due(self, part: str, chunk: int) -> Action:
-        """What is next; a B where neither of its parts has come."""
+        """The next action; a B if neither of its parts has run."""
         whole = part != "F" and self._next["I", chunk] == self._next["W", chunk]
         return Action("B" if whole else part, self._next[part, chunk], chunk)
 

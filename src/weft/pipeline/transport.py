@@ -32,7 +32,7 @@ FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
 """The border between the last stage and the first, which exchanges gradients of shared parameters."""
 FAREWELL = timedelta(seconds=1)
-"""How long messages may take to end after an exception in a schedule."""
+"""Seconds that messages may take to end after an exception in a schedule."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6

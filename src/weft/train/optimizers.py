@@ -177,7 +177,7 @@ def _decay_groups(
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """What the class takes of the section; a setting that it does not take must have its default."""
+    """Options of the section that the class takes. A setting that it does not take must have its default."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {"lr": config.lr}
     for name in ("betas", "eps", "weight_decay"):
@@ -209,7 +209,7 @@ def _known_options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) ->
 
 
 def _plain_hints(cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What the class wants its options to be, as far as TOML can say it."""
+    """The types of the class's options that TOML can express."""
     try:
         hints = typing.get_type_hints(cls.__init__)
     except (NameError, TypeError):  # annotations need not be names that are there

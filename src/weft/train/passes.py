@@ -22,7 +22,7 @@ from weft.train.task.task import Task
 
 
 class Passes:
-    """Those of one rank. The first ones of a process are counted, the last ones of a run are recorded."""
+    """The passes of one rank. Counts the operations of the first step, and records the timeline of the last."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Passes:
         self._are_counted = not counts
         """Whether the first ones of this process are over."""
         self.operations: Operations | None = None
-        """What this rank computes in a step, once that is counted."""
+        """Operations of this rank in a step, once they are counted."""
         self.activations: Activations | None = None
         """Those of a step on this rank, once that is counted."""
         self.timeline: Timeline | None = None
@@ -62,7 +62,7 @@ class Passes:
         return self._counted(step, microbatches)
 
     def depth_losses(self) -> torch.Tensor:
-        """What prediction depths have added here; only the last stage has them."""
+        """Losses of the prediction depths, which only the last stage has."""
         losses = prediction_losses(self._task.model)
         if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)

@@ -64,7 +64,7 @@ class Source:
 
     @cached_property
     def model_config(self) -> HybridConfig:
-        """Of the model that the weights are for."""
+        """The configuration of the weights' model."""
         if self.run is None:
             return hf.config_of(self.path, ignored=self.ignored)
         model = self._run_config.model
@@ -74,7 +74,7 @@ class Source:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of the text that the model knows. Raises ConfigError where there is none."""
+        """The tokenizer of the model. Raises ConfigError if it has none."""
         if self.run is not None:
             if self._run_config.data.kind == "tokens":
                 raise ConfigError(

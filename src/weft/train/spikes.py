@@ -22,7 +22,7 @@ class Spikes:
         self.skipped = 0
         """Steps of the whole run."""
         self.in_a_row = 0
-        """How many of the last steps were skipped one after the other; 0: the last one was taken."""
+        """The number of steps skipped in a row; 0: the last one was taken."""
 
     def is_one(self, norm: float) -> bool:
         """Whether the step with this norm, the same on all ranks, is left out; False too where too many are."""

@@ -35,7 +35,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
-    """What may have been meant by a value that is no list: likely ones first."""
+    """Lists that may have been meant by a value that is not one, likely ones first."""
     if isinstance(value, str):
         inside = value.strip().removeprefix("[").removesuffix("]")
         with suppress(ValueError):

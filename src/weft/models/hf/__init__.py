@@ -1,7 +1,7 @@
 """Weights of other libraries' models: from a directory of Hugging Face files, and back.
 
-A family is a file: a table of tensor names and of configuration fields. Nothing is left out in silence: a field that
-changes the result and has no counterpart, a tensor that is missing or unused, all are errors that name it.
+Each family is a file: a table of tensor names and a table of configuration fields. Nothing is ignored silently. A field
+that changes the result and has no counterpart, and a tensor that is missing or unused, are errors that name it.
 """
 
 from weft.models.hf import directory

@@ -58,7 +58,7 @@ def write_mamba(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
     ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
     part = ours["partial_rotary_factor"]

@@ -1,7 +1,7 @@
-"""From one directory to another, tensor by tensor: Hugging Face files into ours and back.
+"""Converts Hugging Face files to weft's own directory and back, tensor by tensor.
 
-A directory of ours has safetensors files with our names, `weft-model.json` with the configuration and the config.json
-that it came from, and what came along: tokenizer, chat template and generation files.
+weft's own directory has safetensors files with weft's names, `weft-model.json` with the configuration and the original
+config.json, and the other files of the model: tokenizer, chat template and generation settings.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from weft.models.hf.weights import Renamed, check_fits
 def convert(
     source: str | Path, target: str | Path, model_type: str | None = None, *, ignored: Collection[str] = ()
 ) -> str:
-    """Write the model in the directory `source` into the new directory `target`, in the other form; -> what it wrote.
+    """Write the model in `source` to the new directory `target` in the other form. Returns a line about what it wrote.
 
-    Bit-exact in both directions, from file to file: no weight is in memory as a whole. `model_type`: the family to
-    write, by default the one that it came from, or the first that can hold it. `ignored`: see `config_of`. Everything
-    is checked before anything is written. Raises `ConversionError`.
+    Weights are bit-exact in both directions, and none is in memory as a whole. `model_type`: the family to write;
+    default: the original one, or the first that can represent the model. `ignored`: see `config_of`. Everything is
+    checked before anything is written. Raises `ConversionError`.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)
@@ -39,7 +39,7 @@ def convert(
 
 
 def refuse_used(target: Path) -> None:
-    """Raise `ConversionError` where a directory holds anything."""
+    """Raise `ConversionError` for a directory that is not empty."""
     if target.is_dir() and any(target.iterdir()):
         raise ConversionError(f"{target} is not empty: convert into a new directory")
 

@@ -24,7 +24,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, dense = raw.get("num_hidden_layers", 61), raw.get("first_k_dense_replace", 3)
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
     ours, rotated = rope.read(raw), raw.get("qk_rope_head_dim", 64)
@@ -56,7 +56,7 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def dense_first(cfg: HybridConfig, family: str) -> int:
-    """How many layers end in an MLP, all of which stand before the others, or `ConversionError`."""
+    """The number of layers that end in an MLP. Raises `ConversionError` unless they precede all others."""
     dense = flat(cfg).count("-")
     if "-" in flat(cfg)[2 * dense :]:
         raise ConversionError(f"{family} has its dense layers first, and pattern {cfg.pattern!r} has not")

@@ -48,7 +48,7 @@ class Depths:
         return [self.copies[module].format(first=self.prefix(trunk, length, number, 0)) for number in range(count)]
 
     def count(self, trunk: int, length: int, files: Container[str]) -> int:
-        """How many depths have their weights in `files`."""
+        """The number of depths whose weights are in `files`."""
         found = 0
         while self.names(trunk, length, found)["project"] + ".weight" in files:
             found += 1

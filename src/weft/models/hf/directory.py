@@ -1,4 +1,4 @@
-"""A directory of safetensors files, with an index where there are several."""
+"""Directories of safetensors files, with an index if there are several."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from weft.errors import ConversionError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 THEIRS, OURS = "config.json", "weft-model.json"
-"""What describes the model, in a directory of theirs and of ours."""
+"""The configuration file in a Hugging Face directory and in weft's own."""
 FILE_BYTES = 1 << 32
-"""What a file holds at most, unless one tensor is larger."""
+"""The largest size of a file, unless one tensor is larger."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,7 +41,7 @@ OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles:
-    """The tensors of a directory, of which nothing is read before it is asked for."""
+    """The tensors of a directory, which are read on access."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -98,7 +98,7 @@ def _open(path: Path) -> Any:
 
 
 def make_directory(path: Path) -> None:
-    """Unless it is there. Raises `ConversionError` where it cannot be."""
+    """Create a directory unless it exists. Raises `ConversionError` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,7 +112,7 @@ def names_in(directory: Path) -> frozenset[str]:
 
 
 def read_json(path: Path) -> Any:
-    """Raises `ConversionError` for what is no JSON."""
+    """The content of a JSON file. Raises `ConversionError` for invalid JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -122,7 +122,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Readable, and the same for the same content."""
+    """Write a JSON file, indented; equal content gives equal bytes."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong when models are read and written."""
+"""Errors of reading and writing models."""
 
 from collections.abc import Iterable
 

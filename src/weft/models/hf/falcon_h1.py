@@ -22,7 +22,7 @@ PARALLEL: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     hidden, heads = raw.get("hidden_size", 4096), raw.get("mamba_n_heads", 128)
     inner = raw.get("mamba_d_ssm", 1024)
     inner = raw.get("mamba_expand", 2) * hidden if inner is None else inner

@@ -1,4 +1,4 @@
-"""All families, and which of them a configuration belongs to."""
+"""The list of families, and the family of a configuration."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -40,7 +40,7 @@ GRANITES = (BAMBA, GRANITE_HYBRID, GRANITE, GRANITE_MOE)
 OTHERS = (NEMOTRON_H, MAMBA2, FALCON_H1, KIMI_LINEAR, GPT_OSS, MINIMAX_M2, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, GEMMA3)
 ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
-"""The families by the `model_type` of their config.json. An entry that a program adds is a family as any other."""
+"""The families by the `model_type` of their config.json. A program may add its own."""
 _NEAREST = 3
 """Families whose reasons are printed where none can hold a model."""
 
@@ -78,9 +78,8 @@ def family_of(raw: Raw) -> Family:
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
     """The configuration of the model in a directory, of Hugging Face files or converted.
 
-    `ignored`: fields of config.json to pass over although they are not known here. Raises `ConversionError` for a
-    family that is not there, for quantized weights, and for a field that would change the result and has no
-    counterpart.
+    `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for an unknown family, for quantized
+    weights, and for a field that changes the result and has no counterpart.
     """
     directory = Path(directory)
     if (directory / OURS).exists():
@@ -131,7 +130,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 
 def _distance(reason: str) -> tuple[int, int]:
-    """How much of a model keeps a family from holding it: fields, then the order of layers, then their kinds."""
+    """How far a family is from representing a model: by fields, then the order of layers, then their kinds."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

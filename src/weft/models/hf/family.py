@@ -1,4 +1,4 @@
-"""What a family of published models is: tables, from which both directions follow."""
+"""A family of published models: tables from which both reading and writing follow."""
 
 import dataclasses
 import re
@@ -240,7 +240,7 @@ def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool
 
 
 def written_windows(cfg: HybridConfig) -> Raw:
-    """The same, back."""
+    """The inverse: their fields."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {
         "sliding_window": cfg.sliding_window,

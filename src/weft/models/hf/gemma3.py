@@ -10,7 +10,7 @@ from weft.models.hf.llama import ATTENTION, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, every = raw.get("num_hidden_layers", 26), raw.get("sliding_window_pattern", 6)
     if raw.get("use_bidirectional_attention"):
         raise ConversionError("use_bidirectional_attention=True: weft's attention is causal")

@@ -1,4 +1,4 @@
-"""generation_config.json: how a published model chooses tokens, and where it ends."""
+"""generation_config.json: how a published model chooses tokens, and its end tokens."""
 
 import json
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change what is chosen and are not followed, with the values that change nothing."""
 MOST_LIKELY = 50
-"""How many tokens transformers draws from where nothing is said."""
+"""The default top-k of transformers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Generation:
 
 
 def generation_of(origin: Origin | None) -> Generation:
-    """What the files of a model say. Raises `ConversionError` for values without meaning."""
+    """The generation settings in the files of a model. Raises `ConversionError` for values out of range."""
     if origin is None:
         return Generation()
     text = text_of(origin.raw)

@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, dense = raw.get("num_hidden_layers", 46), raw.get("first_k_dense_replace", 1)
     return {
         "pattern": "[*-]" * min(dense, layers) + "[*E]" * (layers - dense),

@@ -9,7 +9,7 @@ from weft.models.hf.llama import MLP
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers = raw.get("num_hidden_layers", 47)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     dense = kinds.count("dense")

@@ -37,7 +37,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, window = raw.get("num_hidden_layers", 36), raw.get("sliding_window", 128)
     check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
     kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]

@@ -16,7 +16,7 @@ ROUTED: Table = {name: place for name, place in EXPERTS.items() if not name.star
 
 
 def read_moe(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     return {**llama.read(raw), "pattern": "[*E]" * raw.get("num_hidden_layers", 32)}
 
 

@@ -37,7 +37,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
     check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
     mixers = raw.get("layer_types") or ["linear_attention"] * layers

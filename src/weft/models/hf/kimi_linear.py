@@ -59,7 +59,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
         raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")

@@ -22,7 +22,7 @@ COMMON = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
         "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),

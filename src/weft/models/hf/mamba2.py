@@ -10,7 +10,7 @@ from weft.models.hf.nemotron_h import MAMBA
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     heads, width = raw.get("num_heads", 128), raw.get("head_dim", 64)
     inner = raw.get("expand", 2) * raw.get("hidden_size", 4096)
     if heads * width != inner:

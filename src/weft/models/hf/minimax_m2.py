@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, COMMON
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, width = raw.get("num_hidden_layers", 62), raw.get("head_dim", 128)
     if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
         raise ConversionError(f"attn_type_list={raw['attn_type_list']}: weft's minimax_m2 has full attention (1) only")

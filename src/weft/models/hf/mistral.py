@@ -7,7 +7,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     heads = raw.get("num_attention_heads", 32)
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),

@@ -15,7 +15,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     return {"pattern": "[*E]" * raw.get("num_hidden_layers", 32), **rope.read(raw, theta=1e6)}
 
 

@@ -17,12 +17,12 @@ BEHIND_MLP["post_norm"] = "post_feedforward_layernorm"
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     return {**llama.read(raw), "qk_norm": "full", "norm_order": "post"}
 
 
 def read_3(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers = raw.get("num_hidden_layers", 32)
     windows = windows_of(raw, layers, "olmo3", lambda number: (number + 1) % 4 != 0, raw.get("sliding_window", 4096))
     turned = rope.by_layer_type(raw, 500000.0, 500000.0)
@@ -41,7 +41,7 @@ def write_3(cfg: HybridConfig) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     ours = llama.read({"num_attention_heads": 16, **raw})
     return {**ours, "pattern": "[*E]" * raw.get("num_hidden_layers", 16), "qk_norm": "full"}
 

@@ -1,7 +1,7 @@
-"""What a model came with, beside its weights: it stays with the model until it is written again.
+"""The files that a model was loaded with besides its weights. They stay with the model until it is saved.
 
-config.json as it was, tokenizer, chat template, generation files, and the weights of other parts of a larger model.
-A run keeps them in its folder `origin`, in the form of a converted directory without weights.
+These are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of a
+larger model. A run keeps them in its folder `origin`, which is a converted directory without weights.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ OF_ANY = KEPT - {
     *("architectures", "auto_map", "model_type", "num_hidden_layers", "partial_rotary_factor", "rope_parameters"),
     *("rope_scaling", "rope_theta", "transformers_version"),
 }
-"""What another family's config.json has too, with the same meaning."""
+"""Fields that have the same meaning in the config.json of every family."""
 BESIDE = "beside/"
 """In a converted directory the prefix of weights that are not of the text model."""
 
@@ -56,7 +56,7 @@ class Origin:
         return {**kept, **described_here}
 
     def write_files(self, target: Path) -> None:
-        """Into a directory; what is there already stays."""
+        """Write the files to a directory; existing files stay."""
         for name, content in self.files.items():
             if not (path := target / name).exists():
                 path.write_bytes(content)
@@ -71,7 +71,7 @@ class Origin:
             writer.put(BESIDE + name if ours else name, files[there][...])
 
     def described(self) -> Raw:
-        """What weft-model.json holds of it."""
+        """The part of weft-model.json that describes the origin."""
         spelling = dataclasses.asdict(self.spelling)
         return {"family": self.family, "config": self.raw, "spelling": spelling, "ignored": list(self.ignored)}
 
@@ -88,7 +88,7 @@ class Origin:
 
 
 def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
-    """What the model in a directory came with; None for one that has never had a config.json."""
+    """The origin of the model in a directory; None if it never had a config.json."""
     files = _files_of(directory)
     if (directory / OURS).exists():
         saved = read_ours(directory)

@@ -24,7 +24,7 @@ def half(number: int) -> Bound:
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     ours = rope.read({"original_max_position_embeddings": 4096, **raw}, partial=1.0)
     return {**llama.read({**raw, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}), **ours}
 

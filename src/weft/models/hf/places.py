@@ -1,4 +1,4 @@
-"""Where the elements of a tensor of ours stand in the tensors on disk.
+"""Maps each of weft's tensors to tensors on disk.
 
     Same        one tensor, as it is; it may be there several times
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
@@ -8,7 +8,7 @@
     Turned      [experts, in, out] from one tensor [experts, out, in]
     Flat        one dimension of one tensor that has more, all others 1
 
-All are read by rows, so that a rank reads what it keeps, and nothing is computed: what is written is what was read.
+All are read by rows, so a rank reads only its part. Nothing is computed, so a tensor is written as it was read.
 """
 
 import math
@@ -22,19 +22,19 @@ from torch import Tensor
 from weft.errors import ConversionError
 
 BLOCK_BYTES = 1 << 22
-"""What is read at once where a tensor goes from file to file."""
+"""Bytes that are read at a time when a tensor is copied from file to file."""
 
 
 class Place(Protocol):
-    """Where one tensor of ours stands."""
+    """The place of one of weft's tensors on disk."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The tensors on disk that it is made of."""
+        """The names of its tensors on disk."""
         ...
 
     def shape(self, files: Any) -> list[int]:
-        """The shape that it has there, in our layout."""
+        """Its shape on disk, in weft's layout."""
         ...
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
@@ -42,7 +42,7 @@ class Place(Protocol):
         ...
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors on disk, from the whole of ours."""
+        """The tensors on disk, from weft's whole tensor."""
         ...
 
 

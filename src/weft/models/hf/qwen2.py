@@ -14,7 +14,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, first = raw.get("num_hidden_layers", 32), raw.get("max_window_layers", 28)
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     return {
@@ -34,7 +34,7 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers = raw.get("num_hidden_layers", 24)
     defaults = {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16}
     ours = read({**defaults, **raw, "use_sliding_window": False})

@@ -44,7 +44,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
     if type(interval) is not int or interval < 1:
         raise ConversionError(f"full_attention_interval={interval!r}: must be at least 1")

@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, LLAMA, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """What the table of fields cannot."""
+    """Read or write the fields that the table cannot express."""
     layers, every = raw.get("num_hidden_layers", 36), raw.get("no_rope_layer_interval", 4)
     rotated = raw.get("no_rope_layers") or [(number + 1) % every for number in range(layers)]
     if len(rotated) != layers or any(each not in (0, 1, True, False) for each in rotated if raw.get("no_rope_layers")):

@@ -177,7 +177,7 @@ def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """What this rank has of `tensor`: where each piece starts in the whole, and the piece."""
+    """This rank's pieces of `tensor`, each with its start in the whole."""
     if not isinstance(tensor, DTensor):
         yield (0,) * max(tensor.dim(), 1), tensor
         return

@@ -42,7 +42,7 @@ class AnyAttention(Trunk):
 
     @property
     def rotated(self) -> int:
-        """How many elements of a head are rotated."""
+        """The number of elements of a head that are rotated."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class Attention(AnyAttention, kind=KIND):
     qk_norm: str = choice("none", ("none", "head", "full"))
     """Norms of queries and keys of `*` before rotation: "none", over each "head", or "full", over all heads."""
     sliding_window: int | None = optional_size()
-    """How many positions one position of `*` sees, itself included; None: all before."""
+    """Number of positions that one position of `*` sees, itself included; None: all before."""
     windowed: tuple[int, ...] | None = any_value(None)
     """Which layers `*` of a part have that window, counted from 0; None: all."""
     attention_sinks: bool = switch(False)
@@ -94,11 +94,11 @@ class Attention(AnyAttention, kind=KIND):
 
     @property
     def rotary_width(self) -> int:
-        """How many elements of a head of `*` are rotated."""
+        """The number of elements of a head of `*` that are rotated."""
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
     def window_of(self, number: int) -> int | None:
-        """How many positions the layer `*` of that number in its part sees; None: all before."""
+        """The number of positions that a position of that layer `*` sees; None: all before."""
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value of one field must be. `result`: whether what a model computes depends on the field."""
+    """The rule for a field's values. `result`: whether the model's result depends on the field."""
 
     fits: Callable[[Any], bool]
     text: str

@@ -1,4 +1,4 @@
-"""What every hybrid model has, whichever layers it is made of."""
+"""Fields of every hybrid model, whatever its layers."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,7 +87,7 @@ class Trunk:
         raise NotImplementedError
 
     def count(self, symbol: str) -> int:
-        """How many layers of that kind the main part has."""
+        """The number of layers of that kind in the main part."""
         return sum(layer.symbols.count(symbol) for layer in self.parsed.layers)
 
     def check(self) -> None:

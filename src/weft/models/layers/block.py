@@ -17,7 +17,7 @@ from weft.moe.parts import part, units_of
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
-"""What one block keeps of the positions before, by name, to go on after them; empty before the first."""
+"""The state that one block keeps of earlier positions, by name; empty before the first."""
 Cache = dict[nn.Module, State]
 """The state of each block of a model."""
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
-    """What `weft.Graphs` may capture: methods, with the scope and the modules that each uses (None: all)."""
+    """Methods that `weft.Graphs` may capture, with the scope and the modules that each uses (None: all)."""
     ranks: TensorRanks | None = None
 
     def __init__(self, cfg: HybridConfig) -> None:
@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """What the layer adds to the residual stream, from its normalised input; [B, S, D] -> [B, S, D].
+        """The layer's output before the residual sum, from its normalised input; [B, S, D] -> [B, S, D].
 
         With a state, `x_BSD` are the positions that follow those which it knows, and afterwards it knows them too. With
         documents, nothing of one reaches another.

@@ -145,7 +145,7 @@ def delta_chunked(
     numbers_BS: Tensor | None = None,
     slices: Slices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `delta_stepwise` computes, by products of matrices.
+    """The result of `delta_stepwise`, by matrix products.
 
     `slices`: each row is one of these, and the state before it comes from the slices before it.
     """

@@ -80,7 +80,7 @@ class Experts(MoE):
         return Crossing(rows, kept, handle, loss)
 
     def expert_modules(self) -> list[nn.Module]:
-        """What only `run_experts` calls."""
+        """The modules that only `run_experts` calls."""
         return [self.experts]
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Experts(MoE):
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
-    """What moves tokens to experts on other ranks; None where every expert is here."""
+    """The dispatcher of tokens to experts on other ranks; None if every expert is on this rank."""
     if meshes is None or meshes.ep is None:
         return None
     return AllToAll(meshes.ep, cfg.num_experts, rows_per=cfg.moe_rows_per)

@@ -162,7 +162,7 @@ def ssd_chunked(
     numbers_BS: Tensor | None = None,
     slices: Slices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `ssd_stepwise` computes, by products of matrices.
+    """The result of `ssd_stepwise`, by matrix products.
 
     `slices`: each row is one of these, and the state before it comes from the slices before it.
     """

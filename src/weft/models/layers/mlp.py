@@ -46,7 +46,7 @@ class MLP(FeedForward):
         return positions.scatter(output)
 
     def expert_modules(self) -> list[nn.Module]:
-        """What only `run_experts` calls."""
+        """The modules that only `run_experts` calls."""
         return [module for name, module in self.named_children() if not name.endswith("norm")]
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:

@@ -25,7 +25,7 @@ from weft.models.kinds.attention import AnyAttention, Attention
 
 FIRST_POSITIONS = 1024
 BY_LENGTH = ("dynamic", "longrope")
-"""What turns otherwise in sequences that are longer than the first context."""
+"""Types whose rotation depends on the length of a sequence beyond the first context."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -127,7 +127,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
-    """What the attention layers among `symbols` share; None without such layers, or without rotation."""
+    """The rotation that the attention layers among `symbols` share; None without such layers, or without rotation."""
     used = classes_of(symbols)
     if not cfg.rope_theta or AnyAttention not in used:
         return None
@@ -177,7 +177,7 @@ def frequencies(
 
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
-    """What yarn multiplies cos and sin with."""
+    """The factor of cos and sin in yarn."""
     if (given := scaling.get("attention_factor")) is not None:
         return given
     factor, one, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -185,7 +185,7 @@ def attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def longrope_factor(scaling: Mapping[str, Any]) -> float:
-    """What longrope multiplies cos and sin with."""
+    """The factor of cos and sin in longrope."""
     if (given := scaling.get("attention_factor")) is not None:
         return given
     factor, first = scaling["factor"], scaling["original_max_position_embeddings"]

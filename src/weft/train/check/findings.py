@@ -23,7 +23,7 @@ from torch import Tensor
 CLOSE = 1e-7
 """The largest relative difference that is rounding: runs are in fp64, and a few sums are in fp32."""
 _SHOWN = 6
-"""How many names a line has."""
+"""The most names in a line."""
 
 
 @dataclass(frozen=True)

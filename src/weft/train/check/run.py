@@ -32,7 +32,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check has found. `found`: a line for each fault; `ranks`, `axes`: of the small mesh that was run."""
+    """The result of a check. `found`: a line for each fault; `ranks`, `axes`: of the small mesh that was run."""
 
     ranks: int
     axes: dict[str, int]

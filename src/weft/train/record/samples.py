@@ -14,7 +14,7 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """Those of one run; all ranks write the same text together. Raises ConfigError for a model that writes none."""
+    """The samples of one run. All ranks generate the same text together. Raises ConfigError for a model that cannot."""
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         prompt, sharding = config.train.sample, config.sharding

@@ -27,7 +27,7 @@ _LARGEST = 64 << 20
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What was kept; nothing where there is none, or none that can be read."""
+    """Read the facts; nothing if there are none, or if they cannot be read."""
     try:
         facts = parse_json(read_bounded(folder / FILE, _LARGEST))
     except (OSError, ValueError):
@@ -41,12 +41,12 @@ def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def versions() -> str:
-    """Of what a run is made with, for a person."""
+    """Versions of the software that a run uses."""
     return f"weft {weft.__version__}, torch {version('torch')}, Python {python_version()}"
 
 
 def commit() -> str | None:
-    """Of the repository that the run was started in, with a mark if its files were changed; None outside of one."""
+    """The commit of the repository in which the run was started, with a mark for changed files; None outside of one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """What starts a run like this one, for a shell. Ranks that `weft train` starts have its own arguments."""
+    """The shell command that starts a run like this one. Ranks of `weft train` have its arguments."""
     program = Path(sys.argv[0])
     is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
     words = ["-m", "weft"] if is_weft else [sys.argv[0]]

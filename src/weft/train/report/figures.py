@@ -41,7 +41,7 @@ Draw = Callable[[Figure, Theme], None]
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
 POINTS = 1200
-"""Of a curve that are drawn: more are not seen."""
+"""The most points of a curve that are drawn: more cannot be seen."""
 
 
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:

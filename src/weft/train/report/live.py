@@ -16,7 +16,7 @@ _LAST_S = 60.0
 
 
 class LiveReport:
-    """That of the run in `folder`. every: seconds between two pages; 0: none. `say` is told once when one fails."""
+    """The live report of a run. every: seconds between two pages; 0: none. `say` prints the first failure."""
 
     def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
         self._folder, self._every, self._say, self._enabled = folder, every, say, enabled and every > 0

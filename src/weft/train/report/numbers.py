@@ -32,18 +32,18 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
 
 
 def median(points: Sequence[tuple[float, float]]) -> float:
-    """Of the values that are known: the middle one, or the mean of the two in the middle. NaN where there is none."""
+    """The median of the finite values; NaN without any."""
     known = [value for _, value in points if value == value]
     return statistics.median(known) if known else math.nan
 
 
 def counted(records: list[dict[str, Any]]) -> str:
-    """What the run counts: "tokens" of a text, or "samples" of your own data."""
+    """The unit that the run counts: "tokens" of a text, or "samples" of your own data."""
     return "samples" if any("samples_per_second" in record for record in records) else "tokens"
 
 
 def loss_unit(records: list[dict[str, Any]]) -> str:
-    """What losses are counted in."""
+    """The unit of losses."""
     if counted(records) != "tokens":
         return "own loss"
     return "nats per byte" if any("nats_per_byte" in record for record in records) else "nats per token"

@@ -32,7 +32,7 @@ def write_stages(run_directory: str | Path, simulation: Simulation) -> None:
 
 
 def read_stages(run_directory: str | Path) -> Simulation | None:
-    """What `write_stages` wrote; None where it did not."""
+    """Read the file of `write_stages`; None without one."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return None

@@ -22,7 +22,7 @@ def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> 
 
 
 def read_timeline(run_directory: str | Path) -> list[Interval]:
-    """What `write_timeline` wrote; nothing where it did not."""
+    """Read the file of `write_timeline`; nothing without one."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return []
@@ -46,14 +46,14 @@ def slow_ranks(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class HiddenExchange:
-    """How long tokens were on their way between ranks in one step, and which part of that ran under computation."""
+    """The time of the exchange of tokens in one step, and the part of it under computation."""
 
     seconds: float
     fraction: float
 
     @classmethod
     def of(cls, intervals: Sequence[Interval]) -> "HiddenExchange | None":
-        """Of a recorded step; None where nothing was exchanged."""
+        """From a recorded step; None if nothing was exchanged."""
         seconds = busy(intervals, EXCHANGE)
         return cls(seconds, hidden_fraction(intervals)) if seconds else None
 

@@ -25,7 +25,7 @@ _POLL_S = 0.1
 _ANSWER_S = 1.0
 """Seconds within which a running store answers. Requests to stop wait that long."""
 COUNT = "count"
-"""How many ranks have come; below zero once one of them has left again."""
+"""The key of the number of ranks that have arrived; below zero once one has left."""
 _AWAY = 1 << 32
 _STORE_TIMEOUT = timedelta(minutes=30)
 
@@ -133,7 +133,7 @@ class _Wait:
         return time.monotonic() - self.left > 1
 
     def answer(self, question: Callable[[], Answer]) -> Answer:
-        """What `question` gives, which a store may never answer."""
+        """The result of `question`, which a store may never answer."""
         answers: list[Answer] = []
         errors: list[BaseException] = []
 

@@ -61,7 +61,7 @@ class Peers:
             self._listening.close()
 
     def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """What each other rank does; None for one that does not answer within `patience` seconds."""
+        """The state of each other rank; None for a rank that does not answer within `patience` seconds."""
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:

@@ -116,7 +116,7 @@ class Watchdog:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
     def why(self, patience: float = 1.0) -> str | None:
-        """What another rank has said of its failure, if it does so within `patience` seconds."""
+        """The reason of another rank's failure, if it arrives within `patience` seconds."""
         deadline = time.monotonic() + patience
         while self._peers is not None and self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -31,7 +31,7 @@ class Place:
     """Where the ranks meet: file:///… or tcp://host:port."""
 
     def device(self) -> "torch.device":
-        """The accelerator of this rank, or the CPU where there is none.
+        """The accelerator of this rank, or the CPU without one.
 
         Raises ConfigError where some ranks of this host would have to share an accelerator.
         """

@@ -14,7 +14,7 @@ class OwnModelConfig:
     loss: str = ""
     """Your own `loss(model, microbatch)`; empty: the cross-entropy of what `model(tokens)` gives."""
     options: dict = field(default_factory=dict)
-    """What the factory is called with."""
+    """Arguments of the factory."""
 
     def __post_init__(self) -> None:
         for name in ("factory", "loss"):

@@ -97,11 +97,11 @@ class ScheduleConfig:
             require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
 
     def warmup(self, steps: int) -> int:
-        """How many of `steps` optimizer steps the learning rate rises."""
+        """The number of steps over which the learning rate rises."""
         return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def check(self, steps: int) -> None:
-        """Raise ConfigError for a way up that does not end on `steps` optimizer steps, or reaches into the way down."""
+        """Raise ConfigError for a warm-up that does not end within `steps` steps, or overlaps the decay."""
         warmup, decay = self.warmup(steps), self.decay_fraction * steps
         require(
             "schedule.warmup_steps",

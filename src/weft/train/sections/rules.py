@@ -1,4 +1,4 @@
-"""What a value must hold to, and the one line that says so."""
+"""Rules for values, and the one line of their errors."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def require(name: str, value: Any, holds: bool, rule: str) -> None:
 
 
 def microbatches_per_step(global_batch_size: int, microbatch_size: int, ranks: int) -> int:
-    """How many each of `ranks` accumulates in one optimizer step. Raises ConfigError where they are not whole."""
+    """Microbatches that each of `ranks` accumulates in one optimizer step. Raises ConfigError for a fraction."""
     unit = ranks * microbatch_size
     if global_batch_size % unit == 0:
         return global_batch_size // unit

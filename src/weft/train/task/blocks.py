@@ -21,7 +21,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""What `train.keep_products` keeps."""
+"""Operators whose outputs `train.keep_products` keeps."""
 
 Row = nn.ModuleList | nn.Sequential
 Place = tuple[Row, int]

@@ -105,7 +105,7 @@ def _samples(microbatch: Any, default: int) -> int:
 
 
 def with_numbers(found: Any) -> Losses:
-    """What a loss function gives, as a loss and numbers by name. Raises ConfigError for a tuple of something else."""
+    """The result of a loss function as a loss and numbers by name. Raises ConfigError for another tuple."""
     if not isinstance(found, tuple):
         return found, {}
     if len(found) == 2 and isinstance(found[1], Mapping):
@@ -138,7 +138,7 @@ class Stream:
         self.microbatch_weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
-        """How many microbatches the pass before this one had."""
+        """The number of microbatches of the previous pass."""
         self._iterator: Iterator[Any] | None = None
         self._random = RandomState()
         self._begun: dict[str, Any] | None = None
@@ -208,7 +208,7 @@ class Stream:
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"data: the checkpoint stands behind {self.taken} microbatches of a pass, and this data has "
+                        f"data: the checkpoint is {self.taken} microbatches into a pass, and this data has "
                         f"{done}; resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
@@ -223,7 +223,7 @@ class Stream:
         before = state["taken"] * known[0]
         if before % self.ranks:
             raise ConfigError(
-                f"data: its position is behind {before} microbatches of a pass, which {self.ranks} ranks cannot share "
+                f"data: its position is {before} microbatches into a pass, which {self.ranks} ranks cannot share "
                 f"evenly; resume on {known[0]} ranks, or on a number that divides {before}"
             )
         self.load_state_dict({**state, "taken": before // self.ranks})

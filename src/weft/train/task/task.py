@@ -32,13 +32,13 @@ class Task(Protocol):
     model: Any
     experts: ExpertBalance
     unit: str
-    """What is counted: "tokens"."""
+    """The unit that is counted, such as "tokens"."""
     loss_units: Mapping[str, str]
-    """Of "loss" and "validation_loss" as a person sees them, where they are known."""
+    """Units of "loss" and "validation_loss" for display, where they are known."""
     description: str
     """A line about the data."""
     at_once: int
-    """How many microbatches of a validation are computed together: several keep all stages of a pipeline busy."""
+    """Microbatches of a validation that are computed together: several keep all stages of a pipeline busy."""
     adds_losses: bool
     """Whether the loss has those of routers and prediction depths in it; they are logged apart."""
 
@@ -54,19 +54,19 @@ class Task(Protocol):
 
     @property
     def validation_weights(self) -> Iterable[float]:
-        """How much each of them counts; 1.0: as all others."""
+        """The weight of each of them; 1.0: all count alike."""
         ...
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """How many units the microbatches of a step have; the sum over all ranks is that of the step."""
+        """The number of units in this rank's microbatches of a step."""
         ...
 
     def loss(self, microbatch: Any) -> Losses:
-        """Of a microbatch that lies on the device."""
+        """The loss of a microbatch on the device."""
         ...
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
-        """Of up to `at_once` microbatches that lie on the device; nothing is kept for a backward."""
+        """The losses of up to `at_once` microbatches on the device, without keeping anything for a backward."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:

@@ -98,7 +98,7 @@ class TextTask:
         return {"loss": loss, "nats_per_byte": loss / size} if size else {"loss": loss}
 
     def baseline(self) -> float | None:
-        """Of the bigram table of the same text, in nats per byte; None for several texts, and for tokens alone."""
+        """The bigram table's loss on the same text, in nats per byte; None for several texts and for token files."""
         corpus, size = self.corpora[0], self._bytes_per_token
         if size is None or corpus.vocab_size is None or self.validation.has_gaps:
             return None
@@ -106,7 +106,7 @@ class TextTask:
 
     @property
     def _bytes_per_token(self) -> float | None:
-        """Of the validation text; None where it is unknown, or each text has its own."""
+        """Bytes per token of the validation text; None if unknown, or if several texts differ."""
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 
@@ -178,7 +178,7 @@ def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """What tokens of files must stay below; None where it is known otherwise, or not at all."""
+    """The upper bound of tokens in files; None if it is checked elsewhere, or unknown."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
