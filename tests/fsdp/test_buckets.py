@@ -212,11 +212,11 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
 def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too():
     times, serve = Counter(), GatherHelper.serve_bucket
 
-    def late(joins, number):
+    def late(joins, number, copy):
         if dist.get_rank() and net._weft_driver.runtime.passes.current is not Pass.BACKWARD:
             return False  # as if this rank had had no time to look
         times[number] += 1
-        return serve(joins, number)
+        return serve(joins, number, copy)
 
     net = model(2 * bytes_of_a_layer())
     with mock.patch.object(GatherHelper, "serve_bucket", late):

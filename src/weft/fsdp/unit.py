@@ -10,8 +10,7 @@
     held         let go       held         a holder, another one stays
     held         let go last  here         the last holder
     held         renew        held         a pass that finds them stale   they are gathered again, into the same memory
-    held         turn         held         a driver that needs the other  the other copy of weights that have two is
-                                           copy, or a product             gathered, into the same memory
+                                           or needs their other copy
     here         free         at rest      a driver that foresees no      the memory goes
                                            use of the unit soon
 
@@ -67,7 +66,6 @@ TRANSITIONS = {
     (State.HELD, "let go"): State.HELD,
     (State.HELD, "let go last"): State.HERE,
     (State.HELD, "renew"): State.HELD,
-    (State.HELD, "turn"): State.HELD,
     (State.HERE, "free"): State.AT_REST,
 }
 
@@ -239,7 +237,7 @@ class Unit:
             for group in turning:
                 group.copy = int(backward)
             return
-        self.state = TRANSITIONS.get((self.state, "turn")) or self._refuse("turn")
+        self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
         self.channels.on_gather(self)
         for group in turning:
             group.fulls.check_unwritten()

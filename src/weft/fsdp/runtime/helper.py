@@ -55,12 +55,12 @@ class GatherHelper:
                 if group.plan.moves:
                     for copy, channel in enumerate(group.channels):
                         key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), channel)
-                        watch.can_join(self, key, functools.partial(join, (number, copy)))
+                        watch.can_join(self, key, functools.partial(join, number, copy))
                 if group.refreshes and group.model_weight.axes:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
                         for channel in group.channels:
                             key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), channel)
-                            watch.can_join(self, key, functools.partial(join, None))
+                            watch.can_join(self, key, functools.partial(join, None, 0))
 
         for number, bucket in enumerate(self._buckets):
             if not transport_of(bucket.group, units[0].device).capabilities.helpers:
@@ -81,27 +81,25 @@ class GatherHelper:
         for ticket in tickets:
             ticket.wait()
 
-    def _join(self, ref: "weakref.ref[Unit]", part: tuple[int, int] | None, issued: Mapping[str, int]) -> bool:
-        return self._steps.reached(issued) and (unit := ref()) is not None and self.serve(unit, part)
+    def _join(self, ref: "weakref.ref[Unit]", number: int | None, copy: int, issued: Mapping[str, int]) -> bool:
+        return self._steps.reached(issued) and (unit := ref()) is not None and self.serve(unit, number, copy)
 
     def _join_bucket(self, number: int, copy: int, issued: Mapping[str, int]) -> bool:
         return self._steps.reached(issued) and self.serve_bucket(number, copy)
 
-    def serve(self, unit: Unit, part: tuple[int, int] | None) -> bool:
-        """Take part in a gather of `part` of `unit`, a group's number and which of its copies, or for None bring its
-        model weights up to date; whether there was anything to do. Called by the detector of hangs, while this rank
-        waits for something else."""
+    def serve(self, unit: Unit, number: int | None, copy: int = 0) -> bool:
+        """Take part in a gather of a copy of group `number` of `unit`, or for None bring its model weights up to date;
+        whether there was anything to do. Called by the detector of hangs, while this rank waits for something else."""
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)
         self._freshness.reach(unit)
-        if part is None:
+        if number is None:
             return was_due
-        number, copy = part
         self._tickets.append(unit.groups[number].serve(self._channels, copy))
         return True
 
-    def serve_bucket(self, number: int, copy: int) -> bool:
+    def serve_bucket(self, number: int, copy: int = 0) -> bool:
         """Take part in a gather of a copy of bucket `number`, like `serve`."""
         self._tickets.append(self._buckets[number].serve(copy))
         return True
