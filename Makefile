@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 train: install
-	$(BIN)/weft train configs/stdlib.toml --ranks 2
+	$(BIN)/weft train configs/stdlib.toml --ranks 2 $(ARGS)
 
 train-moe: install
 	$(BIN)/weft train configs/stdlib-moe.toml --ranks 2

@@ -3,8 +3,9 @@
     weft bench context --ranks 2 -- --link 800mbit     # as root: a network of limited rate between the ranks
     weft bench context --ranks 2                       # loopback: moving costs little, and so does hiding it
 
-Four layers of one mixer, for each mixer. All ranks share every row. A step is forward and backward of one batch. What
-moves counts as hidden while this rank does not wait for communication of any kind.
+Four layers of one mixer, for each mixer; of `*` with gathered keys and values, and with exchanged heads. All ranks
+share every row. A step is forward and backward of one batch. What moves counts as hidden while this rank does not wait
+for communication of any kind.
 """
 
 import statistics
@@ -26,9 +27,16 @@ MIXERS = "*+MGKP"
 BATCH = 2
 
 
-def config(mixer: str) -> HybridConfig:
+def config(mixer: str, how: str = "gather") -> HybridConfig:
     """Four layers, two query heads for each key and value head."""
-    return HybridConfig(pattern=mixer * 4, hidden_size=256, num_attention_heads=8, num_key_value_heads=4)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "context_attention": how}
+    return HybridConfig(pattern=mixer * 4, hidden_size=256, **heads)
+
+
+def configs(mixers: str) -> dict[str, HybridConfig]:
+    """Those of `mixers`, by what is printed."""
+    found = {mixer: config(mixer) for mixer in mixers}
+    return found | ({"* heads": config("*", "heads")} if "*" in mixers else {})
 
 
 def step(net: HybridModel, part: dict) -> None:
@@ -52,9 +60,9 @@ def main() -> None:
         tokens, labels = rows.unbind()
         part = context_part({"tokens": tokens, "labels": labels}, meshes)
         steps = {}
-        for mixer in options.mixers:
+        for name, cfg in configs(options.mixers).items():
             torch.manual_seed(0)
-            steps[mixer] = partial(step, HybridModel(config(mixer), meshes), part)
+            steps[name] = partial(step, HybridModel(cfg, meshes), part)
         taken = _report.in_turn(steps, options.rounds, 1)
         lines = []
         for mixer, run in steps.items():

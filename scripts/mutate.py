@@ -64,12 +64,14 @@ BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing
 NARROW = "fsdp/test_narrow.py::"
 NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
 SCALED = "fsdp/test_scaled.py::"
+COPIES = "fsdp/test_two_copies.py::"
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 MICROBATCHES = "overlap/test_microbatches.py::"
 PACKED = "train/test_documents.py::"
 CONTEXT = "models/test_context.py::"
 OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process[2]"
+EXCHANGED = "models/test_exchanged.py::"
 VISITS = "moe/test_visits.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
@@ -92,7 +94,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradient of what is whole is not summed",
-        "moe/parts.py",
+        "fsdp/gradients/partial.py",
         '        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")\n',
         "",
         TENSOR + "test_attention_and_mlps_equal_one_process_over_five_clipped_steps[2]",
@@ -100,8 +102,8 @@ MUTATIONS = [
     Mutation(
         "each rank adds the whole bias of a last projection",
         "moe/parts.py",
-        "return whole / self.mesh.size() if self.share else whole",
-        "return whole",
+        "return full / self.mesh.size() if self.share else full",
+        "return full",
         OF_KINDS,
     ),
     Mutation(
@@ -348,9 +350,9 @@ MUTATIONS = [
     Mutation(
         "queries wait for the keys and values of other ranks",
         "models/layers/attention.py",
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = others.attend(",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside",
         "            came = others._coming()\n            others._coming = lambda: came\n"
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)\n            o_BSHC = others.attend(",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
     ),
     Mutation(
@@ -359,6 +361,41 @@ MUTATIONS = [
         "            self._parts = parts",
         "            self._parts = ()",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
+    ),
+    Mutation(
+        "exchanged heads come back in the order of the row",
+        "models/context.py",
+        "zip(parts[: self.ranks], reversed(parts))]",
+        "zip(parts[: self.ranks], parts[self.ranks :])]",
+        EXCHANGED + "test_exchanged_heads_equal_one_process[2]",
+    ),
+    Mutation(
+        "a rank computes its exchanged heads with the sinks of the first",
+        "models/layers/attention.py",
+        'how["sinks"].chunk(slices.ranks)[slices.rank]',
+        'how["sinks"].chunk(slices.ranks)[0]',
+        EXCHANGED + "test_exchanged_heads_equal_one_process[2]",
+    ),
+    Mutation(
+        "heads are gathered where they are to be exchanged",
+        "models/layers/attention.py",
+        'self.exchanges = cfg.context_attention == "heads"',
+        "self.exchanges = False",
+        EXCHANGED + "test_keys_and_values_travel_while_queries_are_computed[2]",
+    ),
+    Mutation(
+        "a window in blocks sees one position too many",
+        "models/layers/attention.py",
+        "_scores(ones.tril(window - 1).triu(), like.dtype)",
+        "_scores(ones.tril(window).triu(), like.dtype)",
+        "models/layers/test_windows.py::test_a_window_in_blocks_equals_one_mask_over_everything[4-3]",
+    ),
+    Mutation(
+        "each layer keeps a mask of its own",
+        "models/layers/attention.py",
+        "    if key not in _bands:\n        with",
+        "    if True:\n        with",
+        "models/layers/test_windows.py::test_all_layers_and_steps_share_one_mask",
     ),
     Mutation(
         "each tensor-parallel rank keeps all rows of experts",
@@ -491,14 +528,14 @@ MUTATIONS = [
     ),
     Mutation(
         "what is reduced is what this rank trains",
-        "fsdp/runtime/runtime.py",
-        "        self._reduce_groups(agreed.trains)\n",
-        "        self._reduce_groups([group.trainable for group in groups])\n",
+        "fsdp/runtime/consensus.py",
+        "        self._reduce(agreed.trains)\n",
+        "        self._reduce([group.trainable for group in groups])\n",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(
         "gradients that only some ranks have unfrozen are left where they are",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/consensus.py",
         "[number for number in numbers if unit.groups[number].agreed])\n",
         "[])\n",
         DIFFERENTLY_FROZEN,
@@ -776,7 +813,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights do not go after forward",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/shared.py",
         "if not self.gathers.stays(each):",
         "if False:",
         ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
@@ -1207,9 +1244,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the host continues while a backward's uploads read frozen weights",
-        "fsdp/runtime/runtime.py",
-        "        self._helper.collect()\n        self._finish_uploads()",
-        "        self._helper.collect()",
+        "fsdp/runtime/unit_set.py",
+        "        self.finish_uploads()\n",
+        "",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
@@ -1382,7 +1419,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a user's hold is evicted by a pass",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/unit_set.py",
         "unit.end_holds(UNTIL_BACKWARD, RETURNED, *(",
         "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *(",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
@@ -1468,8 +1505,8 @@ MUTATIONS = [
     Mutation(
         "a bundle sends the quantized weights of the last step",
         "fsdp/group.py",
-        "self.refresh(channels)\n        return self.model_weight.local",
-        "return self.model_weight.local",
+        "self.refresh(channels)\n        return self.copies[min",
+        "return self.copies[min",
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-262144]",
     ),
     Mutation(
@@ -1492,6 +1529,41 @@ MUTATIONS = [
         "tuple(codes.shape), self._scales_at[number]",
         "tuple(codes.shape), self._scales_at[0]",
         SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
+    ),
+    Mutation(
+        "a backward multiplies the copy of forward",
+        "fsdp/gradients/products.py",
+        "if len(group.copies) > 1 and group.copy != backward:",
+        "if False:",
+        COPIES + "test_a_part_of_a_unit_may_be_recomputed_in_its_backward[2]",
+    ),
+    Mutation(
+        "a gather ahead brings the copy of forward",
+        "layout/gathers.py",
+        "self._turn_ahead(ahead)",
+        "pass",
+        COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
+    ),
+    Mutation(
+        "a rank sends the copy of forward to those that ask for the other",
+        "fsdp/group.py",
+        "self.copies[copy].local\n            return",
+        "self.copies[0].local\n            return",
+        COPIES + "test_a_rank_sends_the_copy_that_others_ask_for[2-0]",
+    ),
+    Mutation(
+        "a plan knows nothing of weights that are gathered again while they are held",
+        "fsdp/runtime/planner.py",
+        "sum(group.payload.sent for group in turning),",
+        "0,",
+        COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
+    ),
+    Mutation(
+        "transposed codes are not read",
+        "fsdp/narrow.py",
+        "if recipe.keep_transpose and (codes.dim() == 3) != backward:",
+        "if False:",
+        SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
     ),
     Mutation(
         "codes are read without their scales",
@@ -1569,7 +1641,7 @@ MUTATIONS = [
     # --- passes and calls --------------------------------------------------------------------------------------------
     Mutation(
         "models end a backward in any order",
-        "fsdp/runtime/passes.py",
+        "fsdp/runtime/peers.py",
         "self._models.sort(key=lambda model: model[0])",
         "pass",
         SEAMS + "test_two_roots.py::"
@@ -1584,7 +1656,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed pass is not recovered from",
-        "fsdp/runtime/runtime.py",
+        "fsdp/runtime/unit_set.py",
         "group.gradients.discard()",
         "pass",
         SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains-optim_grads_params-0]",
@@ -1681,6 +1753,35 @@ MUTATIONS = [
         "scaled(scanned, of_mamba)",
         "scanned",
         "models/hf/test_families.py::test_logits_and_gradients_are_those_of_transformers[falcon_h1 multipliers]",
+    ),
+    Mutation(
+        "the stretched pairs of yarn have no last one",
+        "models/layers/rotary.py",
+        "min(high, 2 * pairs - 1)",
+        "high",
+        "models/hf/test_found.py::test_pairs_that_yarn_stretches_end_at_the_first_and_the_last[10.0-100000]",
+    ),
+    Mutation(
+        "steps of Mamba begin below their floor",
+        "models/layers/mamba2.py",
+        ".clamp(min=floor)",
+        "",
+        "models/test_model.py::test_steps_of_mamba_begin_between_their_bounds_and_not_below_the_floor",
+    ),
+    Mutation(
+        "the gradient of a router is rounded before it is summed",
+        "moe/router.py",
+        "        scores = logits.softmax(-1) if",
+        "        logits.requires_grad and logits.register_hook(lambda gradient: gradient.to(hidden.dtype).float())\n"
+        "        scores = logits.softmax(-1) if",
+        "moe/test_router.py::test_scores_are_computed_in_fp32_whatever_the_model_computes_in[False]",
+    ),
+    Mutation(
+        "the base of a rotation is read from its newer place alone",
+        "models/hf/rope.py",
+        ' or raw.get("rope_theta") or theta',
+        " or theta",
+        "models/hf/test_absent.py::test_the_base_and_the_part_of_a_rotation_may_stand_in_the_older_place[llama]",
     ),
     Mutation(
         "a family has another default than transformers",
@@ -1876,8 +1977,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a forward that fails drops the gradients that wait",
-        "fsdp/runtime/runtime.py",
-        "if not self._keeps_gradients:",
+        "fsdp/runtime/unit_set.py",
+        "if not keeps_gradients:",
         "if True:",
         WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
     ),
@@ -2100,6 +2201,63 @@ MUTATIONS = [
         '            **({"ema": self.average} if self.average else {}),\n',
         "",
         "train/test_ema.py::test_a_run_with_an_average_goes_on_bit_for_bit",
+    ),
+    Mutation(
+        "a step that is skipped counts in the average of the weights",
+        "train/loop.py",
+        "if self.average and not skipped:",
+        "if self.average:",
+        "train/test_ema.py::test_a_step_that_is_skipped_does_not_count_in_the_average",
+    ),
+    Mutation(
+        "a state without momentum leaves the momentum that was there",
+        "optim/flat.py",
+        "                        del old[key]",
+        "                        pass",
+        "optim/test_flat.py::test_a_state_without_momentum_replaces_one_with_it[2]",
+    ),
+    Mutation(
+        "every rank draws the same random numbers",
+        "train/run/process.py",
+        "* 1_000_003 + rank",
+        "* 1_000_003",
+        "train/test_trainer.py::test_each_rank_draws_random_numbers_that_no_other_rank_draws",
+    ),
+    Mutation(
+        "the labels at the cuts of long documents are lost",
+        "train/data/sequences.py",
+        "begin += room - 1 ",
+        "begin += room ",
+        "train/test_documents.py::test_no_document_predicts_the_next_and_no_label_of_one_is_lost",
+    ),
+    Mutation(
+        "validation takes the beginning of the text",
+        "train/data/documents.py",
+        'key=lambda i: hashlib.sha256(b"%d" % i).digest()',
+        "key=lambda i: i",
+        "train/test_data.py::test_validation_text_is_spread_over_the_whole_text",
+    ),
+    Mutation(
+        "losses of routers are divided by all ranks where stages have them",
+        "train/loop.py",
+        "parts = self.ranks // self.config.sharding.pp ",
+        "parts = self.ranks ",
+        "train/test_stages.py::test_losses_of_routers_are_logged_apart_where_stages_have_them",
+    ),
+    Mutation(
+        "a save is renamed before its folder is on the disk",
+        "checkpoint/directory.py",
+        "    flush_directory(temporary)\n",
+        "",
+        "checkpoint/test_storage.py::"
+        "test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_save_ends",
+    ),
+    Mutation(
+        "a directory that other ranks do not see is taken",
+        "checkpoint/probe.py",
+        "            return False\n",
+        "            return True\n",
+        "checkpoint/test_storage.py::test_a_folder_that_not_all_ranks_see_is_refused_when_a_run_is_claimed[2]",
     ),
     Mutation(
         "a microbatch with few labels counts as one with many",

@@ -53,7 +53,7 @@ class CollectiveMismatch(WeftError, RuntimeError):
 
 
 class WeightsGone(WeftError, RuntimeError):
-    """Gathered weights are read after they went; the message names unit and parameter."""
+    """Gathered weights were read after they were freed; the message names unit and parameter."""
 
 
 class WeightsWritten(WeftError, RuntimeError):
@@ -61,11 +61,11 @@ class WeightsWritten(WeftError, RuntimeError):
 
 
 class UndeclaredTensor(WeftError, RuntimeError):
-    """A tensor came into a node by another way than its inputs; the message names the node."""
+    """A node used a tensor that is not among its inputs; the message names the node."""
 
 
 class StreamOrderError(WeftError, RuntimeError):
-    """Work that may run at the same time uses the same memory; the message names both, their streams and places."""
+    """Two operations that may run at the same time use the same memory; the message names both, with their streams."""
 
 
 class CheckpointError(WeftError, RuntimeError):
@@ -73,7 +73,7 @@ class CheckpointError(WeftError, RuntimeError):
 
 
 class CheckpointGone(CheckpointError):
-    """There is no such checkpoint, or no longer: a run that trains removes older ones while they are read."""
+    """The checkpoint does not exist, or no longer: a run that trains removes older ones while they are read."""
 
 
 class StorageError(WeftError, OSError, RuntimeError):
@@ -84,7 +84,7 @@ class StorageError(WeftError, OSError, RuntimeError):
 
 
 class KernelError(WeftError, RuntimeError):
-    """A kernel that was asked for by its name does not run here."""
+    """A kernel that was selected by name does not run on this machine."""
 
 
 # --- what was given is wrong ------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class NotReadable(WeftError, ValueError):
 
 
 class TokensDamaged(WeftError, ValueError):
-    """The token files of a text are there and hold something else than what was written."""
+    """The cached token files of a text do not hold what was written to them."""
 
 
 class CheckpointMismatch(WeftError, ValueError):
@@ -107,7 +107,7 @@ class CheckpointMismatch(WeftError, ValueError):
 
 
 class ConversionError(WeftError, ValueError):
-    """A model cannot be read, held or written as it was asked."""
+    """A model cannot be read, represented or written as requested."""
 
 
 class PatternError(WeftError, ValueError):

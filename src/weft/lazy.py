@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are asked for: torch takes seconds, and `weft --help` needs none."""
+"""Imports the names of a package on first access: importing torch takes seconds, and `weft --help` does not need it."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping

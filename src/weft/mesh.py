@@ -1,4 +1,4 @@
-"""The axes of a run: how the ranks are laid out over pipeline, data, expert and tensor parallelism.
+"""The meshes of a run: how ranks are laid out over pipeline, data, expert and tensor parallelism.
 
 Ranks count along these axes, the last one fastest:
 
@@ -33,7 +33,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 @dataclass(frozen=True)
 class Meshes:
-    """What each kind of parameter is spread over, as seen from this rank.
+    """The meshes over which each kind of parameter is spread, as seen from this rank.
 
     `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`.
     `expert`: the data-parallel ranks that hold the same experts; `dense` itself where `ep` is 1.
@@ -66,7 +66,7 @@ class Meshes:
 
 
 def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """How many ranks of `mesh` its `axes` span together."""
+    """The number of ranks of `mesh` along `axes` together."""
     return math.prod(mesh.size(axis) for axis in axes)
 
 
@@ -96,15 +96,15 @@ def init_meshes(
     dense one is, as long as `ep` divides `dp_shard * cp`; otherwise an expert group reaches over replicas and the
     expert mesh is 1-D.
 
-    `etp`: over how many ranks each expert is cut, `tp` (None says that, too) or 1. Whole experts see the tokens of all
-    ranks, so that `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
+    `etp`: the number of ranks over which each expert is cut: `tp` (the same as None) or 1. With 1, experts see the
+    tokens of all ranks, and `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
 
     Uses the default process group, or joins the one that the launcher's environment variables describe.
 
     Raises:
-        ValueError: a device that is not here, a size below 1, a product that is not the world size, an `ep` that
+        ValueError: a device that this host lacks, a size below 1, a product that is not the world size, an `ep` that
             does not divide the ranks over which experts are spread, or an `etp` that is neither 1 nor `tp`.
-        RuntimeError: there is neither a process group nor an environment to start one from.
+        RuntimeError: no process group exists, and the environment does not describe one.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r}: choose 'cpu' or 'cuda'")
@@ -151,11 +151,11 @@ def whole_world(device_type: str) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Let weft and torch forget the meshes that they keep, and what they worked out for DTensors by them.
+    """Drop the meshes that weft and torch cache, and what they derived from them for DTensors.
 
-    With them they would keep groups that `destroy_process_group()` has ended, and the threads of gloo. A program that
-    calls this behind it, then `gc.collect()`, its models gone, ends without such threads: one that still has something
-    to drop when the interpreter ends would abort it.
+    The caches keep groups that `destroy_process_group()` has ended, and so the threads of gloo. A thread that is still
+    alive when the interpreter ends may abort it. Delete your models, call `destroy_process_group()`, then this, then
+    `gc.collect()`.
     """
     _worlds.clear()
     for function in vars(functional).values():  # some have the world in which they were imported as a default
@@ -170,7 +170,7 @@ def forget_meshes() -> None:
 
 
 def _view(device_type: str, **axes: int) -> DeviceMesh:
-    """A mesh over all ranks without axes of one rank, which only cost process groups; a shard axis stays."""
+    """A mesh over all ranks. Axes of one rank only cost process groups and are left out; a shard axis stays."""
     kept = {name: size for name, size in axes.items() if size > 1 or name.endswith("_shard")}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -232,7 +232,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
 
 class Parts(Protocol):
-    """What rooms that know no stages may ask of a model that lies in parts on several ranks (`weft.pipeline.Cut`)."""
+    """What modules outside of `pipeline/` may ask of a model with stages on several ranks (`weft.pipeline.Cut`)."""
 
     group: Any
     """The process group of these ranks, None where all parts are on this one."""
@@ -241,7 +241,7 @@ class Parts(Protocol):
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has copies, `model.shared_ends`, of what another rank has."""
+        """Whether this rank has copies (`model.shared_ends`) of parameters of another rank."""
 
     def stages_of(self, model: Any) -> dict[str, int]:
         """The part of each parameter, by name."""

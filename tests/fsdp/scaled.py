@@ -11,7 +11,18 @@ from weft.quantize import blockwise, dequantize, quantize, rowwise
 
 
 def rounded(x: torch.Tensor, recipe) -> torch.Tensor:
-    return x.float() if recipe is None else dequantize(*quantize(x, recipe), recipe)
+    """What quantizing leaves of it; the last blocks of mx may be shorter."""
+    if recipe is None:
+        return x.float()
+    whole = F.pad(x, (0, -x.shape[-1] % 32)) if recipe.kind == "mx" else x
+    return dequantize(*quantize(whole.contiguous(), recipe), recipe)[..., : x.shape[-1]]
+
+
+def kept(weight: torch.Tensor, recipe, sums_over: int) -> torch.Tensor:
+    """What quantizing leaves of a weight, for a product over this dimension: mx has blocks along it."""
+    if recipe.kind == "mx" and sums_over == -2:
+        return rounded(weight.mT, recipe).mT
+    return dequantize(*quantize(weight, recipe), recipe)
 
 
 class _Linear(torch.autograd.Function):
@@ -19,20 +30,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, recipe, compute):
-        kept = dequantize(*quantize(weight.to(compute), recipe), recipe)
         beside = blockwise(1, recipe.block[1]) if recipe.kind == "blockwise" else recipe
-        ctx.save_for_backward(x, kept)
+        ctx.save_for_backward(x, kept(weight.to(compute), recipe, -2))
         ctx.recipe = recipe
-        return (rounded(x.flatten(0, -2), beside) @ kept.t()).to(x.dtype).view(*x.shape[:-1], -1)
+        product = rounded(x.flatten(0, -2), beside) @ kept(weight.to(compute), recipe, -1).t()
+        return product.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
-        x, kept = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         flat, kind = dy.flatten(0, -2), ctx.recipe.kind
-        beside = (
-            blockwise(1, ctx.recipe.block[0]) if kind == "blockwise" else ctx.recipe if kind == "tensorwise" else None
-        )
-        dx = flat @ kept.to(dy.dtype) if beside is None else (rounded(flat, beside) @ kept).to(dy.dtype)
+        own = ctx.recipe if kind in ("tensorwise", "mx") else None
+        beside = blockwise(1, ctx.recipe.block[0]) if kind == "blockwise" else own
+        dx = flat @ weight.to(dy.dtype) if beside is None else (rounded(flat, beside) @ weight).to(dy.dtype)
         return dx.view(x.shape), (flat.t() @ x.flatten(0, -2)).float(), None, None
 
 
@@ -41,24 +51,28 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, ends, recipe, compute):
-        kept = dequantize(*quantize(weight.to(compute), recipe), recipe)
-        ctx.save_for_backward(x, kept, ends)
+        ctx.save_for_backward(x, kept(weight.to(compute), recipe, -1), ends)
         ctx.recipe = recipe
-        beside = blockwise(1, recipe.block[0]) if recipe.kind == "blockwise" else rowwise()
+        beside = _beside_experts(recipe, recipe.block[0])
         out = x.new_zeros(len(x), weight.shape[-1])
-        for start, stop, matrix in _groups(ends, kept):
+        for start, stop, matrix in _groups(ends, kept(weight.to(compute), recipe, -2)):
             out[start:stop] = (rounded(x[start:stop], beside) @ matrix).to(x.dtype)
         return out
 
     @staticmethod
     def backward(ctx, dy):
-        x, kept, ends = ctx.saved_tensors
-        beside = blockwise(1, ctx.recipe.block[1]) if ctx.recipe.kind == "blockwise" else rowwise()
-        dx, dw = torch.zeros_like(x), torch.zeros_like(kept)
-        for number, (start, stop, matrix) in enumerate(_groups(ends, kept)):
+        x, weight, ends = ctx.saved_tensors
+        beside = _beside_experts(ctx.recipe, ctx.recipe.block[1])
+        dx, dw = torch.zeros_like(x), torch.zeros_like(weight)
+        for number, (start, stop, matrix) in enumerate(_groups(ends, weight)):
             dx[start:stop] = (rounded(dy[start:stop], beside) @ matrix.t()).to(x.dtype)
             dw[number] = x[start:stop].t() @ dy[start:stop]
         return dx, dw, None, None, None
+
+
+def _beside_experts(recipe, side: int):
+    """How rows beside stacks of matrices are quantized, each by itself."""
+    return blockwise(1, side) if recipe.kind == "blockwise" else recipe if recipe.kind == "mx" else rowwise()
 
 
 def _groups(ends: torch.Tensor, matrices: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -18,6 +18,7 @@ from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
+from weft.errors import WeightsWritten
 from weft.fsdp.narrow import Narrow
 from weft.fsdp.placement import Placements
 from weft.fsdp.plan import GroupPlan
@@ -382,6 +383,36 @@ def test_main_weights_are_wide_and_the_rest_is_left_alone():
     nets.loss_of(net, nets.data(1, 4)[0]).backward()
     atomic = nn.Linear(32, 64)
     weft.fully_shard(atomic, mp_policy=chosen, shard_placement_fn=lambda p: weft.BlockAtomic(4))
+
+
+@distributed(2)
+def test_cuts_lie_between_blocks_of_the_recipe_and_of_the_user():
+    def cuts(recipe, placed) -> list[int]:
+        layer = nn.Linear(16, 96, bias=False)
+        weft.fully_shard(layer, mp_policy=policy(recipe), shard_placement_fn=lambda p: placed)
+        (group,) = layer._weft_unit.groups
+        return [cut // 16 for cut in group.layout.cuts(0)]
+
+    assert cuts(blockwise(8, 16), weft.BlockAtomic(12))[1] % 24 == 0
+    assert cuts(mx(16, compute="scaled"), weft.BlockAtomic(24))[1] % 48 == 0, "its other copy has blocks along rows"
+    assert cuts(mx(16), weft.BlockAtomic(12))[1] % 12 == 0
+    assert cuts(tensorwise(), weft.TensorAtomic())[1] in (0, 96)
+
+
+@distributed(2)
+def test_a_write_to_gathered_weights_is_refused():
+    class Clamping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    net = weft.fully_shard(Clamping(32, 32), mp_policy=policy(rowwise()))
+    with pytest.raises(WeightsWritten, match=r"'weight'.*the write would be lost"):
+        net(torch.ones(2, 32))
+    net = weft.fully_shard(Clamping(32, 32), mp_policy=policy(rowwise(compute="scaled")))
+    with pytest.raises(TypeError, match=r"clamp_ of 'weight'.*compute=\"scaled\""):
+        net(torch.ones(2, 32))
 
 
 class Shared(nn.Module):

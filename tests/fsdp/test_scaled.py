@@ -13,7 +13,7 @@ import weft
 from tests.fsdp import nets, scaled
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
-from weft.quantize import blockwise, mx, nvfp4, rowwise, tensorwise
+from weft.quantize import blockwise, mx, nvfp4, rowwise, scaled_product, tensorwise
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MAKE = [tensorwise, rowwise, lambda **options: blockwise(16, 32, **options), mx, nvfp4]
@@ -33,13 +33,13 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def sharded(recipe, compute=FP32, recompute=False, **options) -> Net:
+def sharded(recipe, compute=FP32, recompute=False, runtime=None, **options) -> Net:
     net = Net(recompute)
     policy = weft.MixedPrecisionPolicy(compute, FP32, param_quantization=recipe)
     first, second, third = net.layers
     for layers in ([first, second], [third]):
         weft.fully_shard(layers, mp_policy=policy, **options)
-    return weft.fully_shard(net, mp_policy=policy, **options)
+    return weft.fully_shard(net, mp_policy=policy, runtime=runtime, **options)
 
 
 def rows(steps: int, microbatches: int = 2) -> torch.Tensor:
@@ -119,6 +119,30 @@ def test_weights_stay_at_one_byte_and_their_scales():
     assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}
 
 
+@distributed(2)
+def test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else():
+    for make in (tensorwise, lambda **options: blockwise(16, 32, **options)):
+        found, sizes = [], []
+        for keep in (False, True):
+            net = sharded(make(compute="scaled", keep_transpose=keep))
+            read: list[tuple[int, bool]] = []
+
+            def product(x, payload, *args, read=read, dim=-1, **options):
+                read.append((dim, payload.is_contiguous()))
+                return scaled_product(x, payload, *args, dim=dim, **options)
+
+            with pytest.MonkeyPatch.context() as patches:
+                patches.setattr("weft.fsdp.gradients.products.scaled_product", product)
+                for batch in rows(3, 1)[:, 0]:
+                    net(batch[dist.get_rank()]).square().mean().backward()
+            assert set(read) == {(-1, True), (-2, not keep)}
+            found.append([each.grad.to_local() for each in net.parameters()])
+            group = net.layers[2]._weft_unit.groups[0]
+            sizes.append(group.transient.nbytes)
+        assert all(map(torch.equal, *found))
+        assert sizes[1] == sizes[0] + group.layout.numel
+
+
 class Writing(torch.autograd.Function):
     """A linear layer that writes its weight gradient itself, as a fused kernel does."""
 
@@ -181,7 +205,7 @@ def test_other_uses_of_a_quantized_weight_are_refused():
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.zeros(2, 32, 32))
     chosen = weft.MixedPrecisionPolicy(param_quantization=recipe, quantize=lambda name, p: True)
-    with pytest.raises(ValueError, match=r"rowwise.*'weight'.*tensorwise\(\) or blockwise\(\)"):
+    with pytest.raises(ValueError, match=r"rowwise.*'weight'.*tensorwise\(\), blockwise\(\) or mx"):
         weft.fully_shard(experts, mp_policy=chosen)
     tp = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     parallel = parallelize_module(nn.Linear(32, 64), tp["tp"], ColwiseParallel())

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.graphs.test_hooks import assert_equal, poisoned
-from tests.graphs.test_scopes import ALL, ATTENTION, OVERLAPPED, train
+from tests.graphs.test_scopes import ALL, ATTENTION, OVERLAPPED, ROUTER, THREE, train
 from tests.overlap.small import config
 from tests.pool import distributed
 
@@ -73,10 +73,6 @@ def test_experts_over_two_ranks_and_each_of_them_cut_over_two():
     cfg = dataclasses.replace(cfg, num_key_value_heads=2)
     how = {"schedule": None, "steps": 20, "microbatches": 1}
     meshes = lambda: weft.init_meshes("cpu", tp=2, ep=2, etp=2)  # noqa: E731
-    for chosen in (ATTENTION, (*ATTENTION, "moe_router", "moe_preprocess", "experts")):
+    for chosen in (ATTENTION, THREE, ROUTER, (*THREE, "experts")):
         scopes = compare(cfg, meshes, chosen, **how)
-        for scope, each in scopes.items():
-            if scope == "moe_router":
-                assert any("ranks add up gradients" in because for because in each["eager"]), scopes
-            else:
-                assert each["replays"], scopes
+        assert all(each["replays"] for each in scopes.values()), scopes

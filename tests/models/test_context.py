@@ -271,6 +271,8 @@ def test_what_cannot_be_is_refused():
         model(given["tokens"], documents=context_part(given, meshes)["documents"])
     with pytest.raises(ValueError, match="'images' has shape"):
         context_part(given | {"images": torch.zeros(3)}, meshes)
+    with pytest.raises(ValueError, match="'names' is a list: beside documents a batch has tensors"):
+        context_part(given | {"names": ["a", "b"]}, meshes)
     with pytest.raises(ValueError, match="slices of 2 tokens: a convolution sees 3"):
         model(**context_part(batch(None, 8), meshes))
     with pytest.raises(ValueError, match="meshes have no context ranks"):

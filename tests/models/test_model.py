@@ -177,6 +177,13 @@ def test_resetting_a_module_brings_its_initial_weights_back():
     assert_same_weights(model, start)
 
 
+def test_steps_of_mamba_begin_between_their_bounds_and_not_below_the_floor():
+    cfg = small("M", mamba_num_heads=64, mamba_head_dim=1, time_step_min=1e-6, time_step_max=1e-2, time_step_floor=1e-3)
+    begin = torch.nn.functional.softplus(seeded(cfg).decoder.layers[0].mixer.dt_bias)
+    assert_close(begin.min(), torch.tensor(1e-3))
+    assert 1e-3 < begin.max() <= 1e-2
+
+
 def test_tied_embeddings_are_one_parameter_that_collects_both_gradients():
     tied, free = seeded(small(tie_word_embeddings=True)), seeded(small())
     assert set(free.state_dict()) - set(tied.state_dict()) == {"output_layer.weight"}

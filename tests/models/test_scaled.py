@@ -42,7 +42,7 @@ def run_plain(whole: HybridModel, recipe: Quantization, parts: list) -> list[tor
 @distributed(2)
 def test_experts_of_other_ranks_and_delayed_weight_gradients_equal_one_process():
     rank, halves = dist.get_rank(), list(zip(*(each.chunk(4) for each in ROWS)))
-    for recipe in (tensorwise(compute="scaled"), blockwise(16, 32, compute="scaled")):
+    for recipe in (tensorwise(compute="scaled"), blockwise(16, 32, compute="scaled"), mx(compute="scaled")):
         whole, parts = build("[*E][*-]", recipe, ep=2)
         expected = run_plain(whole, recipe, halves)
         for parameter in whole.parameters():

@@ -109,8 +109,20 @@ def test_activations_are_spread_over_context_and_tensor_parallel_ranks():
     alone = kept_for_backward(build(experts, dtype=torch.float32), given)
     for meshes in (whole, shared):
         assert kept_for_backward(build(experts, meshes, dtype=torch.float32), given) <= 0.35 * alone
-    for pattern in ("**", "++"):
-        attention = dataclasses.replace(cfg, pattern=pattern)
-        alone = kept_for_backward(build(attention, dtype=torch.float32), given)
-        assert kept_for_backward(build(attention, context, dtype=torch.float32), part) <= 0.30 * alone
-        assert kept_for_backward(build(attention, shared, dtype=torch.float32), given) <= 0.35 * alone
+    documents = batch(((100, 156), (31, 225)), 256)
+    window = {"sliding_window": 32}
+    for pattern, options, rows in (
+        ("**", {}, given),
+        ("**", {}, documents),
+        ("**", window, given),
+        ("**", window, documents),
+        ("**", {**window, "attention_sinks": True}, given),
+        ("++", {}, given),
+    ):
+        attention = dataclasses.replace(cfg, pattern=pattern, **options)
+        alone = kept_for_backward(build(attention, dtype=torch.float32), rows)
+        part, exchanged = context_part(rows, context), dataclasses.replace(attention, context_attention="heads")
+        assert kept_for_backward(build(attention, context, dtype=torch.float32), part) <= 0.30 * alone, options
+        if pattern == "**":  # what heads give is kept twice: before it is sent back, and behind
+            assert kept_for_backward(build(exchanged, context, dtype=torch.float32), part) <= 0.33 * alone, options
+        assert kept_for_backward(build(attention, shared, dtype=torch.float32), rows) <= 0.35 * alone, options

@@ -171,10 +171,14 @@ def test_scores_are_computed_in_fp32_whatever_the_model_computes_in(autocast):
         router, hidden = router.to(torch.bfloat16), hidden.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         routing = router(hidden)
-    exact = make(6, 2, weight=router.weight.float(), z_loss_coef=1.0)(hidden.float())
+    wide = make(6, 2, weight=router.weight.float(), z_loss_coef=1.0)
+    exact = wide(hidden.float())
     assert routing.weights.dtype == routing.loss.dtype == torch.float32
     assert torch.equal(routing.weights, exact.weights)
     assert torch.equal(routing.loss, exact.loss)
+    for each in (routing, exact):
+        (each.weights[:, 0].sum() + each.loss).backward()
+    assert torch.equal(router.weight.grad, wide.weight.grad.to(router.weight.dtype))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])

@@ -475,6 +475,19 @@ def test_state_of_the_ordinary_optimizer_loads_by_its_names():
 
 
 @distributed(2)
+def test_a_state_without_momentum_replaces_one_with_it():
+    plain, model = make_alike(Halves)
+    flat = weft.optim.flat(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+    before = flat.state_dict()
+    step(model, flat, torch.ones(2, 5))
+    model.load_state_dict(plain.state_dict())
+    flat.load_state_dict(before)
+    for net, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)), (model, flat)):
+        step(net, optimizer, torch.ones(2, 5))
+    torch.testing.assert_close(weights_of(model), weights_of(plain))
+
+
+@distributed(2)
 def test_wrong_use_is_named():
     net = nets.shard(nets.make())
     for optimizer in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):

@@ -73,9 +73,9 @@ def counted(model, schedule):
         reduced[gradients] += 1
         return reduce(gradients, *args, **kwargs)
 
-    def visited(prefetch, *args):
+    def visited(prefetch, *args, **kwargs):
         nonlocal most
-        visit(prefetch, *args)
+        visit(prefetch, *args, **kwargs)
         most = max(most, sum(unit.gathered_bytes for unit in watched if unit.resident))
 
     def planned(units, steps):

@@ -195,9 +195,9 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
             events.append((len(trace), gradients))
             return reduce(gradients, *args, **kwargs)
 
-        def watched(prefetch, unit, explicit, visit=visit):
+        def watched(prefetch, *args, visit=visit, **kwargs):
             nonlocal most
-            visit(prefetch, unit, explicit)
+            visit(prefetch, *args, **kwargs)
             most = max(most, sum(each.resident for each in units_under(model)))
 
         with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(GatherOrder, "use", watched):

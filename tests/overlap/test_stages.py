@@ -97,6 +97,14 @@ def test_chunks_of_one_rank_need_no_process_group():
     in_stages(cfg, None, "interleaved", 3, expected, chunks=4)
 
 
+def test_a_model_lists_the_layers_of_each_of_its_chunks():
+    for how in ({}, {"chunks": 2}, {"chunks": 2, "placement": "v"}):
+        model = build(CFG, **how)
+        assert len(model.chunks) == how.get("chunks", 1)
+        assert [id(layer) for chunk in model.chunks for layer in chunk] == [*map(id, model.staged_layers)]
+        assert all(model.chunks)
+
+
 def test_a_table_in_a_file_is_run_as_it_stands_there(tmp_path):
     cfg = dataclasses.replace(CFG, pattern="[*-]|[*E]")
     entries = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"

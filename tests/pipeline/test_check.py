@@ -101,7 +101,7 @@ def test_two_swapped_entries_are_refused_or_the_table_still_keeps_every_rule(dat
     try:
         spans = check(broken).spans
     except TableError as error:
-        assert "no rank can go on" in error.reason
+        assert "no rank can continue" in error.reason
     else:
         assert_in_order(broken, spans)
 
@@ -146,8 +146,8 @@ def test_ranks_that_wait_for_each_other_are_told_as_a_circle():
         parse_table(text)
     assert (raised.value.rank, raised.value.position) == (0, 1)
     assert raised.value.reason == (
-        "no rank can go on: rank 0 stands at entry 1 (B0.0) and waits for B0.0 of rank 1; "
-        "rank 1 stands at entry 1 (F1.0) and waits for F1.0 of rank 0"
+        "no rank can continue: rank 0 is at entry 1 (B0.0) and waits for B0.0 of rank 1; "
+        "rank 1 is at entry 1 (F1.0) and waits for F1.0 of rank 0"
     )
 
 

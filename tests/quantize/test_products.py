@@ -81,9 +81,10 @@ def test_weights_without_a_product_on_a_device_are_refused_by_name(monkeypatch):
     assert not any(missing(recipe, (48, 64), bf16, cpu) for recipe in RECIPES)
     assert missing(rowwise(), (48, 64), bf16, cuda) is missing(tensorwise(), (48, 64), bf16, cuda) is None
     assert "no such product on cuda:0" in missing(mx(32), (48, 64), bf16, cuda)
+    assert "no such product on cuda:0" in missing(nvfp4(), (48, 64), bf16, cuda)
     assert "no such product on cuda:0" in missing(tensorwise(), (2, 48, 64), bf16, cuda)
     assert "multiples of 16" in missing(rowwise(), (40, 64), bf16, cuda)
-    assert "tensorwise() or blockwise()" in missing(mx(32), (2, 48, 64), bf16, cpu)
+    assert "blockwise() or mx(32)" in missing(nvfp4(), (2, 48, 64), bf16, cpu)
     assert "narrower than torch.float64" in missing(rowwise(), (48, 64), torch.float64, cpu)
     monkeypatch.undo()
     assert products._kernel_failure("rowwise", bf16, cpu) is None

@@ -91,7 +91,7 @@ def test_each_changed_setting_is_refused_told_or_quiet_as_the_table_says(pool, t
         if CHANGED[setting] == "refused":
             assert groups is None and name in said and "\n" not in said, (setting, said)
             continue
-        assert said[0] == f"going on with {tmp_path / 'run'} from step 3"
+        assert said[0] == f"resuming {tmp_path / 'run'} from step 3"
         if CHANGED[setting] == "quiet":
             assert said[1:] == [], setting
             continue
@@ -302,7 +302,9 @@ def test_a_run_goes_on_bit_for_bit_with_its_layers_in_other_groups(pool, tmp_pat
     whole = pool.run(ranks, train_on, path, tmp_path / "whole", stop_at=6)[0]
     pool.run(ranks, train_on, path, tmp_path / "run", stop_at=2)
     other = ["model.pattern='*-[*-]'"]
-    with pytest.raises(ConfigError, match=r"same layers in other groups; go on with --set run\.renumber=true") as error:
+    with pytest.raises(
+        ConfigError, match=r"same layers in other groups; resume with --set run\.renumber=true"
+    ) as error:
         changed(tmp_path / "run", load_config(path, other), 2)
     assert "\n" not in str(error.value)
     renumber = ["run.renumber=true"]

@@ -191,6 +191,18 @@ def test_training_and_validation_share_no_line_and_lose_none(text, tmp_path, fra
     assert len(validation) <= 504 * fraction * 1.3
 
 
+@pytest.mark.parametrize("files", [1, 40])
+def test_validation_text_is_spread_over_the_whole_text(tmp_path, files):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for file in range(files):
+        numbers = range(2000 * file // files, 2000 * (file + 1) // files)
+        (folder / f"{file:02}.txt").write_text("".join(f"{number}\n" for number in numbers))
+    found = np.array(lines(load_corpus(config(folder, tmp_path, validation_fraction=0.2)).validation), dtype=int)
+    assert 0.3 < found.mean() / 2000 < 0.7
+    assert np.ptp(found) > 0.4 * 2000
+
+
 def test_patterns_choose_files_in_folders(text, tmp_path):
     corpus = load_corpus(config(text, tmp_path, include=("*.py",), validation_fraction=0.3))
     found = lines(corpus.train) + lines(corpus.validation)

@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
     assert "the checkpoint could not be saved: " in done.stderr and "File too large" in done.stderr
-    assert "the checkpoint of step 2 is complete; go on with: weft train " in done.stderr
+    assert "the checkpoint of step 2 is complete; resume with: weft train " in done.stderr
     assert [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(".")] == ["step-00000002"]
     verify(run / "checkpoints" / "step-00000002")
     assert metrics(run)[:2] == lines

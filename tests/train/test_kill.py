@@ -177,12 +177,12 @@ def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_pat
     assert f"rank {victim} (process {ranks[victim]}) was killed by SIGKILL" in errors
     assert "Traceback" not in errors
     step = committed_steps(run / "checkpoints")[-1]
-    said = re.search(r"the checkpoint of step (\d+) is complete; go on with: weft (.*)", errors)
+    said = re.search(r"the checkpoint of step (\d+) is complete; resume with: weft (.*)", errors)
     assert said and int(said[1]) == step
 
     resumed = weft(*shlex.split(said[2]), "--set", f"train.steps={step + 3}")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"going on with {run} from step {step}" in resumed.stdout
+    assert f"resuming {run} from step {step}" in resumed.stdout
     assert [record["step"] for record in metrics(run)] == list(range(1, step + 4))
 
 

@@ -84,8 +84,9 @@ def refusal(path, overrides):
 @pytest.mark.slow
 def test_a_model_that_writes_no_text_is_refused(pool, tmp_path):
     path = write_config(tmp_path, model__pattern="[*-][*-]")
-    line = pool.run(2, refusal, path, ["train.sample=x", "sharding.pp=2"])[0]
-    assert line.startswith('train.sample = "x": each rank needs the whole model') and "sharding.pp = 2" in line
+    for axis in ("sharding.pp", "sharding.cp", "sharding.tp"):
+        line = pool.run(2, refusal, path, ["train.sample=x", f"{axis}=2"])[0]
+        assert line.startswith('train.sample = "x": each rank needs the whole model') and f"{axis} = 2" in line
 
 
 def test_settings_of_texts_and_reports_are_checked():

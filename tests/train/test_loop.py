@@ -325,7 +325,7 @@ def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_pat
     path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=5, resume_from=2)[0][-1]
-    assert f"going on with {tmp_path / 'run'} from step 3" in said, "another run saved it since"
+    assert f"resuming {tmp_path / 'run'} from step 3" in said, "another run saved it since"
 
 
 @pytest.mark.slow

@@ -74,10 +74,10 @@ def test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damag
     said = "\n".join(pool.run(2, train_once, path, run, folder, dies=False, step=12)[0])
     if state_of_copy == "intact":
         assert "step 12 is in memory, the newest checkpoint on disk is that of step 10" in said
-        assert f"going on with {run} from step 12" in said
+        assert f"resuming {run} from step 12" in said
     else:
         assert "the checksum of __0_0.distcp differs; this copy in memory is removed" in said
-        assert f"going on with {run} from step 10" in said
+        assert f"resuming {run} from step 10" in said
     for kind in ("train", "validation"):
         assert metrics(run, kind) == metrics(whole, kind)
     last = "checkpoints/step-00000017"

@@ -1,19 +1,25 @@
 """Runs whose weights travel quantized."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import weft
 from tests.train.command import write_config
 from tests.train.test_loop import train_on
 from weft import quantize
-from weft.train.config import TrainConfig
+from weft.models import HybridModel
+from weft.models.narrow import choose_weights
+from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
 from weft.train.record.metrics import read_metrics
 from weft.train.sections.loop import LoopConfig
-from weft.train.task.sharding import options_of
+from weft.train.task.sharding import _RECIPES, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_precision_is_a_recipe():
@@ -37,6 +43,18 @@ def test_a_precision_is_a_recipe():
         LoopConfig(precision="bf16", unquantized_ends=1)
     with pytest.raises(ConfigError, match=r"train\.quantization_shares_every.*no effect without a quantized"):
         LoopConfig(quantization_shares_every=1)
+
+
+def test_the_example_fits_every_precision():
+    config = load_config(ROOT / "configs" / "stdlib.toml")
+    with torch.device("meta"):
+        model = HybridModel(config.model)
+    for recipe in _RECIPES.values():
+        policy = choose_weights(model, weft.MixedPrecisionPolicy(param_quantization=recipe()))
+        chosen = [(n, p) for n, p in model.named_parameters() if policy.quantize(n, p)]
+        assert len(chosen) == 7 * 4, "projections of attention and of the MLP"
+        for name, parameter in chosen:
+            recipe().check(parameter.shape, name)
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(tm
     shutil.rmtree(run / "checkpoints" / "step-00000020")
     resumed = weft("train", config, "--ranks", 2, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"going on with {run} from step 10" in resumed.stdout
+    assert f"resuming {run} from step 10" in resumed.stdout
     assert metrics(run) == losses
     assert metrics(run, "validation") == validations
     assert_same_contents(contents(run / "checkpoints" / "step-00000020"), whole)
@@ -53,7 +53,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(tmp_path):
     assert process.returncode == 3, errors
     assert f"a new run in {interrupted}; {whole} is left as it is; it resumes from step 60 with: weft train" in output
     assert "stopping after this step and saving a checkpoint" in output
-    said = re.search(r"stopped at step (\d+) of 60, which is saved; go on with: weft (.*)", output)
+    said = re.search(r"stopped at step (\d+) of 60, which is saved; resume with: weft (.*)", output)
     assert said, output
     step = int(said[1])
     assert 3 <= step < 60
@@ -61,7 +61,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(tmp_path):
 
     resumed = weft(*shlex.split(said[2]))
     assert resumed.returncode == 0, resumed.stderr
-    assert f"going on with {interrupted} from step {step}" in resumed.stdout
+    assert f"resuming {interrupted} from step {step}" in resumed.stdout
     assert metrics(interrupted) == metrics(whole)
     ends = [contents(run / "checkpoints" / "step-00000060") for run in (whole, interrupted)]
     assert_same_contents(*ends)
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint_and_is_refused_in_one_l
     for words in (
         f"{checkpoints}/step-00000003 is damaged: __0_0.distcp has 0 bytes",
         f"{checkpoints}/step-00000002 is damaged: the checksum of __0_0.distcp differs",
-        f"going on with {run} from step 1",
+        f"resuming {run} from step 1",
     ):
         assert words in resumed.stdout
     assert metrics(run) == losses

@@ -1,12 +1,15 @@
 """`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
 
 import os
+import random
 import re
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +107,17 @@ def test_training_one_s_own_model_is_the_plain_loop_in_one_process(pool, tmp_pat
     for name, value in weights.items():
         torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
     assert (tmp_path / "default" / "report.html").is_file()
+
+
+def first_random_numbers(folder):
+    options = {"data": batches, "config": settings(folder), "say": lambda line: None}
+    with closing(Trainer(model=make_model(), loss=loss, **options).saves):
+        return torch.rand(()).item(), numpy.random.rand(), random.random()
+
+
+def test_each_rank_draws_random_numbers_that_no_other_rank_draws(pool, tmp_path):
+    first, second = pool.run(2, first_random_numbers, tmp_path)
+    assert all(one != other for one, other in zip(first, second, strict=True))
 
 
 def go_on(folder, steps, resume):
@@ -441,9 +455,9 @@ def test_a_script_says_where_its_run_is_and_how_it_goes_on_and_obeys_run_resume(
     run = tmp_path / "default"
     go_on = f"resume={str(run)!r}"
     assert f"a new run in {run}" in first
-    assert f"stopped at step 2 of 5, which is saved; go on with: {go_on}" in first
+    assert f"stopped at step 2 of 5, which is saved; resume with: {go_on}" in first
     assert f"a new run in {run}-2; {run} is left as it is; it resumes from step 2 with: {go_on}" in again
-    assert f"going on with {run}-2 from step 2" in resumed
+    assert f"resuming {run}-2 from step 2" in resumed
     assert "no run 'none' in" in refusal
 
 

@@ -4,9 +4,9 @@
         step-00000010/                committed: complete, flushed, its manifest lists every file
         step-00000020.tmp-3f2a…/      being written, or left behind by a killed save
         step-00000005.trash-91bc…/    being deleted
-        step-00000020.damaged-0c4e…/  damaged; a run that went on from an older one has saved that step anew
+        step-00000020.damaged-0c4e…/  damaged; a run that resumed from an older one saved this step again
         .lock                         held by rank 0 of the run that writes here
-        .run                          the identity of that run, which each of its checkpoints names
+        .run                          the run's identity, which each of its checkpoints repeats
 
 A name without a suffix is committed, because the only way to get one is the rename at the end of `commit`.
 """
@@ -28,7 +28,7 @@ _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the committed checkpoint of `step` lies, or would."""
+    """The folder of the checkpoint of `step`, whether it exists or not."""
     return directory / f"step-{step:08d}"
 
 
@@ -48,7 +48,7 @@ def debris(directory: Path) -> list[Path]:
 
 
 def identity(directory: Path) -> str:
-    """Of the run whose checkpoints are in `directory`; "" where it has none."""
+    """The identity of the run whose checkpoints are in `directory`; "" if it has none."""
     try:
         with (directory / RUN).open("rb") as stream:
             text = stream.read(64).decode(errors="replace").strip()
@@ -58,7 +58,7 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """As `identity`; gives the run one where it has none: that of the newest checkpoint, or a new one."""
+    """As `identity`, but a run without one gets that of its newest checkpoint, or a new one."""
     if known := identity(directory):
         return known
     found = ""
@@ -105,13 +105,13 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Make room for another checkpoint of the same step; what is damaged is never deleted."""
+    """Rename a damaged checkpoint, so that its step can be saved again. Damaged checkpoints are never deleted."""
     with operation("rename", checkpoint):
         os.rename(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged-{uuid.uuid4().hex[:12]}"))
 
 
 def discard(paths: Iterable[Path]) -> None:
-    """Delete checkpoints or debris. A committed one loses its name first, so that it never exists in part."""
+    """Delete checkpoints or debris. A committed checkpoint is renamed first: a partial one must not look complete."""
     for path in paths:
         if not _DEBRIS.fullmatch(path.name):
             trash = path.with_name(f"{path.name}.trash-{uuid.uuid4().hex[:12]}")

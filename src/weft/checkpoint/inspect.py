@@ -1,4 +1,4 @@
-"""What a checkpoint or a run directory holds, as tables for a person."""
+"""Tables that show what a checkpoint or a run directory holds."""
 
 import math
 import sys

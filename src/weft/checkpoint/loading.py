@@ -1,4 +1,4 @@
-"""From a checkpoint into live state, with nothing left out in silence."""
+"""Loads a checkpoint into live state. Nothing is left out silently."""
 
 import io
 import pickletools

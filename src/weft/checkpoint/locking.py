@@ -1,8 +1,8 @@
 """One writer of a folder at a time.
 
-flock                  where the file system has it: it ends with the process
-a lease, `.lease`      where it has not (Lustre without it, NFS without lockd): a file that its owner renews every few
-                       seconds; one that is not renewed for long enough was left behind and is taken over
+flock                  if the file system supports it: it ends with the process
+a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds.
+                       A lease that has not been renewed for long enough is taken over
 """
 
 import errno
@@ -22,16 +22,16 @@ from weft.checkpoint.storage import UNSUPPORTED, operation
 LOCK = ".lock"
 LEASE = ".lease"
 RENEWED_S = 3.0
-"""Between two renewals of a lease."""
+"""Seconds between two renewals of a lease."""
 LEFT_S = 20.0
-"""After which a lease that was not renewed belongs to no process."""
+"""Seconds without a renewal after which another process may take a lease over."""
 
 
 class Lock(Protocol):
-    """What makes this process the only writer until `release`."""
+    """Makes this process the only writer until `release`."""
 
     def check(self) -> None:
-        """Raise CheckpointError if it was lost."""
+        """Raise CheckpointError if the lock was lost."""
         ...
 
     def release(self) -> None: ...
@@ -40,8 +40,8 @@ class Lock(Protocol):
 def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
     """Become the only writer of `directory`.
 
-    A run that was just killed may need a moment to vanish, so this waits up to `timeout` seconds, and tells `say` so.
-    Raises CheckpointError when another process still writes there.
+    A run that was just killed may take a moment to end, so this waits up to `timeout` seconds and calls `say` with a
+    line about it. Raises CheckpointError if another process still writes there.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -91,7 +91,7 @@ class _Flock:
 
 
 class Lease:
-    """A file that only this process has made, and renews in a thread."""
+    """A file that this process created and renews in a thread."""
 
     def __init__(self, directory: Path, wait: "_Wait") -> None:
         self._path, self._mark = directory / LEASE, uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete or not there."""
+"""Checkpoints that are either complete or absent."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ from weft.comm.groups import exchange_objects, first_rank_s, group_beside
 
 Result = TypeVar("Result")
 
-# A single process is a way to use this, not a mistake to be warned of at each save.
+# A single process is a supported use: torch would warn at each save.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need that much longer to write its part
@@ -63,8 +63,8 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         self._writers: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            # Groups of its own, and one for the background thread alone: its collectives must mix neither with those
-            # of training nor with questions that are asked while it writes.
+            # Separate groups, one of them for the background thread: its collectives must not mix with those of
+            # training, nor with those that the foreground issues while it writes.
             beside = process_group or dist.group.WORLD
             assert beside is not None
             self._group, self._writers = (
@@ -89,7 +89,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A save under way is finished even when training failed; its own error must not hide that one.
+        # A save under way is finished even if training failed. An error of the save must not hide that of training.
         with suppress(CheckpointError) if kind else nullcontext():
             self.close()
 
@@ -143,7 +143,7 @@ class CheckpointManager:
         return self._saving is not None and self._saving.is_alive()
 
     def wait(self) -> None:
-        """Return when the last save is committed; raises its error if it failed."""
+        """Wait until the last save is committed. Raises its error if it failed."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None

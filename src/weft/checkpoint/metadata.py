@@ -63,7 +63,7 @@ class _Opcodes(dict[int, Callable]):
 
 
 class _Unpickler(pickle._Unpickler):
-    # The one written in Python: it does nothing but what its table of opcodes says.
+    # The unpickler that is written in Python, because its table of opcodes can be cut down.
     dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a folder can hold checkpoints, tried before anything is computed."""
+"""Checks whether a folder can hold checkpoints, before anything is computed."""
 
 import shutil
 import time
@@ -15,9 +15,9 @@ _SEEN_S = 10.0
 
 
 def try_save(directory: Path) -> Path:
-    """Do in `directory` what a save does, with a folder of one small file, which stays for `see`; returns it.
+    """Do in `directory` what a save does, with a folder of one small file. Returns that folder, for `sees`.
 
-    Raises CheckpointError that names what failed, and the cure.
+    Raises CheckpointError that names the failed operation and says what to do.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)

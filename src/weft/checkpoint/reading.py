@@ -1,4 +1,4 @@
-"""The files of a checkpoint, read by Distributed Checkpoint's plan and checked on the way."""
+"""Reads the files of a checkpoint by Distributed Checkpoint's plan and checks them while reading."""
 
 import io
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""From live state to bytes that a background thread can write while training changes the live state.
+"""Copies live state, so that a background thread can write it while training continues.
 
 Staging happens where Distributed Checkpoint has cut the state into items already (`WriteItem`: which box of
 which tensor this rank writes), so that it works for every kind of sharded tensor that Distributed Checkpoint

@@ -1,6 +1,7 @@
 """The file operations of a run.
 
-Each one is known while it runs, so that one which never returns can be named, and its error says what failed where:
+Each operation is recorded while it runs, so that one that never returns can be named. Errors name the operation, the
+file and the rank:
 
     rank 1: fsync of runs/a/checkpoints/step-00000040.tmp-3f2a/__1_0.distcp: No space left on device
 """
@@ -23,12 +24,12 @@ UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errn
 
 
 def before(name: str, path: str) -> None:
-    """Called with the name and the path of each operation before it runs. Tests of faults replace it."""
+    """Called before each operation with its name and path. Tests of faults replace it."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One that runs now."""
+    """An operation that is running."""
 
     name: str
     path: str
@@ -45,7 +46,7 @@ _guard = threading.Lock()
 
 
 def running() -> list[Operation]:
-    """The file operations of this process that have begun and not ended, the oldest first."""
+    """The file operations of this process that are running, oldest first."""
     with _guard:
         return sorted(_running.values(), key=lambda each: each.started)
 
@@ -120,7 +121,7 @@ class WrittenFile:
 
 @contextmanager
 def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
-    """A new file, which is on the disk when the block ends well."""
+    """A new file, which is on the disk when the block ends without an error."""
     stream = WrittenFile(path, mode)
     try:
         yield stream
@@ -133,8 +134,8 @@ def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
 def flush_directory(directory: Path) -> None:
     """Make the names in `directory` survive a crash of the machine, as `fsync` does for the content of files.
 
-    FUSE and CIFS may refuse this for folders. There all that this machine has not written yet is flushed instead, which
-    is as safe and takes longer.
+    FUSE and CIFS may refuse this for folders. Everything that this machine has not written yet is flushed instead,
+    which is as safe but takes longer.
     """
     with operation("fsync", directory):
         try:

@@ -31,7 +31,7 @@ class _Files(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says why writing failed: torch's archive only says that it is not as long as it should be."""
+    """Reports why writing failed. torch's archive only reports that its length is wrong."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=False)  # `_Files` does

@@ -1,4 +1,4 @@
-"""The commands of a few lines: each takes its options and returns its exit code."""
+"""The short commands. Each takes its options and returns its exit code."""
 
 import argparse
 import math
@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 _BESIDE = 10
-"""How much nicer than a run the process is that writes its report."""
+"""The niceness of a process that writes the report of a run."""
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every setting, or say whether a file can run. Raises ValueError for wrong ranks or settings."""
+    """Print every setting, or print whether a file can run. Raises ValueError for wrong ranks or settings."""
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
 
@@ -38,7 +38,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration on all its ranks, in this process. 1 where it finds a fault.
+    """Run one step of a small copy of a configuration on all its ranks, in this process. Returns 1 if it finds a fault.
 
     Raises ValueError for wrong ranks or settings.
     """
@@ -64,7 +64,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _model_section(source: str, ignored: list[str]) -> str:
-    """The [model] of a run, a checkpoint or a model's directory, without what is so by default."""
+    """The [model] section of a run, a checkpoint or a model's directory, without default values."""
     import dataclasses
 
     from weft.models import HybridConfig
@@ -98,7 +98,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the report of a run again and print its path. Raises ValueError where there is no run."""
+    """Write the report of a run again and print its path. Raises ValueError if there is no run."""
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 
@@ -114,7 +114,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print what a checkpoint or a run holds, its files' checksums compared on request."""
+    """Print what a checkpoint or a run holds; compare the checksums of its files on request."""
     from weft.checkpoint.inspect import show
 
     show(Path(options.path), verify_content=options.verify)
@@ -122,7 +122,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Write a run or a checkpoint as Hugging Face files, a directory of these as weft's own, or such a one as these."""
+    """Convert between a run or a checkpoint, Hugging Face files, and weft's own model directory."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS
@@ -148,7 +148,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
-    """Print the layers of a pattern and their parameters as a table; 2, and where it is wrong, if it is none."""
+    """Print the layers of a pattern and their parameters as a table. For a wrong pattern, print where and return 2."""
     import dataclasses
 
     from rich.console import Console

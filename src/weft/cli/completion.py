@@ -1,4 +1,4 @@
-"""What a shell suggests when Tab is pressed: made from the command line's own parser.
+"""Completion for shells, generated from the command line's parser.
 
 weft <Tab>                  commands
 weft train --<Tab>          options of the command
@@ -22,7 +22,7 @@ class _Option(NamedTuple):
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The text that teaches `shell`, one of SHELLS, the commands and options of `parser`."""
+    """The completion script of `shell`, one of SHELLS, for the commands and options of `parser`."""
     from weft.train.settings import settings
 
     names = [f"{each.section}.{each.name}=" for each in settings()]

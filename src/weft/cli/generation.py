@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Print texts as a trained model continues them, token by token. Raises ValueError for wrong numbers."""
+    """Print the continuations of texts by a trained model, token by token. Raises ValueError for wrong numbers."""
     choices = _choices(options)
     for prompt in options.prompt:
         if not _is_text(prompt):
@@ -53,7 +53,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterable[str]:
-    """What is typed, without empty lines; with a sign in front of it in a terminal."""
+    """The lines of standard input without empty ones. A terminal shows a prompt."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -64,7 +64,7 @@ def _lines() -> Iterable[str]:
 
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that say how tokens are chosen, as `Source.added` takes them; those that are given."""
+    """The given options of sampling, as `Source.added` takes them."""
     best = "must be at least 0, which takes the best token"
     for name, good, rule in (
         ("tokens", options.tokens >= 0, "must be at least 0"),

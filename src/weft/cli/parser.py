@@ -1,4 +1,4 @@
-"""The words of the command line. What takes time to import is imported by the command that needs it."""
+"""The parser of the command line. Each command imports what it needs, so that `--help` is fast."""
 
 import argparse
 import sys
@@ -37,14 +37,14 @@ class _Completion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Commands and options; what is parsed has `run`, which carries the command out."""
+    """The parser of all commands. The parsed options have `run`, which executes the command."""
     parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of weft, Python and torch")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of weft, Python and torch")
     parser.add_argument(
         "--completion",
         action=_Completion,
         choices=("bash", "zsh", "fish"),
-        help="print what makes this shell complete commands, options and settings",
+        help="print the script with which this shell completes commands, options and settings",
     )
     known = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     every = (
@@ -81,7 +81,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust",
         action="store_true",
-        help="import the code that the configuration of a run directory from elsewhere names",
+        help="allow a run directory from elsewhere to name code, and import that code",
     )
 
 
@@ -106,29 +106,32 @@ def _train(known: Any) -> None:
         const=True,
         default=False,
         metavar="RUN_DIRECTORY",
-        help="go on from the newest intact checkpoint of that run, with its configuration unless one is named, or of "
+        help="resume from the newest intact checkpoint of that run, with its configuration unless one is named, or of "
         "the newest run of the configured name",
     )
     train.add_argument(
         "--resume-or-start",
         action="store_true",
-        help="as --resume; a new run where there is nothing to resume (for schedulers that start a job again)",
+        help="like --resume, but start a new run if there is nothing to resume (for schedulers that restart jobs)",
     )
     train.add_argument(
         "--from",
         dest="weights",
         metavar="DIRECTORY",
-        help="start from the weights alone of a run, a checkpoint or a model's directory; as run.weights does",
+        help="start a new run from the weights of a run, a checkpoint or a model's directory, like run.weights",
     )
     train.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="K",
-        help="when a rank dies or hangs, start all again from the newest checkpoint, up to K times (default: 0)",
+        help="when a rank dies or hangs, restart all ranks from the newest checkpoint, up to K times (default: 0)",
     )
     train.add_argument(
-        "--restart-ranks", type=int, metavar="N", help="with --restarts: how many ranks then (default: as many)"
+        "--restart-ranks",
+        type=int,
+        metavar="N",
+        help="with --restarts: ranks after a restart (default: all)",
     )
     _add_trust(train)
     train.set_defaults(run=start)
@@ -173,11 +176,13 @@ def _chat(known: Any) -> None:
 
 def _add_generation(command: argparse.ArgumentParser) -> None:
     own = "the model's own, else"
-    command.add_argument("--tokens", type=int, default=200, help="how many to add at most (default: 200)")
+    command.add_argument("--tokens", type=int, default=200, help="the most tokens to add (default: 200)")
     command.add_argument("--temperature", type=float, help=f"0 takes the best token (default: {own} 0.8)")
-    command.add_argument("--top-k", type=int, help=f"draw from so many of the best tokens (default: {own} all)")
-    command.add_argument("--top-p", type=float, help=f"draw from the best with this share (default: {own} 0.95)")
-    command.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    command.add_argument("--top-k", type=int, help=f"draw from this many of the best tokens (default: {own} all)")
+    command.add_argument(
+        "--top-p", type=float, help=f"draw from the best tokens of this total probability (default: {own} 0.95)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: 0)")
     _add_ignored(command)
 
 
@@ -202,12 +207,15 @@ def _inspect(known: Any) -> None:
 def _convert(known: Any) -> None:
     convert = known.add_parser(
         "convert",
-        help="turn a directory of Hugging Face files into weft's own, or that or a run into Hugging Face files",
+        help="convert Hugging Face files to weft's own directory, or weft's directory or a run to Hugging Face files",
         epilog=EXIT_CODES,
     )
     convert.add_argument("source", metavar="SOURCE", help="a model's directory, a run, or a checkpoint")
     convert.add_argument("target", metavar="TARGET", help="a new directory")
-    convert.add_argument("--family", help="what to write, such as llama (default: what it came from, or what fits)")
+    convert.add_argument(
+        "--family",
+        help="model type to write (default: that of the source, or one that fits)",
+    )
     _add_ignored(convert)
     convert.set_defaults(run=commands.convert)
 
@@ -220,13 +228,11 @@ def _pattern(known: Any) -> None:
 
 
 def _schedule(known: Any) -> None:
-    schedule = known.add_parser(
-        "schedule", help="draw the schedule of a pipeline, with what it costs", epilog=EXIT_CODES
-    )
+    schedule = known.add_parser("schedule", help="draw the schedule of a pipeline, with its cost", epilog=EXIT_CODES)
     schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
     schedule.add_argument("--pp", type=int, help="pipeline ranks")
-    schedule.add_argument("--microbatches", type=int, help="into how many a batch is cut")
-    schedule.add_argument("--chunks", type=int, help="stages on each rank (default: what the schedule usually has)")
+    schedule.add_argument("--microbatches", type=int, help="the number of microbatches of a step")
+    schedule.add_argument("--chunks", type=int, help="stages on each rank (default: that of the schedule)")
     schedule.add_argument(
         "--costs",
         default="1,1,1",
@@ -237,17 +243,17 @@ def _schedule(known: Any) -> None:
         "--pair",
         type=float,
         default=1.0,
-        help="time of a forward and a backward that run as a pair, over that of one after the other (default: 1)",
+        help="time of a forward and a backward as a pair, relative to one after the other (default: 1)",
     )
-    schedule.add_argument("--transfer", type=float, default=0.0, help="time from one rank to another (default: 0)")
-    schedule.add_argument("--save", metavar="FILE", help="as a picture, FILE.png, or as a table to change, FILE.txt")
+    schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message between ranks (default: 0)")
+    schedule.add_argument("--save", metavar="FILE", help="write a picture (FILE.png) or an editable table (FILE.txt)")
     schedule.set_defaults(run=draw)
 
 
 def _config(known: Any) -> None:
     config = known.add_parser("config", help="show every setting with its default, as a TOML file", epilog=EXIT_CODES)
     instead = config.add_mutually_exclusive_group()
-    instead.add_argument("--check", metavar="FILE", help="say whether FILE is a configuration that can run")
+    instead.add_argument("--check", metavar="FILE", help="check whether FILE is a configuration that can run")
     config.add_argument("--ranks", type=int, help="with --check: the number of ranks that it is for (default: 1)")
     instead.add_argument("--markdown", action="store_true", help="as a table")
     instead.add_argument(
@@ -263,7 +269,7 @@ def _evaluate(known: Any) -> None:
     )
     evaluate.add_argument("path", metavar="RUN_DIRECTORY")
     evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
-    evaluate.add_argument("--ema", action="store_true", help="of the moving average of the weights")
+    evaluate.add_argument("--ema", action="store_true", help="use the moving average of the weights")
     _add_set(evaluate, ", such as data.paths")
     _add_trust(evaluate)
     evaluate.set_defaults(run=commands.evaluate)
@@ -273,7 +279,11 @@ def _report(known: Any) -> None:
     report = known.add_parser("report", help="write the report of a run again", epilog=EXIT_CODES)
     report.add_argument("path", metavar="RUN_DIRECTORY")
     report.add_argument(
-        "--live", type=float, default=0, metavar="S", help="of a run that trains: the page loads itself again every S s"
+        "--live",
+        type=float,
+        default=0,
+        metavar="S",
+        help="while the run trains: reload the page every S seconds",
     )
     report.set_defaults(run=commands.report)
 

@@ -13,7 +13,7 @@ _MOST_BOXES = 3_000
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Check the schedule that `options` name, save it if they say so, and draw it."""
+    """Check and draw the schedule that `options` name; save it on request."""
     from rich.console import Console
 
     from weft.pipeline import check, format_table, table
@@ -36,7 +36,7 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
-    """Refuse what would take minutes, or boxes of less than a pixel."""
+    """Refuse tables that take minutes to draw, or whose boxes are smaller than a pixel."""
     actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # of a rank, or more
     wanted = f"--microbatches {options.microbatches}"
     if actions * (options.pp or 1) > _MOST_ACTIONS:

@@ -1,4 +1,4 @@
-"""`weft train`: on ranks that are started here, or as one of those that another program has started."""
+"""`weft train`: starts ranks, or joins those that another program has started."""
 
 import argparse
 import os
@@ -108,7 +108,7 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """What a person types to go on with the same, without --resume; the weights are for new runs."""
+    """The command that resumes this run, up to --resume. `--from` is left out, because only new runs load weights."""
     named = ["--example"] if options.example else [options.config] if options.config else []
     words = ["weft", "train", *named]
     for override in options.overrides:

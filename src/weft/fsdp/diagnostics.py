@@ -65,7 +65,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
                 offloaded["weights"] += group.main_weight.local.nbytes
                 weights -= group.main_weight.local.nbytes
             if group.payload.refreshes:
-                nbytes = group.model_weight.local.nbytes
+                nbytes = sum(each.local.nbytes for each in group.copies)
                 persistent["quantized weights"] = persistent.get("quantized weights", 0) + nbytes
                 weights -= nbytes
             persistent["weights"] += weights

@@ -40,10 +40,12 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of full weights. `computes`: it uses them now, so that they cannot make way for others."""
+    """A holder of full weights. `computes`: it uses them now, so that they cannot make way for others. `backward`: it
+    computes gradients with them."""
 
     name: str
     computes: bool = True
+    backward: bool = False
 
 
 class TiedHold(NamedTuple):
@@ -91,6 +93,8 @@ class DrivenUnit(Protocol):
     reshard_after_forward: bool | None
     reshard_after_backward: bool
     unshard_in_backward: bool
+    turns: bool
+    """Whether backward uses another copy of some weights than forward."""
 
     @property
     def holders(self) -> Collection[Any]:

@@ -1,8 +1,9 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -10,31 +11,35 @@ from weft.fsdp import patches
 from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, Request
 from weft.fsdp.construction.members import Members
+from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.module import FSDPModule, attach
 from weft.fsdp.placement import Placements
+from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.state import state_of
 from weft.fsdp.unit import Unit
 
+Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
+
 
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Sharded,
     *,
     mesh: DeviceMesh | None = None,
     strategy: str | Placements = DEFAULT_STRATEGY,
     outer_strategy: str = "no_shard",
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: Any = None,
-    offload_policy: Any = None,
+    mp_policy: MixedPrecisionPolicy | torch_fsdp.MixedPrecisionPolicy | None = None,
+    offload_policy: torch_fsdp.OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_divide_factor: float | None = None,
     runtime: RuntimeOptions | None = None,
-    dp_mesh_dims: Any = None,
-) -> Any:
+    dp_mesh_dims: "DataParallelMeshDims | torch_fsdp.DataParallelMeshDims | None" = None,  # torch 2.11 has none
+) -> Sharded:
     """Shard the parameters of `module` that no unit below has, as one unit. Call it bottom-up, the root last.
 
     The module is changed in place and returned: its class becomes a subclass of its own and `FSDPModule`, and its

@@ -6,7 +6,8 @@ model_weight  always*     parameter    compute***   what gathers start from
 full          gathered**  Replicate    compute      what forward and backward read; registered while they do
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too
+*   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too; `copies`
+    are two of them where forward and backward differ
 **  always, as model_weight, where the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` always comes and goes
 
@@ -36,7 +37,7 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
-from weft.fsdp.payload import payload_of
+from weft.fsdp.payload import payload_of, refresh_copies
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardShard
 from weft.fsdp.scaled import mark_scaled
@@ -74,6 +75,10 @@ class ParameterGroup:
         slices = [local_of(each) for each in parameters]
         self.payload = payload_of(plan, self._ours("weights on their way"))
         self.main_weight, self.model_weight = self._weights(slices)
+        self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
+        """What gathers of forward and of backward start from: `model_weight`, and another one if they differ."""
+        self.copy = 0
+        """Which of them the full weights are, or are when they are gathered next."""
         for tensor, passes in zip(slices, passing):
             if passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
@@ -97,8 +102,9 @@ class ParameterGroup:
         self.gradients = GroupGradients(
             plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
         )
-        self.channel = next_channel(self.groups[-1])
-        """Keeps its messages apart from those of other groups."""
+        self.channels = [next_channel(self.groups[-1]) for _ in self.copies]
+        self.channel = self.channels[0]
+        """Keeps its messages apart from those of other groups; `channels`: gathers of one copy from the other's."""
         self._gathered_from: int | None = None
         """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
         self._refreshing: Ticket | None = None
@@ -113,9 +119,7 @@ class ParameterGroup:
         if self.payload.refreshes:
             main = plan.home_buffer(recipe.main)
             main.fill(tensors)
-            model = plan.buffer(where.parameter, self.payload.dtype, self.payload.layout)
-            model.local.zero_()  # padding is sent as well, and nothing else writes it
-            return main, model
+            return main, self._model_bytes()
         aliased = recipe.main == recipe.compute and self.offload is None
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
@@ -126,6 +130,11 @@ class ParameterGroup:
         if aliased or (where.parameter == where.optimizer and self.layout.shards > 1):
             return main, main  # gathers cast and upload on their way
         return main, plan.buffer(where.parameter, recipe.compute)
+
+    def _model_bytes(self) -> FlatBuffer:
+        model = self.plan.buffer(self.placements.parameter, self.payload.dtype, self.payload.layout)
+        model.local.zero_()  # padding is sent as well, and nothing else writes it
+        return model
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
         """The full weights, and their memory if it comes and goes."""
@@ -194,7 +203,7 @@ class ParameterGroup:
 
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
-        storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, self.model_weight)]
+        storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, *self.copies)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     @property
@@ -224,11 +233,11 @@ class ParameterGroup:
             return refreshing
         group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
-            full = channels.weights.take(self.transient)
+            full = self.transient.tensor if self.transient.pool() else channels.weights.take(self.transient)
             if self.post_forward is not None and self.post_forward.held:
                 return self.post_forward.gather_into(full, channels.gather, self.channel)
-            source = self.model_weight.local
-            landing = self.payload.land(full, source, channels.weights)
+            source = self.copies[self.copy].local
+            landing = self.payload.land(full, source, channels.weights, self.copy)
             if landing is source:
                 return refreshing
             own = landing.view(group.size(), -1)[group.rank()]
@@ -238,7 +247,7 @@ class ParameterGroup:
                 landing,
                 source if write is None else own,
                 group,
-                channel=self.channel,
+                channel=self.channels[self.copy],
                 after=refreshing,
                 prepare=write,
             )
@@ -258,10 +267,10 @@ class ParameterGroup:
             and transport_of(self.groups[-1], self.device).capabilities.bundles
         )
 
-    def bundled(self, channels: Channels) -> torch.Tensor:
+    def bundled(self, channels: Channels, copy: int) -> torch.Tensor:
         """What this rank sends in the bucket of the unit; under `torch.no_grad()`."""
         self.refresh(channels)
-        return self.model_weight.local
+        return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
         """Memory for the full weights, and where the bucket brings what is sent; under `torch.no_grad()`."""
@@ -269,21 +278,21 @@ class ParameterGroup:
         if not self.refreshes:
             self._gathered_from = self.version
         full = channels.weights.take(self.transient)
-        return self.payload.land(full, self.model_weight.local, channels.weights)
+        return self.payload.land(full, self.copies[self.copy].local, channels.weights, self.copy)
 
-    def serve(self, channels: Channels) -> Ticket:
-        """Start the part that other ranks need of this one in a gather whose result is not used here."""
+    def serve(self, channels: Channels, copy: int) -> Ticket:
+        """Start the part that other ranks need of this one in a gather of a copy whose result is not used here."""
         with torch.no_grad():
             unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
-            own = unused.part(self.model_weight.placements).local
+            own, source = unused.part(self.model_weight.placements).local, self.copies[copy].local
             return channels.gather.run(
                 collectives.all_gather,
                 unused.local,
                 own,
                 channels.of_gathers(self.groups[-1]),
-                channel=self.channel,
+                channel=self.channels[copy],
                 after=self._refreshing,
-                prepare=lambda: own.copy_(self.model_weight.local),  # must not change when this rank continues
+                prepare=lambda: own.copy_(source),  # must not change when this rank continues
             )
 
     def refresh(self, channels: Channels) -> None:
@@ -292,19 +301,10 @@ class ParameterGroup:
             return
         self.await_refresh()
         lane = channels.outer if self.model_weight.axes else channels.gather
-        uploaded = None
         with torch.no_grad():
-            own = self.model_weight.part(self.placements.optimizer).local
-            write = self.payload.write(own, self.main_weight.local, channels.weights)
-            if self.offload is not None:  # on the lane of the gather, which so comes behind it
-                self._upload = uploaded = lane.run(collectives.alone, write)
-                write = None
-            gathered = self.model_weight.gather_in_place(
-                self.placements.optimizer, lane, channels.of_gathers, channel=self.channel, prepare=write
-            )
-            if gathered is None and write is not None:
-                write()
-            self._refreshing = gathered or uploaded
+            what = self.payload, self.copies, self.main_weight.local, self.placements.optimizer, lane, channels
+            uploaded, self._refreshing = refresh_copies(*what, self.channels, uploads=self.offload is not None)
+            self._upload = uploaded or self._upload
         self._gathered_from = self.version
 
     def await_refresh(self) -> None:
@@ -319,7 +319,7 @@ class ParameterGroup:
     def refreshed_bytes(self) -> int:
         """Bytes of the model weights that are gathered from the main weights once in a step."""
         moves = self.refreshes and set(self.main_weight.axes) - set(self.model_weight.axes)
-        return self.model_weight.local.nbytes if moves else 0
+        return self.model_weight.local.nbytes * len(self.copies) if moves else 0
 
     @property
     def staging_bytes(self) -> int:

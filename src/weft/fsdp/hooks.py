@@ -40,7 +40,7 @@ from weft.fsdp.trees import give_back, map_tensors, tensors_in
 class ForwardCall:
     """One forward of a unit, on its way through backward, in which it holds the weights."""
 
-    computes = True
+    computes = backward = True
 
     def __init__(self, driver: "HookDriver", engine: Engine) -> None:
         self.driver = driver

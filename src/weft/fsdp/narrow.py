@@ -8,12 +8,16 @@ matrix need the maximum of the whole matrix. `local_maxima` computes the shard's
 ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
 scales. Each piece of a shard is dequantized from the received bytes to its place in the full weights, without a copy
 in between.
+
+Weights of mx with `compute="scaled"` have two copies, made from the same main weights at the same time and gathered one
+at a time: copy 0, with blocks along what forward products sum over, and copy 1, with blocks along what their backward
+sums over. Both have the same bytes per shard. A cut between 32 rows divides blocks of neither.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -57,6 +61,7 @@ class Narrow:
         cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
         self._parts = [[(each[shard], each[shard + 1]) for each in cuts] for shard in range(plan.layout.shards)]
         """By shard, the elements of each tensor that it holds."""
+        self.copies = self._recipe.copies
         self._payload_bytes = plan.layout.shard_numel // self._recipe.values_per_byte
         self._tails = [self._tail(parts) for parts in self._parts]
         """By shard, where the scales of each tensor begin and where the last ones end, in bytes."""
@@ -69,15 +74,23 @@ class Narrow:
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], device=plan.device)
-        whole = [self._scale_bytes(each.shape) if all(each.shape) else 0 for each in self._extents]
+        whole = [
+            self._most_scale_bytes(number, each.shape) if all(each.shape) else 0
+            for number, each in enumerate(self._extents)
+        ]
         self._scales_at = [*accumulate((-(-size // 4) * 4 for size in whole), initial=plan.layout.numel)]
         """Where the scales of each whole tensor begin in full weights that stay quantized."""
-        self.tail = -(-(self._scales_at[-1] - plan.layout.numel) // _ALIGNMENT) * _ALIGNMENT if self._stays else 0
+        self._transposed_at = -(-self._scales_at[-1] // _ALIGNMENT) * _ALIGNMENT
+        """Where the transposed codes of all tensors begin there, if they are kept."""
+        self.tail = self._transposed_at - plan.layout.numel if self._stays else 0
+        self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
         self.staging: Transient | None = None
         if plan.moves:
             self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
         self._come: torch.Tensor | None = None
         """The bytes of all shards, which `open` reads."""
+        self._copy = 0
+        """Which of the copies the full weights are."""
 
     @property
     def _recipe(self) -> Quantization:
@@ -91,12 +104,19 @@ class Narrow:
         """Whether full weights are quantized too."""
         return self._recipe.is_scaled
 
-    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
-        """See `Payload.write`. `source`: main weights, or the bytes that were made from them."""
-        return None if source.dtype == self.dtype else functools.partial(self._quantize, own, source)
+    def _recipe_of(self, number: int, copy: int) -> Quantization:
+        """Of a copy of tensor `number`. Stacks are of [in, out] matrices, so forward sums over their rows."""
+        if self.copies == 1:
+            return self._recipe
+        return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
-    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
+        """See `Payload.write`. `source`: main weights, or the bytes that were made from them."""
+        return None if source.dtype == self.dtype else functools.partial(self._quantize, own, source, copy)
+
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
         """See `Payload.land`."""
+        self._copy = copy
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
 
@@ -131,20 +151,24 @@ class Narrow:
         for piece in self._pieces(self._shard):
             values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
             largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
-            lost = count_losses(values.view(piece.shape), self._recipe, largest=largest)
+            lost = count_losses(values.view(piece.shape), self._recipe_of(piece.number, 0), largest=largest)
             found += torch.stack([*lost, lost[0].new_tensor(piece.numel)])
         return found
 
-    def _scale_bytes(self, shape: tuple[int, ...]) -> int:
-        """Of the scales that a piece of this shape has in its shard."""
+    def _scale_bytes(self, number: int, shape: tuple[int, ...], copy: int) -> int:
+        """Of the scales that a piece of tensor `number` with this shape has in its shard of a copy."""
         if self._recipe.kind == "tensorwise":
             return 0
-        return math.prod(self._recipe.scale_shape(shape)) * self._recipe.scale_itemsize
+        return math.prod(self._recipe_of(number, copy).scale_shape(shape)) * self._recipe.scale_itemsize
+
+    def _most_scale_bytes(self, number: int, shape: tuple[int, ...]) -> int:
+        """That there is room for in each copy."""
+        return max(self._scale_bytes(number, shape, copy) for copy in range(self.copies))
 
     def _tail(self, parts: list[tuple[int, int]]) -> list[int]:
         """Where in a shard's bytes the scales of each tensor's part begin, and where the last end."""
         sizes = [
-            self._scale_bytes(self._shape(number, stop - start)) if stop > start else 0
+            self._most_scale_bytes(number, self._shape(number, stop - start)) if stop > start else 0
             for number, (start, stop) in enumerate(parts)
         ]
         return list(accumulate(sizes, initial=self._payload_bytes))
@@ -171,10 +195,10 @@ class Narrow:
                 if self.maxima is not None and len(shape) == 3:
                     shape = shape[1:]
                 yield _Piece(number, matrix, offset + first, last - first, shape, scales_at)
-                scales_at += self._scale_bytes(shape)
+                scales_at += self._most_scale_bytes(number, shape)
 
-    def _quantize(self, own: torch.Tensor, main: torch.Tensor) -> Pending:
-        """Fill the bytes of this rank's shard from its main weights."""
+    def _quantize(self, own: torch.Tensor, main: torch.Tensor, copy: int) -> Pending:
+        """Fill the bytes of this rank's shard of a copy from its main weights."""
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
             at = piece.place - begin
@@ -182,22 +206,23 @@ class Narrow:
             if self._plan.offload is not None:  # quantized on the device, whose memory it is copied to
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
                 values = there.copy_(values, non_blocking=True)
-            codes, steps = self._bytes_of(own, piece, at)
+            codes, steps = self._bytes_of(own, piece, at, copy)
             largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
-            _, scales = quantize(values.view(piece.shape), self._recipe, largest=largest, out=codes)
+            recipe = self._recipe_of(piece.number, copy)
+            _, scales = quantize(values.view(piece.shape), recipe, largest=largest, out=codes)
             if steps.numel():
                 found = scales[0] if isinstance(scales, tuple) else scales
                 steps.copy_(found.reshape(-1).view(torch.uint8))
         return Pending()
 
-    def unpacked(self, come: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Views of the bytes of all shards: where in the full weights the elements of each piece begin, its payload and
-        its scales, as `quantize` returns them."""
+    def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
+        """Views of the bytes of all shards of a copy: where in the full weights the elements of each piece begin, its
+        payload and its scales, as `quantize` returns them."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
-                codes, steps = self._bytes_of(sent, piece, piece.place - shard * shard_numel)
-                yield piece.place, codes, self._scales(piece, steps)
+                codes, steps = self._bytes_of(sent, piece, piece.place - shard * shard_numel, copy)
+                yield piece.place, codes, self._scales(piece, steps, copy)
 
     def _dequantize(self, come: torch.Tensor, full: torch.Tensor) -> None:
         """Fill the full weights from the bytes of all shards."""
@@ -211,33 +236,51 @@ class Narrow:
         target, ends = full.view(torch.uint8), list(self._scales_at)
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
-                codes, steps = self._bytes_of(sent, piece, piece.place - shard * self._plan.layout.shard_numel)
+                begin = shard * self._plan.layout.shard_numel
+                codes, steps = self._bytes_of(sent, piece, piece.place - begin, self._copy)
                 codes = unpacked_e2m1(codes) if self._recipe.kind == "nvfp4" else codes
                 target[piece.place : piece.place + piece.numel].view(codes.shape).copy_(codes)
                 target[ends[piece.number] : ends[piece.number] + steps.numel()].copy_(steps)
                 ends[piece.number] += steps.numel()
+        if self._recipe.keep_transpose:
+            for extent in (each for each in self._extents if len(each.shape) > 1):
+                self._transposed(target, extent.offset, extent.shape).copy_(
+                    target[extent.offset : extent.end].view(extent.shape).mT
+                )
 
-    def operand(self, codes: torch.Tensor, full: torch.Tensor, number: int) -> tuple[torch.Tensor, Any, Quantization]:
-        """Payload, scales and recipe of tensor `number`, whose `codes` are in full weights that stay quantized."""
-        recipe, shape, begin = self._recipe, tuple(codes.shape), self._scales_at[number]
+    def _transposed(self, target: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        """The transposed codes of a tensor in full weights that keep them."""
+        *stack, height, width = shape
+        begin = self._transposed_at + offset
+        return target[begin : begin + math.prod(shape)].view(*stack, width, height)
+
+    def operand(
+        self, codes: torch.Tensor, full: torch.Tensor, number: int, *, backward: bool = False
+    ) -> tuple[torch.Tensor, Any, Quantization]:
+        """Payload, scales and recipe of tensor `number`, whose `codes` are in full weights that stay quantized, for a
+        product of forward or of `backward`. A product that sums over rows gets transposed codes, if they are kept."""
+        recipe, shape, begin = self._recipe_of(number, self._copy), tuple(codes.shape), self._scales_at[number]
+        if recipe.keep_transpose and (codes.dim() == 3) != backward:
+            codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT
         if recipe.kind == "tensorwise":
             return codes, wide_scales(self.maxima_of(number), recipe).view(recipe.scale_shape(shape)), recipe
-        steps = full.view(torch.uint8)[begin : begin + self._scale_bytes(shape)]
+        steps = full.view(torch.uint8)[begin : begin + self._scale_bytes(number, shape, self._copy)]
         typed = (steps.view(torch.float32) if recipe.scale_itemsize == 4 else steps).view(recipe.scale_shape(shape))
         if recipe.kind == "nvfp4":
             return packed_e2m1(codes), (typed, wide_scales(self.maxima_of(number)[0], recipe)), recipe
         return codes, typed, recipe
 
-    def _bytes_of(self, sent: torch.Tensor, piece: _Piece, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bytes_of(self, sent: torch.Tensor, piece: _Piece, at: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a shard's bytes: the payload of the piece whose elements begin at `at`, and its scales."""
         *rows, width = piece.shape
         per_byte = self._recipe.values_per_byte
         codes = sent[at // per_byte : (at + piece.numel) // per_byte].view(*rows, width // per_byte)
-        return codes, sent[piece.scales_at : piece.scales_at + self._scale_bytes(piece.shape)]
+        scales = self._scale_bytes(piece.number, piece.shape, copy)
+        return codes, sent[piece.scales_at : piece.scales_at + scales]
 
-    def _scales(self, piece: _Piece, steps: torch.Tensor) -> Any:
+    def _scales(self, piece: _Piece, steps: torch.Tensor, copy: int) -> Any:
         if self.maxima is None:
             typed = steps.view(torch.float32) if self._recipe.scale_itemsize == 4 else steps
-            return typed.view(self._recipe.scale_shape(piece.shape))
+            return typed.view(self._recipe_of(piece.number, copy).scale_shape(piece.shape))
         whole = wide_scales(self.maxima_of(piece.number)[piece.matrix], self._recipe)
         return whole if self._recipe.kind == "tensorwise" else (steps.view(piece.shape[0], -1), whole)

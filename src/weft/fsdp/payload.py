@@ -11,15 +11,19 @@ four ask the group's payload to `write` what leaves this rank, and to `open` wha
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import Placement
 
 from weft.comm import collectives
+from weft.comm.lanes import Lane, Ticket
+from weft.fsdp.channels import Channels
 from weft.fsdp.narrow import Narrow
 from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
+from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 
 
@@ -38,12 +42,14 @@ class Payload(Protocol):
     """Bytes of a gather."""
     tail: int
     """Elements that full weights have behind those of the layout."""
+    copies: int
+    """2 where forward and backward use different bytes, of which one gather brings one copy; else 1."""
 
-    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
+    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
         """What makes `own`, the part that this rank sends, from `source`, on the lane; None: `source` can be sent."""
         ...
 
-    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
         """Where a gather of all ranks' `source` arrives whose result are the full weights `full`; `source` itself
         where each rank has all."""
         ...
@@ -64,6 +70,7 @@ class Plain:
 
     refreshes = False
     tail = 0
+    copies = 1
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         """`describe`: what errors call its staging memory."""
@@ -74,14 +81,14 @@ class Plain:
         if self._uploads and plan.recipe.main != plan.recipe.compute:
             self.staging = Transient(plan.home_numel, plan.recipe.main, plan.device, describe=describe)
 
-    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool) -> Callable[[], Any] | None:
+    def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
         """See `Payload.write`."""
         if source.data_ptr() == own.data_ptr() or (source.dtype == own.dtype and not self._uploads):
             return None
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
-    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
         """See `Payload.land`."""
         return full
 
@@ -89,3 +96,32 @@ class Plain:
         """See `Payload.open`."""
         if self.staging is not None:
             self.staging.give()
+
+
+def refresh_copies(
+    payload: Payload,
+    copies: Sequence[FlatBuffer],
+    main: torch.Tensor,
+    inner: tuple[Placement, ...],
+    lane: Lane,
+    channels: Channels,
+    numbers: Sequence[int],
+    *,
+    uploads: bool,
+) -> tuple[Ticket | None, Ticket | None]:
+    """Start making all `copies` from this rank's `main` weights, under the placements `inner`; under `torch.no_grad()`.
+
+    `numbers`: the channel of each. Returns the last upload from CPU memory, and the last of all tickets, which comes
+    behind the others.
+    """
+    uploaded = last = None
+    for copy, (buffer, channel) in enumerate(zip(copies, numbers)):
+        fill = payload.write(buffer.part(inner).local, main, channels.weights, copy)
+        if uploads:  # on the lane of the gather, which so comes behind it
+            uploaded = last = lane.run(collectives.alone, fill, after=last)
+            fill = None
+        gathered = buffer.gather_in_place(inner, lane, channels.of_gathers, channel=channel, prepare=fill, after=last)
+        if gathered is None and fill is not None:
+            fill()
+        last = gathered or last
+    return uploaded, last

@@ -10,6 +10,8 @@
     held         let go       held         a holder, another one stays
     held         let go last  here         the last holder
     held         renew        held         a pass that finds them stale   they are gathered again, into the same memory
+    held         turn         held         a driver that needs the other  the other copy of weights that have two is
+                                           copy, or a product             gathered, into the same memory
     here         free         at rest      a driver that foresees no      the memory goes
                                            use of the unit soon
 
@@ -65,6 +67,7 @@ TRANSITIONS = {
     (State.HELD, "let go"): State.HELD,
     (State.HELD, "let go last"): State.HERE,
     (State.HELD, "renew"): State.HELD,
+    (State.HELD, "turn"): State.HELD,
     (State.HERE, "free"): State.AT_REST,
 }
 
@@ -94,6 +97,10 @@ class Unit:
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
+        self.turns = any(len(group.copies) > 1 for group in self.groups)
+        """Whether backward uses another copy of some weights than forward."""
+        self.backward = False
+        """Whether what is gathered, or is gathered next, is the copy of backward, if `turns`."""
         self.policy = policy
         self.name = ""
         self.number = 0
@@ -220,6 +227,27 @@ class Unit:
             group.free()
         self._gather()
         self._wait()
+
+    def turn(self, backward: bool) -> None:
+        """Let weights that have two copies be gathered, or be gathered again, as forward or `backward` needs them."""
+        if not self.turns or self.backward == backward:
+            return
+        self.free()  # gathered ahead for the other direction
+        self.backward = backward
+        turning = [group for group in self.groups if len(group.copies) > 1]
+        if self.state is State.AT_REST:
+            for group in turning:
+                group.copy = int(backward)
+            return
+        self.state = TRANSITIONS.get((self.state, "turn")) or self._refuse("turn")
+        self.channels.on_gather(self)
+        for group in turning:
+            group.fulls.check_unwritten()
+            group.fulls.leave()
+            group.copy = int(backward)
+            if (ticket := group.gather(self.channels)) is not None:
+                ticket.wait()
+            group.arrived()
 
     def sync_versions(self) -> None:
         """A pass begins, and the weights are here: let autograd read only what was saved from the main weights that

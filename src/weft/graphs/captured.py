@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft.fsdp.gradients.direct import answering
+from weft.fsdp.gradients.partial import entering, whole
 from weft.graphs import tape
 from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.places import Places, Ranges, hooked, local, range_of, versions_set
@@ -90,9 +92,7 @@ class Captured:
         self._delays: Any = None if queue is None else queue.fresh()
         self._weights: Recordings | None = None
         spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
-        if not all(isinstance(how, Shard) for each in spread for how in each.placements):
-            raise CaptureRefused("tensor-parallel ranks add up gradients of its weights")
-        if not all(places.is_owned(each) for each in spread):
+        if not all(map(places.is_owned, spread)):
             raise CaptureRefused("a weight of it is a DTensor that is in no unit")
         if any(map(hooked, places.tensors())):
             raise CaptureRefused("a hook on the gradient of a gathered weight would not run")
@@ -106,6 +106,8 @@ class Captured:
             for static, tensor in zip(self._inputs, tensors):
                 static.copy_(tensor)
         self._gradients = [sample.make() for sample in gradients]
+        self._entered: list[tuple[Any, DeviceMesh]] = []
+        """Weights whose gradients are summed over ranks behind a replay, once for each use."""
         before = places.attributes()
         with places.restored():
             self._capture(backend, function, leaves, spec)
@@ -120,12 +122,23 @@ class Captured:
         arguments = [statics.get(id(each), each) for each in leaves]
         known = [*map(range_of, self._inputs), *self._places.ranges()]
 
+        alike: list[Tensor] = []
+
+        def enter(parameter: Any, mesh: DeviceMesh) -> Tensor:
+            tensor = local(parameter).detach().requires_grad_(parameter.requires_grad)
+            if parameter.requires_grad:
+                self._entered.append((parameter, mesh))
+                alike.append(tensor)
+            return tensor
+
         def forward() -> Any:
+            alike.clear()  # a backend may run it twice
+            self._entered.clear()
             args, kwargs = tree_unflatten(arguments, spec)
             with self._delays or nullcontext(), _autocast_caches_nothing():
                 return function(*args, **kwargs)
 
-        with answering(_refuse):
+        with answering(_refuse), entering(enter):
             result, self._forward = backend.capture(forward, known)
         if [each._version for each in entered] != versions:
             raise CaptureRefused("it changes an input in place")
@@ -147,7 +160,7 @@ class Captured:
         # autograd saved; the forward before it has made the values.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         at_capture = [each._version for each in saved]
-        wanted = [*inputs, *trained]
+        wanted = [*inputs, *alike, *trained]
 
         def differentiate() -> Sequence[Tensor | None]:
             if self._delays is not None:
@@ -162,7 +175,7 @@ class Captured:
 
         self._backward = Recordings(capture, differentiate, trained, self._places.restored, self._count)
         self._needs = [each.requires_grad for each in entered]
-        made = self._backward.tried.result[len(inputs) :]
+        made = self._backward.tried.result[len(inputs) + len(alike) :]
         self.parameters = [to for to, gradient in zip(trained, made) if gradient is not None]
         """Those that get gradients by autograd."""
         self._owned = [self._places.is_owned(each) for each in trained]
@@ -192,7 +205,8 @@ class Captured:
         lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
         inputs = [leaves[number] for number in self._numbers]
-        made = iter(_Replayed.apply(self, lease, copies, *inputs, *self.parameters))
+        alike = [whole(parameter, mesh) for parameter, mesh in self._entered]
+        made = iter(_Replayed.apply(self, lease, copies, *inputs, *alike, *self.parameters))
         return tree_unflatten([next(made) if isinstance(each, Tensor) else each for each in self._results], self._spec)
 
     @torch.no_grad()
@@ -211,7 +225,8 @@ class Captured:
 
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward: the gradients of the inputs, None for those without, and of the parameters."""
+        """Replay the backward: gradients of the inputs, None for those without, of what is summed over ranks behind it,
+        and of the parameters."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "
@@ -231,6 +246,7 @@ class Captured:
         for needs in self._needs:
             gradient = next(of_inputs) if needs else None
             handed.append(None if gradient is None else gradient.clone())
+        handed += [next(of_inputs) for _ in self._entered]  # copied as soon as this backward ends
         pairs = [(each, owned) for each, owned in zip(of_inputs, self._owned) if each is not None]
         return [*handed, *(each.detach() if owned else each.clone() for each, owned in pairs)]
 

@@ -39,15 +39,17 @@ class UnitFacts:
 
     `gathered`: bytes of the gathered weights of each group. `sent`: of a gather of all of them, None for as many.
     `refreshed`: of the model weights that stay on each rank and are gathered once in a step, behind the optimizer.
-    `staging`: of what is uploaded on its way there. `post_forward`: of what stays of them between forward and backward.
-    `tied`: the units whose parameters it shares. `bundle`: the units that travel with it, itself included.
-    `gradients`: of each group, None for one that has none.
+    `turned`: where backward uses another copy of some weights than forward, bytes of a gather of one copy of those into
+    memory that is there, and of what is taken meanwhile. `staging`: of what is uploaded on its way there.
+    `post_forward`: of what stays of them between forward and backward. `tied`: the units whose parameters it shares.
+    `bundle`: the units that travel with it, itself included. `gradients`: of each group, None for one that has none.
     """
 
     name: str
     gathered: tuple[int, ...]
     sent: int | None = None
     refreshed: int = 0
+    turned: tuple[int, int] = (0, 0)
     staging: int = 0
     post_forward: int = 0
     tied: tuple[int, ...] = ()

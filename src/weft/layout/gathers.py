@@ -47,6 +47,19 @@ class Gathered(Protocol):
         """Whether its weights are here or on their way."""
         ...
 
+    @property
+    def turns(self) -> bool:
+        """Whether backward uses another copy of its weights than forward."""
+        ...
+
+    @property
+    def backward(self) -> bool:
+        """Whether what is gathered, or is gathered next, is the copy of backward."""
+        ...
+
+    def turn(self, backward: bool) -> None:
+        """Have the copy of forward or of `backward`: at once if it is held, else when it is gathered next."""
+
     def prefetch(self) -> None:
         """Start the gather, unless it is resident."""
 
@@ -63,8 +76,8 @@ class Bundle(Protocol):
 
     numbers: Collection[int]
 
-    def gather(self) -> None:
-        """Start the gather of its units that are not resident and have room."""
+    def gather(self, backward: bool) -> None:
+        """Start the gather of its units that are not resident and have room, in a backward or not."""
 
 
 class GatherOrder:
@@ -85,6 +98,8 @@ class GatherOrder:
         self.depth = 1
         """How many units a schedule gathers ahead; hooks: one."""
         self._expected: tuple[int, ...] = ()
+        self._backwards: tuple[int, ...] = ()
+        """Which of the expected uses are in backward, of units that turn."""
         self._position = 0
         self._on_plan = True
         self._waits = False
@@ -105,15 +120,16 @@ class GatherOrder:
         """A pass of this kind begins, `inside` of another or not."""
         self._around = self._state() if inside else None
         self._kind = kind
-        self._follow(self._predicted(kind))
+        self._follow(*self._predicted(kind))
 
     def foresee(self, trace: Trace, depth: int) -> bool:
         """A schedule begins, which will have these events and gathers `depth` units ahead; whether it is a new one."""
-        new = self._known(("schedule",)) != trace.uses
+        known = self.traces.get("schedule")
+        new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
             self.traces["schedule"] = trace
         self._kind, self.depth = "schedule", depth
-        self._follow(trace.uses)
+        self._follow(trace.uses, trace.backwards)
         return new
 
     def end_forward(self) -> None:
@@ -127,7 +143,7 @@ class GatherOrder:
         self._kind = "forward"
         if self._around is not None:
             (self._kind, self.events, self._expected, self._position, self._on_plan) = self._around[:5]
-            self._gathered, self._wanted_at, self._wanted = self._around[5:]
+            self._gathered, self._wanted_at, self._wanted, self._backwards = self._around[5:]
             self._around = None
 
     @property
@@ -140,14 +156,14 @@ class GatherOrder:
         self.traces.clear()
         self.events = []
         self._kind = "forward"
-        self._follow(())
+        self._follow((), ())
 
     def _state(self) -> tuple[Any, ...]:
         now = (self._kind, self.events, self._expected, self._position, self._on_plan)
-        return (*now, set(self._gathered), self._wanted_at, self._wanted)
+        return (*now, set(self._gathered), self._wanted_at, self._wanted, self._backwards)
 
-    def _follow(self, expected: tuple[int, ...]) -> None:
-        self.events = []
+    def _follow(self, expected: tuple[int, ...], backwards: tuple[int, ...]) -> None:
+        self.events, self._backwards = [], backwards
         self._expected, self._position, self._on_plan, self._waits = expected, 0, True, False
         self._gathered.clear()
         self._wanted = ()
@@ -158,12 +174,13 @@ class GatherOrder:
             self._ahead[key] = {}
         self._wanted_at = self._ahead[key]
 
-    def _predicted(self, kind: str) -> tuple[int, ...]:
-        """The uses of a pass of this kind, as far as they are known."""
-        if kind != "backward":
-            return self._known((kind,))
-        known = self._known(BACKWARD)
-        return self.traces["forward"].turned() if not known and "forward" in self.traces else known
+    def _predicted(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The uses of a pass of this kind, as far as they are known, and which of them are in backward."""
+        for known in BACKWARD if kind == "backward" else (kind,):
+            if known in self.traces:
+                return self.traces[known].uses, self.traces[known].backwards
+        turned = self.traces["forward"].turned() if kind == "backward" and "forward" in self.traces else ()
+        return turned, (1,) * len(turned)
 
     def _known(self, kinds: Iterable[str]) -> tuple[int, ...]:
         for kind in kinds:
@@ -182,31 +199,38 @@ class GatherOrder:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def use(self, unit: Any, named: Iterable[Any] | None = None) -> None:
-        """`unit` comes next: gather it, and ahead the `named` units, else those that the record predicts.
+    def use(self, unit: Any, named: Iterable[Any] | None = None, *, backward: bool = False) -> None:
+        """`unit` comes next: gather it, and ahead the `named` units, else those that the record predicts. `backward`:
+        what comes computes gradients.
 
         All gathers start before the host waits for the one that it needs, so that no lane runs dry.
         """
         number, position = unit.number, self._position
-        self.events.append(("use", number, 0))
+        self.events.append(("use", number, int(backward and unit.turns)))
         self._position = position + 1
         if self._on_plan and (position >= len(self._expected) or self._expected[position] != number):
             self._leave_plan(number)
+        if unit.turns or unit.tied:
+            for each in (unit, *unit.tied):
+                each.turn(backward)
         if named is not None:
             unit.prefetch()
             for each in named:
                 self.events.append(("ahead", each.number, 0))
+                self._turn_ahead(each)
                 each.prefetch()
             self._wanted = self._look_ahead()
             return
         if unit.tied or not unit.resident:
-            self._gather(unit)
+            self._gather(unit, backward)
         self._wanted = self._look_ahead()
         for following in self._wanted:
-            if not (ahead := self._units[following]).resident:
+            ahead = self._units[following]
+            self._turn_ahead(ahead)
+            if not ahead.resident:
                 if not ahead.has_room():
                     break
-                self._gather(ahead)
+                self._gather(ahead, ahead.backward)
 
     def stays(self, unit: Any) -> bool:
         """Whether `unit`, just released, is among what the pass needs next, so that its memory stays."""
@@ -240,17 +264,24 @@ class GatherOrder:
                 return
             yield number
 
-    def _gather(self, unit: Any) -> None:
+    def _turn_ahead(self, unit: Any) -> None:
+        """Let `unit`, which is gathered ahead, have the copy of its next use, unless another holds it."""
+        if unit.turns and not unit.holders:
+            coming = zip(self._expected[self._position :], self._backwards[self._position :])
+            unit.turn(bool(next((use for number, use in coming if number == unit.number), self._kind == "backward")))
+
+    def _gather(self, unit: Any, backward: bool) -> None:
         """Start to gather `unit`, with its bundle if that did not travel in this pass."""
         for tied in unit.tied:
-            self._gather(tied)
+            self._gather(tied, backward)
         if unit.resident:
             return
         bundle = self._bundles.get(unit.number)
         if bundle is not None and self._kind != "schedule" and not self._gathered.issuperset(bundle.numbers):
             self._gathered.update(bundle.numbers)
             self._wanted = self._look_ahead()
-            bundle.gather()
+            bundle.gather(self._kind == "backward")
+            unit.turn(backward)
         unit.prefetch()
 
     def _look_ahead(self) -> tuple[int, ...]:

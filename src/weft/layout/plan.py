@@ -19,8 +19,9 @@ from typing import Any
 
 from weft.layout.facts import Limits, UnitFacts
 from weft.layout.slab_plan import SlabPlan, plan_slab
+from weft.layout.step import Collective, Step
 from weft.layout.trace import Event, Trace
-from weft.layout.walk import Collective, Step, Walk
+from weft.layout.walk import Walk
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ from typing import NamedTuple
 class Event(NamedTuple):
     """`unit`: its number in the model.
 
-    `detail`: of the end of a forward, 1 if a backward follows; of `ready`, 1 if these are the last reductions of a
-    step; of an offer, 1 if the gradients wait for another backward; of a write, which of the unit's trainable groups,
-    and -1 less that where they wait.
+    `detail`: of a use, 1 if it is in backward and the unit has other weights there than in forward; of the end of a
+    forward, 1 if a backward follows; of `ready`, 1 if these are the last reductions of a step; of an offer, 1 if the
+    gradients wait for another backward; of a write, which of the unit's trainable groups, and -1 less that where they
+    wait.
     """
 
     what: str
@@ -51,6 +52,11 @@ class Trace:
     def uses(self) -> tuple[int, ...]:
         """The units in the order of their use."""
         return tuple(event.unit for event in self.events if event.what == "use")
+
+    @cached_property
+    def backwards(self) -> tuple[int, ...]:
+        """Of each use, its detail."""
+        return tuple(event.detail for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
         """The uses of the backward that this forward predicts: the unit that was done last comes first."""

@@ -15,42 +15,16 @@ It applies the executor's own rules, `layout.gathers` and `layout.turns`, to uni
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.layout.facts import GradientFacts, Limits, UnitFacts, kind_of
 from weft.layout.gathers import GatherOrder
+from weft.layout.step import GRADIENTS, WEIGHTS, Action, Collective, Step
 from weft.layout.trace import Event, Trace
 from weft.layout.turns import Due, ReductionOrder, turns_of
 
-WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
-"""The roles of transient memory."""
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
 """In which order the passes that are known follow each other in a step."""
-
-
-class Collective(NamedTuple):
-    """`operation`: "all-gather" or "reduce-scatter". `units`: by number. `nbytes`: of the whole message."""
-
-    operation: str
-    units: tuple[int, ...]
-    nbytes: int
-
-
-class Action(NamedTuple):
-    """What an event leads to: "refresh", "gather", "free", "pack", "reduce" or "finish", of these units."""
-
-    what: str
-    units: tuple[int, ...]
-
-
-class Step(NamedTuple):
-    """An event of a pass, what it leads to, and the transient bytes that are alive behind it, by role."""
-
-    kind: str
-    event: Event
-    actions: tuple[Action, ...]
-    weights: int
-    gradients: int
 
 
 class _Unit:
@@ -61,6 +35,8 @@ class _Unit:
         self.facts = facts
         self.gathered_bytes = sum(facts.gathered)
         self.resident = False
+        self.turns = facts.turned != (0, 0)
+        self.backward = False
         self.arrived = False
         self.holders: list[str] = []
         self.tied: list[_Unit] = []
@@ -80,6 +56,20 @@ class _Unit:
             unit.prefetch()
         if not self.resident:
             self._walk.gather((self,))
+
+    def turn(self, backward: bool) -> None:
+        """Have the copy of forward or of backward."""
+        if not self.turns or self.backward == backward:
+            return
+        self.free()
+        self.backward = backward
+        if self.resident:
+            nbytes, staging = self.facts.turned
+            self._walk.take(WEIGHTS, staging)
+            self._walk.give(WEIGHTS, staging)
+            if nbytes:
+                self._walk.acts.append(Action("gather", (self.number,)))
+                self._walk.collectives.append(Collective("all-gather", (self.number,), nbytes))
 
     def come(self) -> None:
         """The gather has started."""
@@ -134,9 +124,12 @@ class _Bundle:
         self.numbers = frozenset(unit.number for unit in units)
         self._walk, self.units = walk, units
 
-    def gather(self) -> None:
+    def gather(self, backward: bool) -> None:
         """Start the gather of those of its units that are not here."""
-        self._walk.gather([unit for unit in self.units if not unit.resident], self.units)
+        coming = [unit for unit in self.units if not unit.resident]
+        for unit in coming:
+            unit.turn(backward)
+        self._walk.gather(coming, self.units)
 
 
 class Walk:
@@ -243,7 +236,7 @@ class Walk:
                 if following.what != "ahead":
                     break
                 ahead.append(self.units[following.unit])
-            self._gathers.use(unit, ahead or None)
+            self._gathers.use(unit, ahead or None, backward=bool(event.detail))
             unit.acquire(holder)
         elif event.what == "keep":
             unit.acquire("for good" if trace.kind in ("backward", "accumulation") else "until backward")

@@ -122,10 +122,12 @@ class FlatBuffer:
         *,
         channel: int,
         prepare: Callable[[], Any] | None = None,
+        after: Ticket | None = None,
     ) -> Ticket | None:
         """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first.
 
         `through`: the communicator for the ranks of a mesh axis. `prepare`: what fills the part that lies here, first.
+        `after`: what the first gather comes behind. Returns the last one, or None if there is none.
         """
         ticket = None
         axes = sharded_axes(inner)
@@ -134,7 +136,7 @@ class FlatBuffer:
             whole, part = self.part(outer).local, self.part(inner).local
             group = through(group_of(self.mesh, axes[-1]))
             ticket = lane.run(
-                collectives.all_gather, whole, part, group, channel=channel, after=ticket, prepare=prepare
+                collectives.all_gather, whole, part, group, channel=channel, after=ticket or after, prepare=prepare
             )
             inner, axes, prepare = outer, axes[:-1], None
         return ticket

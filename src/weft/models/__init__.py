@@ -1,4 +1,4 @@
-"""Hybrid models: what is trained."""
+"""Hybrid models: layers of several kinds in an order that a pattern describes."""
 
 from typing import TYPE_CHECKING
 

@@ -35,5 +35,5 @@ class HybridConfig(Kinds):
 
     @property
     def rotated(self) -> int:
-        """How many elements of a head are rotated."""
+        """The number of elements of a head that are rotated."""
         return self.rotary_width if Attention in classes_of(self.pattern) else self.qk_rope_head_dim

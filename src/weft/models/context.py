@@ -8,7 +8,7 @@ attention is even work. With cp = 2:
     rank 1     1 1 2 2
 
     layer   what is gathered over cp                             bytes
-    *       keys and values                                      grow with the row
+    *       keys and values, or heads are exchanged              grow with the row
     +       latents and rotated keys                             the same, and fewer
     M, G    the last inputs of the convolution, then of each     constant
             slice what it does to the state and what it adds
@@ -31,7 +31,7 @@ from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.mesh import Meshes
 from weft.models.documents import PADDING, Documents
-from weft.models.gathering import gathered, start_gathering
+from weft.models.gathering import gathered, start_exchanging, start_gathering
 from weft.models.loss import IGNORED_LABEL
 
 
@@ -111,6 +111,21 @@ class Slices:
         """Begin to gather [batch, 2 width, ...] each; the result gives [batch, seq, ...] of the whole rows."""
         finish = start_gathering(self.group, *parts)
         return lambda: [self._joined(each.unbind()) for each in finish()]
+
+    def exchanging(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to send the heads of [batch, 2 width, heads, C] each to the ranks, an equal part to each.
+
+        The result gives this rank's heads at all positions of the rows, [batch, seq, heads / ranks, C].
+        """
+        by_rank = (torch.stack(part.chunk(self.ranks, dim=2)) for part in parts)
+        finish = start_exchanging(self.group, *by_rank)
+        return lambda: [self._joined(each.unbind()) for each in finish()]
+
+    def exchanging_back(self, whole: Tensor) -> Callable[[], Tensor]:
+        """Begin to send [batch, seq, heads / ranks, C] where its positions are; the result gives this rank's positions
+        of all heads, [batch, 2 width, heads, C]."""
+        finish = start_exchanging(self.group, torch.stack(self._parted(whole)))
+        return lambda: torch.cat(finish()[0].unbind(), dim=2)
 
     def pieces(self, device: torch.device) -> list[Piece]:
         """What this rank's positions see, equal shapes together; padding is left out."""
@@ -237,6 +252,11 @@ class Slices:
         split = [part.split(self.width, dim=1) for part in parts]
         return torch.cat([first for first, _ in split] + [second for _, second in reversed(split)], dim=1)
 
+    def _parted(self, whole: Tensor) -> list[Tensor]:
+        """The whole rows -> the slices of each rank, [batch, 2 width, ...]."""
+        parts = whole.split(self.width, dim=1)
+        return [torch.cat((first, last), dim=1) for first, last in zip(parts[: self.ranks], reversed(parts))]
+
     def _on(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
         if (device, name) not in self._made:
             with torch.inference_mode(False):
@@ -257,7 +277,7 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Raises `ValueError` without `meshes.cp`, or for tensors of another shape than "tokens".
+    Raises `ValueError` without `meshes.cp`, for tensors of another shape than "tokens", and for what is no tensor.
     """
     if meshes.cp is None:
         raise ValueError(
@@ -274,8 +294,13 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     slices = Slices(_padded(whole, missing), group.rank(), group)
     part: dict[str, Any] = {"documents": slices}
     for name, value in batch.items():
-        if not isinstance(value, Tensor):
+        if name == "documents":
             continue
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name!r} is a {type(value).__name__}: beside documents a batch has tensors [batch, seq, ...], which "
+                "are cut; leave it out, or give it to the model by itself"
+            )
         if value.shape[:2] != tokens.shape:
             raise ValueError(f"{name!r} has shape {list(value.shape)}: it begins with that of tokens, {[rows, seq]}")
         filling = IGNORED_LABEL if name == "labels" else 0

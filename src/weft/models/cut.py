@@ -1,7 +1,8 @@
-"""How a hybrid model is cut into stages: by the `|` of its pattern, else into segments of equal cost.
+"""Cuts a hybrid model into stages: at the `|` of its pattern, otherwise into segments of equal cost.
 
-A layer costs the weights that a token meets in it: of the experts, as many as it visits. The last stage has the head
-besides, and prediction depths: each a projection, its layers and the head again.
+The cost of a layer is the number of weights that a token passes through; of the experts, only those that it visits.
+The last stage also has the head and the prediction depths. Each depth costs a projection, its layers and the head
+again.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What ranks gather of each other, or sum for each other, and the gradients that come back.
+"""What ranks gather of each other, sum for each other or exchange, and the gradients that come back.
 
 forward     start_gathering(...)   queries, ...          the result
             starts to send         computed meanwhile    awaits what came
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import streams
-from weft.comm.collectives import all_gather, inbox_numel, reduce_scatter
+from weft.comm.collectives import all_gather, all_to_all, inbox_numel, reduce_scatter
 from weft.comm.lanes import Lane, Ticket
 
 CONTEXT = "context"
@@ -36,7 +36,18 @@ def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEX
     In backward their gradients begin to travel where the result was asked for, and are awaited where this was called:
     what was computed in between runs beside them, in both directions.
     """
-    work = Gathering(group, [part.shape for part in parts], lane)
+    return _started(Gathering(group, [part.shape for part in parts], lane), parts)
+
+
+def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
+    """Begin to send the r-th of each [ranks, ...] to rank r; the result gives what each rank sent here, [ranks, ...].
+
+    In backward gradients travel as those of `start_gathering` do.
+    """
+    return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)
+
+
+def _started(work: "Gathering", parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     ticket = _Start.apply(work, *parts)
     return lambda: list(_Finish.apply(work, ticket))
 
@@ -93,6 +104,25 @@ class Gathering:
         self._ticket.wait()
         buffers, self._buffers, self._ticket = self._buffers, (), None
         return buffers
+
+
+class Exchanging(Gathering):
+    """Tensors of which each rank gets its own part, or their gradients on the way back."""
+
+    def send(self, parts: Sequence[Tensor]) -> None:
+        """Each rank's parts for this one are to come here."""
+        source = torch.cat([part.detach().flatten(1) for part in parts], dim=1)
+        output, rows = torch.empty_like(source), [1] * self._group.size()
+        self._ticket = _lane(self._lane, source.device).run(all_to_all, output, source, rows, rows, self._group)
+        self._buffers = output, source
+
+    def send_back(self, gradients: Sequence[Tensor]) -> None:
+        """The gradients of what came are to go where it came from."""
+        self.send(gradients)
+
+    def receive_back(self) -> list[Tensor]:
+        """They have, [ranks, ...] each."""
+        return self.receive()
 
 
 class _Start(torch.autograd.Function):

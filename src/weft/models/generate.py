@@ -1,4 +1,4 @@
-"""Text, token by token: what follows a sequence, each layer remembering what came before."""
+"""Generates text token by token. Each layer keeps its state of the tokens before."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -13,14 +13,14 @@ from weft.models.layers import Cache
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ValueError for values without meaning."""
+    """How the next token is chosen. Raises ValueError for values out of range."""
 
     temperature: float = 1.0
-    """What scores are divided by; 0 takes the best token."""
+    """Scores are divided by this; 0 takes the best token."""
     top_k: int = 0
-    """How many of the best tokens are drawn from; 0: all."""
+    """Tokens are drawn from this many of the best ones; 0: all."""
     top_p: float = 1.0
-    """The best tokens that together have this probability are drawn from."""
+    """Tokens are drawn from the best ones that together have this probability."""
     repetition_penalty: float = 1.0
     """What scores of tokens that have been there are divided by (negative ones: multiplied with)."""
 

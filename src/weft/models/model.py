@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.layers.positions import Positions
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
-from weft.models.shared import check_shared
+from weft.models.shared import check_exchanged, check_shared
 from weft.models.stack import Stack
 from weft.models.tensor_parallel import ends_of, share, tensor_ranks
 from weft.models.vocabulary import cut_cross_entropy
@@ -98,6 +99,14 @@ class HybridModel(nn.Module):
     def staged_layers(self) -> Sequence[StagedLayer]:
         """The logical layers of this rank, as `weft.overlap` runs them."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    @property
+    def chunks(self) -> list[list[StagedLayer]]:
+        """The logical layers of each stage of this rank, in the order in which a microbatch visits them. A model in one
+        piece is one chunk."""
+        layers = iter(self.staged_layers)
+        segments = [self.staged_layers] if self.cut is None else self.cut.mine
+        return [list(islice(layers, len(segment))) for segment in segments]
 
     @property
     def tied_ends(self) -> Sequence[nn.Module]:
@@ -242,6 +251,8 @@ def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     """Raise `ValueError` if `meshes` has an axis of which a model of `cfg` would make nothing."""
     if meshes.tp is not None:
         check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
+    if meshes.cp is not None:
+        check_exchanged(cfg, meshes.cp.size(), 1 if meshes.tp is None else meshes.tp.size())
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
             f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"

@@ -1,4 +1,4 @@
-"""What `HybridConfig.rope_scaling` may be: a `rope_type`, and the numbers that it needs."""
+"""The valid values of `HybridConfig.rope_scaling`: a `rope_type` and its numbers."""
 
 from collections.abc import Mapping
 from typing import Any

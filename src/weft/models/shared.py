@@ -1,4 +1,4 @@
-"""Which models the ranks of tensor parallelism can share: rules over sizes, which load no torch."""
+"""Which models the ranks of tensor and context parallelism can share: rules over sizes, which load no torch."""
 
 from weft.models.config import HybridConfig
 
@@ -12,6 +12,16 @@ _DIVIDED = {
 """The sizes that are cut over the ranks, by the kinds of layers that have them."""
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
 """The sizes of which several ranks may share one."""
+
+
+def check_exchanged(cfg: HybridConfig, context: int, size: int) -> None:
+    """Raise `ValueError` for heads that `context` ranks cannot exchange where `size` ranks share each layer."""
+    heads = cfg.num_attention_heads // size
+    if cfg.context_attention == "heads" and set(cfg.pattern) & set("*P") and heads % context:
+        raise ValueError(
+            f"num_attention_heads={cfg.num_attention_heads} on tp={size} ranks, whose {heads} are exchanged over "
+            f"cp={context}: make it a multiple of tp * cp = {size * context}, or set context_attention='gather'"
+        )
 
 
 def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:

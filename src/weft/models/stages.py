@@ -1,4 +1,4 @@
-"""What the stages of a model tell each other besides activations: small things for people, by name."""
+"""Small values that the stages of a model exchange besides activations, such as losses by name."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""A pattern as a table: what each symbol becomes."""
+"""A pattern as a table: the layer, the unit and the parameters of each symbol."""
 
 from dataclasses import dataclass
 

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from weft.comm.collectives import reduce_now
-from weft.comm.groups import group_of
 from weft.fsdp.gradients.direct import local_part
+from weft.fsdp.gradients.partial import whole
 
 PARTS = "tensor_parallel_parts"
 """Where a module keeps the parts of its own parameters, by name."""
@@ -55,11 +53,11 @@ class Part:
         """The part, differentiable."""
         if self.is_cut:
             return local_part(parameter)
-        whole = _Whole.apply(parameter, self.mesh) if isinstance(parameter, DTensor) else parameter
+        full = whole(parameter, self.mesh)
         if self.spans is not None:
-            found = [whole.narrow(self.dim, start, length) for start, length in self.spans]
+            found = [full.narrow(self.dim, start, length) for start, length in self.spans]
             return found[0] if len(found) == 1 else torch.cat(found, dim=self.dim)
-        return whole / self.mesh.size() if self.share else whole
+        return full / self.mesh.size() if self.share else full
 
 
 def part(module: nn.Module, name: str) -> Any:
@@ -109,21 +107,3 @@ def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
     each = -(-units // ranks)
     start = min(rank * each, units)
     return start, min(each, units - start)
-
-
-class _Whole(torch.autograd.Function):
-    """What all ranks have alike and each computes a part of the gradient of."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any, mesh: DeviceMesh) -> Tensor:
-        ctx.group, ctx.lies = group_of(mesh, 0), (parameter.device_mesh, parameter.placements)
-        local = parameter.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        wide = wide.contiguous()
-        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")
-        return DTensor.from_local(wide.to(gradient.dtype), *ctx.lies, run_check=False), None

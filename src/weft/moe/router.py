@@ -8,7 +8,7 @@ weights = scores of the chosen (/ their sum) * scaling_factor
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -144,8 +144,18 @@ class Router(nn.Module):
                 self._buffers[name] = kept.to(moved.device)
         return self
 
+    def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
+        """Compute losses over the positions of several ranks; see `over_positions`."""
+        self.over_positions = over_positions
+        vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # behind it the ranks exchange their means
+
     def forward(self, hidden: Tensor) -> Routing:
         """[batch, seq, hidden] -> Routing of batch * seq tokens."""
+        experts, weights, counts, kept, *means = self._scored(hidden)
+        return Routing(experts, weights, self._loss(hidden.shape[1], *means), counts, kept)
+
+    def _scored(self, hidden: Tensor) -> tuple[Any, ...]:
+        """All of a `Routing` but the loss, and what the loss is made of."""
         batch, seq, _ = hidden.shape
         precision = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -162,9 +172,9 @@ class Router(nn.Module):
 
         of_sequence = (batch, seq * self.top_k)
         load = count(experts.view(of_sequence), self.num_experts)  # [batch, num_experts]
-        loss = self._loss(logits, scores, load, seq)
+        means = (load, *self._means(logits, scores, batch, seq))
         if self.capacity_factor is None:
-            return Routing(experts, weights, loss, load.sum(0), None)
+            return experts, weights, load.sum(0), None, *means
         capacity = self.capacity(seq)
         kept = _keep_best(chosen.detach().view(of_sequence), experts.view(of_sequence), load, capacity)
         kept = kept.view_as(experts)
@@ -172,7 +182,7 @@ class Router(nn.Module):
             counts = load.new_full((self.num_experts,), batch * capacity)
         else:
             counts = load.clamp(max=capacity).sum(0)
-        return Routing(experts, weights.masked_fill(~kept, 0), loss, counts, kept)
+        return experts, weights.masked_fill(~kept, 0), counts, kept, *means
 
     def capacity(self, seq: int) -> int:
         """How many assignments of a sequence of this length an expert takes at most, with a `capacity_factor`."""
@@ -203,20 +213,26 @@ class Router(nn.Module):
             scores = grouped.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
         return _best(scores, self.top_k)
 
-    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor, seq: int) -> Tensor | None:
+    def _means(self, logits: Tensor, scores: Tensor, batch: int, seq: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of the positions here: the mean score of each expert, [batch, num_experts], and the z loss."""
         # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
-        terms = []
-        tokens = max(1, logits.shape[0])
+        mean = squares = None
         if self.aux_loss_coef:
             shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
-            mean = shares.view(load.shape[0], seq, self.num_experts).sum(1) / max(1, seq)
+            mean = shares.view(batch, seq, self.num_experts).sum(1) / max(1, seq)
+        if self.z_loss_coef:
+            squares = logits.logsumexp(-1).square().sum() * (self.z_loss_coef / max(1, logits.shape[0]))
+        return mean, squares
+
+    def _loss(self, seq: int, load: Tensor, mean: Tensor | None, squares: Tensor | None) -> Tensor | None:
+        terms = []
+        if mean is not None:
             if self.over_positions is not None:
                 loads = self.over_positions(load)
                 load, seq, mean = loads.sum(0), seq * len(loads), self.over_positions(mean).mean(0)
             frequency = load * (self.num_experts / (self.top_k * max(1, seq)))
             terms.append((frequency * mean).sum() * (self.aux_loss_coef / max(1, load.shape[0])))
-        if self.z_loss_coef:
-            squares = logits.logsumexp(-1).square().sum() * (self.z_loss_coef / tokens)
+        if squares is not None:
             terms.append(squares if self.over_positions is None else self.over_positions(squares[None]).mean())
         return sum(terms[1:], terms[0]) if terms else None
 

@@ -98,7 +98,7 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The part of a flat optimizer that knows parameters from flat tensors; mixed into a class of torch.optim.
+    """The part of a flat optimizer that maps flat tensors to parameters; mixed into a class of torch.optim.
 
     The members of a run have one state, and so one count of steps. Where some have a gradient and others have none,
     the run is divided, for good: then each has the count of its own steps, as parameters have.

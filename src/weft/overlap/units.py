@@ -147,7 +147,7 @@ class ModelUnits:
         """What `program` does with units."""
         events = []
         for each in program:
-            events += [Event("use", unit.number) for unit, _ in each.acquire]
+            events += [Event("use", unit.number, int(hold.backward and unit.turns)) for unit, hold in each.acquire]
             events += [Event("done", unit.number) for unit, _ in each.release]
             events += [Event("ready", unit.number) for unit in each.reduce]
         return Trace("schedule", tuple(events))
@@ -192,10 +192,11 @@ class ModelUnits:
 def _hold(held: Sequence[DrivenUnit], mine: Sequence[Around]) -> None:
     """Units held for all of `mine`, the steps of one microbatch in one direction."""
     data = [each for each in mine if "." not in each.step.slot]
-    holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}")) for unit in held]
+    backward = mine[0].step.direction == BACKWARD
+    holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]
     data[0].acquire.extend(holds)
     data[-1].release.extend(holds)
-    if mine[0].step.direction == BACKWARD:
+    if backward:
         mine[-1].reduce.extend(held)
 
 

@@ -1,4 +1,4 @@
-"""A schedule is data: who does what, with which microbatch, in which order.
+"""A schedule as data: for each rank, which microbatch runs through which chunk, in which order.
 
     rank 0   F0.0 F1.0 F0.1 F2.0+B0.1 F1.1+B0.0 ...
     rank 1   F0.0 F0.1+...
@@ -46,11 +46,11 @@ class Table:
 
     @property
     def stages(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of stages of the model."""
         return len(self.ranks) * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Which piece of the model, from the first, `chunk` of `rank` is."""
+        """The stage of the model that `chunk` of `rank` is, counted from 0."""
         if self.placement == V and chunk % 2:
             rank = len(self.ranks) - 1 - rank
         return chunk * len(self.ranks) + rank

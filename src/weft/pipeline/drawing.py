@@ -26,13 +26,13 @@ STYLES = {
     "W": ("white on #177a52", "black on #8fd6b8"),
     "P": ("white on #7040b0", "black on #c3a8e8"),
 }
-"""Of even and of odd chunks. P: a pair."""
+"""Styles of even and of odd chunks. P: a pair."""
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "P": "pair"}
 MOST_LINES = 60
-"""More, and the labels go."""
+"""With more lines than this, entries have no labels."""
 MOST_DRAWN = 240
-"""Lines: more, and what comes later is left out."""
+"""With more lines than this, the rest of the drawing is left out."""
 
 
 class Drawing:
@@ -60,7 +60,7 @@ class Drawing:
 
 
 def title(table: Table) -> str:
-    """What `table` is, in one line."""
+    """One line that describes `table`."""
     shape = _counted(len(table.ranks), "rank")
     if table.chunks > 1:
         shape += f", {table.chunks} chunks each" + " in a V" * (table.placement == V)
@@ -68,7 +68,7 @@ def title(table: Table) -> str:
 
 
 def cost(simulation: Simulation) -> str:
-    """What the table costs, in one line."""
+    """The cost of the table, in one line."""
     live = _counted(max(simulation.live), "microbatch", "es")
     return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
 

@@ -1,4 +1,4 @@
-"""Where the layers of a model are: cut into stages, which are dealt to ranks.
+"""Which layers of a model are on which rank: stages, dealt to ranks.
 
 layers   0 1 2 | 3 4 | 5 6 | 7 8 9       four segments on two ranks, two chunks on each
 
@@ -20,7 +20,7 @@ class Cut:
     """A model in stages. `segments`: the layers of each stage, numbered over the whole model; `placement`: see above.
 
     `group`: the process group of the pipeline's ranks, None where there is one. `rank`: this one among them.
-    `shares_ends`: whether the first and the last stage, on two ranks, both have parameters that are one in the whole.
+    `shares_ends`: whether the first and the last stage are on two ranks and share a parameter (a tied embedding).
     """
 
     segments: tuple[range, ...]
@@ -52,7 +52,7 @@ class Cut:
 
     @property
     def chunks(self) -> int:
-        """How many stages a rank has."""
+        """The number of stages of a rank."""
         return len(self.segments) // self.ranks
 
     @cached_property
@@ -60,7 +60,7 @@ class Cut:
         return Table("", ((),) * self.ranks, self.chunks, 0, self.placement)
 
     def stage(self, chunk: int) -> int:
-        """Which stage is `chunk` of this rank."""
+        """The stage that is `chunk` of this rank."""
         return self._dealt.stage(self.rank, chunk)
 
     def holder(self, stage: int) -> int:
@@ -97,7 +97,7 @@ class Cut:
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has the second of what the first and the last stage share."""
+        """Whether this rank has the second copy of a parameter that the first and the last stage share."""
         return self.shares_ends and self.is_last
 
     @property
@@ -107,9 +107,9 @@ class Cut:
 
 
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[range, ...]:
-    """Layers with these costs in `stages` neighbouring segments, of which the dearest is as cheap as can be.
+    """Cut layers with these costs into `stages` segments, so that the most expensive segment is as cheap as possible.
 
-    `last`: what the end of the last stage costs besides its layers. Segments are empty where layers are too few.
+    `last`: the cost of the head and the loss on the last stage. With fewer layers than stages, some segments are empty.
     """
     total = [0.0]
     for cost in costs:

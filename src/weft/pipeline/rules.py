@@ -1,4 +1,4 @@
-"""What each rank of a table must keep to, independently of the others.
+"""The rules that each rank of a table must follow by itself.
 
 F0.1 F1.1        a chunk takes microbatches in order, each once: gradients add as they do in one process, and what
                  crosses a border between stages arrives in the order in which it is asked for
@@ -17,7 +17,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "gradients of what came in", "W":
 
 
 def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
-    """The error that says `reason` of an entry, or of the end of a rank's entries."""
+    """The error with `reason` for an entry, or for the end of a rank's entries."""
     entries = table.ranks[rank] if rank < len(table.ranks) else ()
     what = format_entry(entries[position]) if position < len(entries) else "the end"
     message = f"table {table.name!r}, rank {rank}, entry {position} ({what}): {reason}"
@@ -25,12 +25,12 @@ def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
 
 
 def format_entry(entry: Entry) -> str:
-    """As the text form has it: `F2.0+B0.1`."""
+    """An entry in the text form: `F2.0+B0.1`."""
     return "+".join(map(str, entry)) or "nothing"
 
 
 def check_ranks(table: Table) -> None:
-    """Check every rank alone; raises TableError for the first entry that cannot be."""
+    """Check each rank by itself. Raises TableError for the first entry that breaks a rule."""
     _check_shape(table)
     for rank, entries in enumerate(table.ranks):
         ledger = _Ledger(table)
@@ -61,14 +61,14 @@ def _pair_fault(entry: Entry) -> str | None:
 
 
 class _Ledger:
-    """How far each chunk of one rank has come: for F, I and W the microbatch that is next. A B counts as I and W."""
+    """The next microbatch of F, I and W for each chunk of one rank. A B counts as I and W."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._next: Counter[tuple[str, int]] = Counter()
 
     def fault(self, entry: Entry) -> str | None:
-        """What is wrong with `entry` as the next one, if anything; else it is noted."""
+        """Why `entry` cannot be next; None if it can, and then it is recorded."""
         for action in entry:
             if fault := self._range_fault(action) or self._order_fault(action):
                 return fault
@@ -77,7 +77,7 @@ class _Ledger:
         return None
 
     def missing(self) -> str | None:
-        """An action that has not come, if there is one."""
+        """The first action that the rank never runs, if any."""
         for part in "FIW":
             for chunk in range(self._table.chunks):
                 if self._next[part, chunk] < self._table.microbatches:

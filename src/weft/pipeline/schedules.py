@@ -49,9 +49,9 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Interleaved with one more forward at the start: an F and the B after it do not need each other, and are a pair.
+    """Interleaved with one more forward at the start, so that an F and the B after it are independent and form a pair.
 
-    Without it, the last rank would wait for the forward of the very microbatch whose backward stands beside it.
+    Without the extra forward, the last rank's backward would need the forward that it is paired with.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
@@ -97,10 +97,10 @@ SCHEDULES = {
     "dualpipev": Schedule(dualpipev, 2, any_chunks=False, microbatches_per_rank=2),
     "zbv": Schedule(zbv, 2, any_chunks=False),
 }
-"""The published schedules by name. An entry that a program adds is a schedule as any other."""
+"""The published schedules by name. A program may add its own."""
 
 
-def table(name: str, *, ranks: int | None = None, microbatches: int | None = None, chunks: int | None = None) -> Table:
+def table(name: str, ranks: int | None = None, chunks: int | None = None, microbatches: int | None = None) -> Table:
     """The checked table of a published schedule, or the one in the file `name`.
 
     chunks: stages on each rank (default: what the schedule usually has). Of a file, numbers that are given must be the
@@ -158,7 +158,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
-    """(F, B) in turn, after `warmup` forwards without a B and before as many backwards without an F.
+    """(F, B) in turn: first `warmup` forwards without a B, at the end as many backwards without an F.
 
     A group of microbatches goes through all chunks before the next one starts.
     """
@@ -193,7 +193,7 @@ def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
 
 
 class _Row:
-    """The entries of one rank as they are written: each kind and chunk counts its microbatches."""
+    """Builds the entries of one rank. Each kind and chunk counts its own microbatches."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []

@@ -1,11 +1,11 @@
-"""What a table costs: all ranks, run on paper.
+"""The cost of a table, by simulating all ranks.
 
     F0 F1 F2 F3 .  .  B0 ...     an entry starts when its rank is free and what it needs has come:
     .  F0 F1 F2 F3 B0 ...          F       the same microbatch's F of the stage before
     .  .  F0 F1 B0 ...             B, I    its own F, and B or I of the stage behind
     .  .  .  F0 B0 F1 B1 ...       W       its own I
 
-Where no rank can start any more, the ranks wait for each other, and the table is refused.
+If no rank can start its next entry, the ranks wait for each other, and the table is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Costs:
         return _at({"F": self.forward, "I": self.inputs, "W": self.weights}[kind], stage)
 
     def check(self, stages: int) -> None:
-        """Raise ValueError for times that no run can have."""
+        """Raise ValueError for impossible times."""
         for name, value in vars(self).items():
             times = value if isinstance(value, Sequence) else [value]
             if isinstance(value, Sequence) and len(value) != stages:
@@ -73,17 +73,17 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """For each rank the time in which it does nothing."""
+        """The idle time of each rank."""
         return tuple(self.time - sum(end - start for start, end in spans) for spans in self.spans)
 
     @property
     def idle_share(self) -> float:
-        """What part of all ranks' time is spent doing nothing."""
+        """The idle share of all ranks' time."""
         return sum(self.idle) / (len(self.spans) * self.time) if self.time else 0.0
 
     @property
     def live(self) -> tuple[float, ...]:
-        """For each rank the most activations alive at once, in microbatches through all of the rank's chunks.
+        """The most activations that each rank keeps at once, in microbatches through all of the rank's chunks.
 
         A chunk's activations live from the start of its F to the end of its B or W.
         """
@@ -99,9 +99,9 @@ def _alive(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def check(table: Table, costs: Costs | None = None) -> Simulation:
-    """Simulate all ranks of `table`: whether it can run, how long each rank idles, how much it keeps alive.
+    """Simulate all ranks of `table`: their times, idle times and live activations.
 
-    Raises TableError, with rank, position and reason, for a table that no run can follow to its end.
+    Raises TableError, with rank, position and reason, if the table deadlocks or breaks a rule.
     """
     costs = Costs() if costs is None else costs
     costs.check(table.stages)
@@ -110,7 +110,7 @@ def check(table: Table, costs: Costs | None = None) -> Simulation:
 
 
 class _Run:
-    """Ranks go ahead in turn, each as far as it can."""
+    """Advances the ranks in turn, each as far as it can run."""
 
     def __init__(self, table: Table, costs: Costs) -> None:
         self.table, self.costs = table, costs
@@ -127,7 +127,7 @@ class _Run:
         return Simulation(self.table, self.costs, tuple(map(tuple, self._spans)))
 
     def _go(self, rank: int) -> int:
-        """How many entries `rank` could run."""
+        """Advance `rank`; returns how many entries it ran."""
         spans, entries = self._spans[rank], self.table.ranks[rank]
         before = len(spans)
         for entry in entries[before:]:
@@ -157,23 +157,21 @@ class _Run:
         return end + self.costs.transfer * (origin != rank)
 
     def _refuse(self, rank: int) -> None:
-        """Follow who waits for whom until a rank comes a second time."""
+        """Follow the ranks that wait for each other until one occurs twice, and raise TableError with that cycle."""
         circle: list[int] = []
         while rank not in circle:
             circle.append(rank)
             _, rank = self._blocked(rank)
         circle = circle[circle.index(rank) :]
-        waits = [
-            f"rank {each} stands at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle
-        ]
-        raise fault_of(self.table, rank, len(self._spans[rank]), "no rank can go on: " + "; ".join(waits))
+        waits = [f"rank {each} is at {self._standing(each)} and waits for {self._blocked(each)[0]}" for each in circle]
+        raise fault_of(self.table, rank, len(self._spans[rank]), "no rank can continue: " + "; ".join(waits))
 
     def _standing(self, rank: int) -> str:
         position = len(self._spans[rank])
         return f"entry {position} ({format_entry(self.table.ranks[rank][position])})"
 
     def _blocked(self, rank: int) -> tuple[str, int]:
-        """What `rank` waits for, in words, and the rank that owes it."""
+        """What `rank` waits for, in words, and the rank that must send it."""
         entry = self.table.ranks[rank][len(self._spans[rank])]
         kind, microbatch, stage = next(need for need in self._needs(rank, entry) if need not in self._ends)
         owner, chunk = self.table.place(stage)

@@ -1,14 +1,14 @@
-"""What moves between stages: activations to the next, their gradients back.
+"""The messages between stages: activations to the next stage, their gradients back.
 
     stage 0                        border 0                        stage 1
     ------------------------------ ------------------------------- ------------------------------
     send(key, tensors)             ~~~~~~~~~~ forward ~~~~~~~~~~>  take() -> tensors
     take() -> gradients            <~~~~~~~~~ backward ~~~~~~~~~~  send(key, gradients)
 
-Each border has a channel of its own in each direction, which nothing else can overtake or hold up. The next message of
-a channel is expected while the one before is worked on: its memory is there, and it arrives beside the computation.
-That needs its shape, which the sender tells once for each `key`, such as the shape of a microbatch; gradients have the
-shape of what they belong to.
+Each border has one channel in each direction, so no other message can overtake or block one. The receive of the next
+message is issued while the previous one is computed with, so it arrives under the computation. This needs the shape of
+the message. The sender sends it once for each `key`, such as the shape of a microbatch; gradients have the shape of
+their activations.
 """
 
 from collections import deque
@@ -30,9 +30,9 @@ from weft.pipeline.placement import Cut
 
 FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
-"""The border between the last stage and the first, over which the gradients of what both have are exchanged."""
+"""The border between the last stage and the first, which exchanges gradients of shared parameters."""
 FAREWELL = timedelta(seconds=1)
-"""How long messages may take to end once a schedule was left by an exception."""
+"""How long messages may take to end after an exception in a schedule."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6
@@ -68,7 +68,7 @@ class Channel:
     # --- sender -----------------------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Start to send; `tensors` must not change until it has arrived. Raises RuntimeError for other shapes than this
+        """Start to send; `tensors` must not change before `finish`. Raises RuntimeError for other shapes than this
         `key` had."""
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -88,7 +88,7 @@ class Channel:
         self._sent.append((ticket, tensors if streams.has_streams(self._device) else ()))
 
     def finish(self) -> None:
-        """Everything has arrived that was sent here."""
+        """Wait until everything that was sent on this channel has arrived."""
         while self._told:
             self._told.pop().complete()
         for ticket, _ in self._sent:
@@ -98,12 +98,12 @@ class Channel:
     # --- receiver ---------------------------------------------------------------------------------------------------
 
     def foresee(self, keys: Iterable[Hashable]) -> None:
-        """These messages will come, in this order."""
+        """Announce the messages that will arrive, in order."""
         self._coming.extend(keys)
         self._expect()
 
     def take(self) -> list[Tensor]:
-        """The next message, for what is computed from here on; the one after it is expected."""
+        """The next message, ready for computation on the current stream. Issues the receive of the one after it."""
         if not self._expected:
             key = self._coming[0]
             if key not in self._known:
@@ -115,20 +115,20 @@ class Channel:
         return tensors
 
     def learn(self, key: Hashable, like: "Channel") -> None:
-        """What belongs to `key` has the shape that it has in the channel `like`."""
+        """Take the shapes for `key` from the channel `like`."""
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
-        """What belongs to `key` has these shapes: no message is needed."""
+        """Set the shapes for `key`, so that the sender need not send them."""
         self._known[key] = shapes
         self._expect()
 
     def forget_shapes(self) -> None:
-        """Shapes are told anew."""
+        """Drop all shapes; senders send them again."""
         self._known.clear()
 
     def forget(self) -> None:
-        """What was to come does not come any more. Who waits at the other end is told so by its connection."""
+        """Give up the messages that were announced. The other end learns of it from its connection."""
         self._coming.clear()
         for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
@@ -139,7 +139,7 @@ class Channel:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _expect(self) -> None:
-        """Make room for the next message, if its shape is known and none is expected."""
+        """Issue the receive of the next message, if its shape is known and no receive is under way."""
         if self._expected or not self._coming or self._coming[0] not in self._known:
             return
         shapes = self._known[self._coming.popleft()]
@@ -150,7 +150,7 @@ class Channel:
         return self._lane.run(collective, tensors, self.group, self._peer, channel=self._number)
 
     def _tell(self, shapes: Shapes) -> None:
-        """The shapes of a message, over the hosts' network."""
+        """Send the shapes of a message from host to host."""
         words = []
         for shape, dtype in shapes:
             if dtype not in _DTYPES or len(shape) > _MOST_DIMS:
@@ -207,12 +207,12 @@ class Transport:
         return self._channels.get((border, direction))
 
     def finish(self) -> None:
-        """Everything has arrived that was sent from here."""
+        """Wait until everything that this rank sent has arrived."""
         for channel in self._channels.values():
             channel.finish()
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """What the rank with the other end of the model has in place of `tensor`."""
+        """Exchange `tensor` for that of the rank with the other end of the model."""
         ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
         out, into = (self._channels[ENDS, way] for way in ways)
         key = shapes = ((tuple(tensor.shape), tensor.dtype),)
@@ -225,12 +225,12 @@ class Transport:
         return other
 
     def forget_shapes(self) -> None:
-        """What crosses has other dtypes from now on: senders tell its shapes anew. All ranks of the pipeline say so."""
+        """Drop all shapes, because messages have other dtypes from now on. Call it on all ranks of the pipeline."""
         for channel in self._channels.values():
             channel.forget_shapes()
 
     def forget(self) -> None:
-        """A schedule was left by an exception: nothing comes any more, and the ranks at the other ends are told."""
+        """Give up all messages after an exception in a schedule. The ranks at the other ends learn of it."""
         for channel in self._channels.values():
             channel.forget()
         for group in dict.fromkeys(channel.group for channel in self._channels.values()):

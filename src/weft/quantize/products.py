@@ -14,6 +14,7 @@ import dataclasses
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 from weft.quantize.decode import dequantize
 from weft.quantize.formats import Scales, quantize
@@ -33,7 +34,8 @@ def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantizat
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
     if recipe.kind == "blockwise":
         return dataclasses.replace(recipe, block=(1, recipe.block[dim]), via=None)
-    return dataclasses.replace(recipe, via=None) if dim == -1 else None
+    across = dim == -2 if recipe.kind == "rowwise" else recipe.block[dim] < max(recipe.block)
+    return None if across else dataclasses.replace(recipe if recipe.kind == "rowwise" else recipe.along(-1), via=None)
 
 
 def scaled_product(
@@ -57,7 +59,9 @@ def scaled_product(
     if other is None:
         rows, weight = x, weight.to(x.dtype)
     else:
-        rows = dequantize(*quantize(x, other), other)
+        # A copy with blocks along rows may end with shorter ones.
+        whole = F.pad(x, (0, -x.shape[-1] % other.block[1])) if other.kind == "mx" else x
+        rows = dequantize(*quantize(whole, other), other)[:, : x.shape[-1]]
     weight = weight.mT if dim == -1 else weight
     product = rows @ weight if offsets is None else torch._grouped_mm(rows, weight, offsets)
     return product.to(x.dtype)
@@ -82,10 +86,10 @@ def missing_product(
     """Why a weight of this shape cannot be multiplied while it is quantized; None: it can be."""
     if dtype.itemsize > 4:
         return f"products of quantized operands are taken in fp32, which is narrower than {dtype}"
-    if len(shape) == 3 and recipe.kind not in ("tensorwise", "blockwise"):
+    if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):
         return (
             f"stacks of [in, out] matrices, such as experts, are summed over their rows, along which the scales of "
-            f"{recipe} differ; choose tensorwise() or blockwise()"
+            f"{recipe} differ; choose tensorwise(), blockwise() or mx(32)"
         )
     if device.type != "cuda":
         return None

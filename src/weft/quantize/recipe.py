@@ -9,8 +9,12 @@ mx(32)             32 neighbours in a row           e8m0      e4m3      1 + 1 / 
 nvfp4()            16 neighbours in a row           e4m3      e2m1      1 / 2 + 1 / 16; one fp32 scale per matrix
 
 A weight with three dimensions is a stack of matrices, such as the experts of a layer.
+
+A product of scaled operands needs blocks along the dimension that it sums over. For mx that is another one in forward
+than in backward, so under `compute="scaled"` a weight has two copies, `along(-1)` and `along(-2)`.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +32,8 @@ class Quantization:
     `block`: rows and columns that share a scale, 0 for all of them. `pow2`: fp32 scales are rounded up to powers of
     two. `via`: the dtype that weights are cast to before they are quantized; None: the dtype that computes. `compute`:
     "dequantize", products use the weight in the dtype that computes; "scaled", linear layers and experts multiply
-    quantized operands (`weft.quantize.products`).
+    quantized operands (`weft.quantize.products`). `keep_transpose`: gathered weights have their transposed codes beside
+    them, in another byte per element, so that no product transposes them.
 
     Raises ValueError for a value that no format has.
     """
@@ -38,29 +43,46 @@ class Quantization:
     pow2: bool = False
     via: torch.dtype | None = None
     compute: str = "dequantize"
+    keep_transpose: bool = False
 
     def __post_init__(self) -> None:
         if any(not isinstance(size, int) or size < 0 for size in self.block):
             raise ValueError(f"{self.kind}{self.block}: the sides of a block are positive whole numbers")
-        if self.kind == "mx" and self.block[1] & (self.block[1] - 1):
-            raise ValueError(f"mx({self.block[1]}): a block has a power of two elements; the standard's has 32")
+        if self.kind == "mx" and (size := max(self.block)) & (size - 1):
+            raise ValueError(f"mx({size}): a block has a power of two elements; the standard's has 32")
         if self.via is not None and self.via not in _VIA:
             raise ValueError(f"via={self.via!r}: choose {', '.join(map(str, _VIA))}, or None for the compute dtype")
         if self.compute not in ("dequantize", "scaled"):
             raise ValueError(f'compute={self.compute!r}: choose "dequantize" or "scaled"')
+        if self.keep_transpose and not self.is_scaled:
+            raise ValueError('keep_transpose=True without compute="scaled": no product would read the transposed codes')
+        if self.keep_transpose and self.kind not in ("tensorwise", "blockwise"):
+            why = "backward has a copy of its own" if self.kind == "mx" else "backward multiplies dequantized weights"
+            raise ValueError(f"{self.kind} with keep_transpose=True: {why}; leave it out")
 
     def __str__(self) -> str:
-        sides = {"blockwise": f"{self.block[0]}, {self.block[1]}", "mx": str(self.block[1])}.get(self.kind, "")
+        sides = {"blockwise": f"{self.block[0]}, {self.block[1]}", "mx": str(max(self.block))}.get(self.kind, "")
         options = [sides] if sides else []
         options += ["pow2=True"] if self.pow2 else []
         options += [f"via={self.via}"] if self.via is not None else []
         options += ['compute="scaled"'] if self.is_scaled else []
+        options += ["keep_transpose=True"] if self.keep_transpose else []
         return f"{self.kind}({', '.join(options)})"
 
     @property
     def is_scaled(self) -> bool:
         """Whether products multiply the payload."""
         return self.compute == "scaled"
+
+    @property
+    def copies(self) -> int:
+        """How many copies of a weight there are: 2 where forward and backward multiply different ones."""
+        return 2 if self.kind == "mx" and self.is_scaled else 1
+
+    def along(self, dim: int) -> "Quantization":
+        """With the blocks of mx along dimension -1 or -2 of matrices. Along rows the last ones may be shorter."""
+        size = max(self.block)
+        return dataclasses.replace(self, block=(1, size) if dim == -1 else (size, 1))
 
     @property
     def shares_maximum(self) -> bool:
@@ -91,7 +113,7 @@ class Quantization:
         """Between how many elements of a tensor of this shape no cut divides a block."""
         if self.kind == "tensorwise" or not all(shape):
             return 1
-        rows = self.block[0]
+        rows = self.block[0] if self.copies == 1 else max(self.block)
         whole = len(shape) == 3 and shape[1] % rows != 0  # tiles begin anew with each matrix
         return shape[1] * shape[2] if whole else rows * shape[-1]
 
@@ -109,14 +131,26 @@ class Quantization:
             )
 
 
-def tensorwise(*, pow2: bool = False, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
+def tensorwise(
+    *,
+    pow2: bool = False,
+    via: torch.dtype | None = None,
+    compute: str = "dequantize",
+    keep_transpose: bool = False,
+) -> Quantization:
     """FP8 (e4m3) with one fp32 scale for each matrix, from its current maximum."""
-    return Quantization("tensorwise", (0, 0), pow2, via, compute)
+    return Quantization("tensorwise", (0, 0), pow2, via, compute, keep_transpose)
 
 
-def rowwise(*, pow2: bool = False, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
+def rowwise(
+    *,
+    pow2: bool = False,
+    via: torch.dtype | None = None,
+    compute: str = "dequantize",
+    keep_transpose: bool = False,
+) -> Quantization:
     """FP8 (e4m3) with one fp32 scale for each row, which is one output feature of a linear layer."""
-    return Quantization("rowwise", (1, 0), pow2, via, compute)
+    return Quantization("rowwise", (1, 0), pow2, via, compute, keep_transpose)
 
 
 def blockwise(
@@ -126,20 +160,23 @@ def blockwise(
     pow2: bool = False,
     via: torch.dtype | None = None,
     compute: str = "dequantize",
+    keep_transpose: bool = False,
 ) -> Quantization:
     """FP8 (e4m3) with one fp32 scale for each tile; DeepSeek-V3 (2024) uses 128 x 128. Tiles at the end may be less."""
     if rows == 0 or columns == 0:
         raise ValueError(f"blockwise({rows}, {columns}): choose sides of at least 1, tensorwise() or rowwise()")
-    return Quantization("blockwise", (rows, columns), pow2, via, compute)
+    return Quantization("blockwise", (rows, columns), pow2, via, compute, keep_transpose)
 
 
-def mx(block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
+def mx(
+    block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
+) -> Quantization:
     """MXFP8 of the OCP Microscaling Formats (2023): e4m3 with a power of two for each `block` neighbours in a row."""
     if block == 0:
         raise ValueError("mx(0): a block has at least one element; the standard's has 32")
-    return Quantization("mx", (1, block), False, via, compute)
+    return Quantization("mx", (1, block), False, via, compute, keep_transpose)
 
 
-def nvfp4(*, via: torch.dtype | None = None, compute: str = "dequantize") -> Quantization:
+def nvfp4(*, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False) -> Quantization:
     """NVFP4: e2m1 with an e4m3 scale for each 16 neighbours in a row, and an fp32 scale for each matrix."""
-    return Quantization("nvfp4", (1, 16), False, via, compute)
+    return Quantization("nvfp4", (1, 16), False, via, compute, keep_transpose)

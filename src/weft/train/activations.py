@@ -1,8 +1,8 @@
-"""How much memory the activations of a step take: measured while it runs, on any device.
+"""Measures the memory that the activations of a step take, on any device.
 
-op        memory that it makes counts from here ...
-          ... up to where nothing refers to it any more
-end       what is still there was made to stay (gradients, buffers) and did not count
+an operation     memory that it allocates counts from here ...
+                 ... until nothing refers to it any more
+end of a step    memory that is still referred to (gradients, buffers) was no activation and did not count
 """
 
 import weakref

@@ -1,11 +1,11 @@
-"""Buffers of your own model, such as the running statistics of BatchNorm, over the ranks.
+"""What ranks do with the buffers of your own model, such as the running statistics of BatchNorm.
 
     "broadcast"   after each step all ranks take those of rank 0
-    "mean"        after each step all ranks take the mean; buffers that are no floating-point numbers, those of rank 0
-    "own"         each rank has its own, and a checkpoint holds those of every rank
+    "mean"        after each step all ranks take the mean; buffers of integers are those of rank 0
+    "own"         each rank keeps its own, and a checkpoint holds those of every rank
 
-The first two leave them alike on all ranks, so that validation and checkpoints do not depend on the rank. They hold
-after every step, and not only where something is saved: a run that is stopped and resumed is the undisturbed one.
+With the first two, buffers are equal on all ranks, so validation and checkpoints do not depend on the rank. They apply
+after every step, not only before a save: a run that is stopped and resumed must equal the undisturbed one.
 """
 
 from collections import defaultdict
@@ -61,7 +61,7 @@ class Buffers:
         return self.rule == "own" and bool(self._buffers)
 
     def after_step(self) -> None:
-        """Make them alike; all ranks call this."""
+        """Make the buffers equal on all ranks. Collective."""
         if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:
             return
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """Conversations as text: the chat template of a published tokenizer, and which of its tokens an assistant writes.
 
-A template is Jinja: `chat_template.jinja`, or `chat_template` in tokenizer_config.json. What an assistant writes is
-what stands between {% generation %} and {% endgeneration %}. In a template without these, it is what each of its
-messages adds behind the prompt for it.
+A template is Jinja: `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The assistant writes the text
+between {% generation %} and {% endgeneration %}. In a template without these tags, it writes the text that each of its
+messages adds after its prompt.
 """
 
 import json
@@ -38,7 +38,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A template with the special tokens of its tokenizer. Raises ConfigError for what is no template."""
+    """A template with the special tokens of its tokenizer. Raises ConfigError for an invalid template."""
 
     def __init__(self, text: str, special: Mapping[str, str], name: str = "chat template") -> None:
         self.name, self.special = name, dict(special)
@@ -59,10 +59,10 @@ class ChatTemplate:
         return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and from which to which character an assistant writes.
+        """A conversation as text, and the ranges of characters that an assistant writes.
 
-        Raises ConfigError for a template that does not say it: one without {% generation %} that writes earlier
-        messages in another way once later ones follow.
+        Raises ConfigError if the template does not tell: it has no {% generation %}, and it changes earlier messages
+        when later ones follow.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

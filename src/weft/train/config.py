@@ -1,10 +1,10 @@
-"""What a run is made of: one TOML file, read into frozen dataclasses.
+"""The configuration of a run: one TOML file, read into frozen dataclasses.
 
     [section]          ->  TrainConfig.section
     name = value           .name
 
-Every field has a default, so that a configuration only says what differs. Nothing is ignored: an unknown
-name, a value of the wrong type and a value out of its range are each a `ConfigError`.
+Every field has a default, so a configuration lists only what differs. Nothing is ignored: an unknown name, a value of
+the wrong type and a value out of its range each raise `ConfigError`.
 """
 
 import dataclasses
@@ -68,11 +68,11 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the steps."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    """What is cut over the ranks."""
+    """How the model is spread over the ranks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What outlives the processes."""
+    """Checkpoints and copies in memory."""
     run: RunConfig = field(default_factory=RunConfig)
-    """Where the run lives."""
+    """The run's name, directory, loggers and report."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Lines about settings that were adjusted while the configuration was read; a run prints them when it begins."""
 
@@ -116,7 +116,7 @@ class TrainConfig:
 
     @property
     def chunks(self) -> int:
-        """How many stages each rank of the pipeline has."""
+        """The number of stages on each rank of the pipeline."""
         if self._own_chunks:
             return self._own_chunks
         return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
@@ -178,7 +178,7 @@ class TrainConfig:
         )
 
     def microbatches_per_step(self, world_size: int) -> int:
-        """How many microbatches each of `world_size` ranks accumulates in one optimizer step."""
+        """The number of microbatches that each of `world_size` ranks accumulates in one optimizer step."""
         return microbatches_per_step(self.train.global_batch_size, self.train.microbatch_size, world_size)
 
 

@@ -24,7 +24,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the averages for weights while this lasts."""
+        """Use the averages as the model's weights inside of the block."""
         self._exchange()
         try:
             yield
@@ -42,7 +42,7 @@ class WeightAverage:
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The averages were filled in place."""
+        """Does nothing: the averages were filled in place."""
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

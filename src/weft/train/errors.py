@@ -1,4 +1,4 @@
-"""The one error of the trainer that a person can repair without reading code, and what is like it."""
+"""Errors of the trainer that you can fix without reading code."""
 
 import sys
 from traceback import walk_tb

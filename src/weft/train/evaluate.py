@@ -1,4 +1,4 @@
-"""The loss on a validation set, of a model that is training or of one that lies in a checkpoint."""
+"""The validation loss of a model in training, or of one in a checkpoint."""
 
 import dataclasses
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def move(microbatch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Means over the validation set of all ranks, nothing where there is none. Calls `moved` now and then."""
+    """Means over the validation set of all ranks; empty without a validation set. Calls `moved` to show progress."""
     modes = {module: module.training for module in task.model.modules()}
     task.model.eval()
     numbers = OwnNumbers(device)

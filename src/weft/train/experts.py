@@ -1,4 +1,4 @@
-"""What a run does for its experts besides training them: their load, and the biases that balance it."""
+"""The load of experts during a run, and the biases that balance it."""
 
 import torch
 from torch import nn
@@ -30,9 +30,9 @@ class ExpertBalance:
         return sum(router_losses(self._model).values(), zero)
 
     def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
-        """Move the biases by the loads of the step, unless it is `skipped`; all ranks call this.
+        """Move the biases by the loads of the step, unless it is `skipped`. Collective.
 
-        `show`: return the loads, the assignments per expert over all ranks by name of the layer; else nothing.
+        With `show`, return the assignments per expert over all ranks, by name of the layer; otherwise nothing.
         """
         moves = self._has_bias and not skipped
         if not (show or moves):

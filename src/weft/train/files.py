@@ -1,4 +1,4 @@
-"""Files that are either as they were or as they should be, never in between; and files that are read within bounds."""
+"""Files that are replaced atomically, and files that are read up to a limit."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from weft.errors import NotReadable
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of `path` when the block ends well, and is gone when it does not."""
+    """A new file, which replaces `path` when the block ends without an error and is removed otherwise."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         with written(temporary, "xb") as stream:
@@ -38,7 +38,7 @@ def replace_text(path: Path, text: str) -> None:
 def read_bounded(path: str | Path, limit: int) -> bytes:
     """The content of an ordinary file of at most `limit` bytes.
 
-    A device or a pipe never ends, and a file may be larger than the memory. Raises NotReadable for these, OSError.
+    A device or a pipe never ends, and a file may be larger than memory. Raises NotReadable for these, and OSError.
     """
     with open(path, "rb", opener=_open_without_waiting) as stream:
         status = os.fstat(stream.fileno())

@@ -9,7 +9,7 @@ from weft.train.errors import ConfigError
 
 
 def imported(setting: str, place: str) -> Any:
-    """What lies at `place`; modules of the working directory are found too. Raises ConfigError that names `setting`."""
+    """The object at `place`, also of a module in the working directory. Raises ConfigError that names `setting`."""
     module, colon, attribute = place.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f'{setting} = "{place}": must be the place of a Python object: "package.module:name"')

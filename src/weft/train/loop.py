@@ -55,10 +55,10 @@ from weft.train.task.task import Task
 class Trainer:
     """One rank's part of a run; needs the default process group.
 
-    Construction checks everything that can be wrong with the configuration (ValueError) and, for a run that
-    resumes, loads its checkpoint. `run` then trains. `task`: the text that the configuration describes, unless
-    another one is given; `optimizer`: makes one for the sharded model, that of [optimizer] unless it is given;
-    `command`: as in `open_run`; `memory`: the folder of copies, as in `Saves`.
+    The constructor checks the whole configuration (ValueError) and, if the run resumes, loads its checkpoint. `run`
+    then trains. `task`: what is trained; default: the text of the configuration. `optimizer`: a function of the
+    sharded model; default: that of [optimizer]. `command`: as in `open_run`. `memory`: the folder of copies, as in
+    `Saves`.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Trainer:
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
-        # Random numbers from here on differ between ranks; the initial weights must not.
+        # From here on ranks draw different random numbers. The initial weights above must be the same on all.
         seed_all(config.train.seed, self.rank)
 
-        self._tell = self.say  # until there is a progress to keep out of the way of
+        self._tell = self.say  # replaced by the progress line's own printer below
         self.saves = Saves(config.checkpoint, run.checkpoints, memory, state=self.state, say=self._note)
         try:
             if run.step is None and config.run.weights:
@@ -152,14 +152,14 @@ class Trainer:
         }
 
     def _check_state(self) -> None:
-        """What cannot be saved is found before the first step."""
+        """Raise for state that cannot be saved, before the first step."""
         try:
             self.state()
         except ValueError as error:
             raise ConfigError(f"optimizer: cannot be in a checkpoint: {error}") from error
 
     def _go_on(self) -> None:
-        """Load the newest intact checkpoint, and hold to the configuration where it differs from the run's."""
+        """Load the newest intact checkpoint, then apply the settings that differ from it."""
         # The schedule sets the learning rate from the configuration; the other options of your own optimizer are
         # its own, and may have changed on the way.
         held = (lambda name: name != "params") if self._is_optimizer_configured else (lambda name: name == "lr")
@@ -179,15 +179,15 @@ class Trainer:
         if self.config.checkpoint.keep_best:
             self.saves.checkpoints.protected = {self.position.best_step}
         told = changed(self.run_place.directory, self.config, step)
-        self.say(f"going on with {self.run_place.directory} from step {step}")
+        self.say(f"resuming {self.run_place.directory} from step {step}")
         for line in told:
             self.say(line)
 
     def run(self) -> bool:
-        """Train up to the last step, or to the step after which all ranks agreed to stop.
+        """Train to the last step, or to the step after which all ranks agreed to stop.
 
-        Returns whether the run is complete. Either way the last step is in a committed checkpoint. Raises
-        RuntimeError when the loss is no longer finite.
+        Returns whether the run is complete. In both cases a committed checkpoint holds the last step. Raises
+        RuntimeError if the loss is not finite.
         """
         try:
             return self._run()
@@ -264,7 +264,7 @@ class Trainer:
             self.account.end(position, self.optimizer, self.passes)
         if not complete:
             go_on = resuming(self.command, self.run_place.directory)
-            self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; go on with: {go_on}")
+            self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; resume with: {go_on}")
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
 
@@ -350,11 +350,11 @@ class Trainer:
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
-            f"since step {self.saves.saved_step}: lower optimizer.lr or train.gradient_clip and go on from there"
+            f"since step {self.saves.saved_step}: lower optimizer.lr or train.gradient_clip and resume from there"
         )
 
     def _validate(self, metrics: Metrics) -> bool:
-        """Returns whether what was reached is to be saved as the best."""
+        """Validate and log; returns whether this step is to be saved as the best."""
 
         def moved() -> None:
             self.watchdog.at(f"the validation after step {self.position.step}")
@@ -387,7 +387,7 @@ class Trainer:
 
 
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
-    """Train in the default process group, or alone where there is none; every rank calls this.
+    """Train in the default process group, or in this process alone if there is none. Every rank calls this.
 
     resume: as in `open_run`. Returns the trainer, whose `model` is trained.
     """

@@ -30,7 +30,7 @@ from weft.train.toml_values import plain, show, typed
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _OTHERWISE = {"fused", "foreach", "differentiable"}
-"""Options that choose how a step is computed."""
+"""Options that choose a kernel, not a result."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -50,7 +50,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    """One of a user's own. Raises ConfigError for what is none."""
+    """The optimizer that your function makes. Raises ConfigError if it is not one."""
     found = make(model)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -61,9 +61,9 @@ def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most `largest` (0: as they are); returns the norm before.
+    """Scale all gradients to a norm of at most `largest` (0: unchanged). Returns the norm before.
 
-    Where that is not finite, the gradients stay as they are, and show where it comes from.
+    If the norm is not finite, the gradients stay unchanged, so that they show which parameter caused it.
     """
     if not largest:
         return weft.optim.grad_norm(model)
@@ -109,7 +109,7 @@ def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Pa
 
 
 class Joined(torch.optim.Optimizer):
-    """Optimizers of different parameters as one: they share its groups and its state."""
+    """Several optimizers, each of other parameters, as one optimizer with all groups and states."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts

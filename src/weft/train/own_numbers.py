@@ -1,4 +1,4 @@
-"""Numbers that a loss gives beside itself, as means over microbatches and ranks."""
+"""The named scalars that your loss returns, as means over microbatches and ranks."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The passes of a step, forward and backward: from microbatches to gradients and losses."""
+"""Runs forward and backward of a step: from microbatches to gradients and losses."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext

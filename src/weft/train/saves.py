@@ -1,7 +1,7 @@
-"""What a run saves, and where it resumes: checkpoints on disk, and copies in the memory of the host between them.
+"""What a run saves and resumes from: checkpoints on disk and, between them, copies in the memory of the host.
 
-checkpoint.every           a checkpoint on disk, which outlives everything
-checkpoint.memory_every    a copy in memory, which outlives the ranks alone
+checkpoint.every           a checkpoint on disk
+checkpoint.memory_every    a copy in memory, which survives the ranks but not the host
 
 A restart by `weft train --restarts` resumes from the newer one.
 """
@@ -23,7 +23,7 @@ from weft.train.config import CheckpointConfig
 from weft.train.errors import ConfigError
 
 _MOMENTS = 2
-"""Tensors that most optimizers keep for each parameter, once they have stepped."""
+"""The number of tensors that most optimizers keep for each parameter after their first step."""
 
 
 class Saves:
@@ -78,9 +78,9 @@ class Saves:
         return self.saved_step
 
     def check_room(self) -> None:
-        """Raise ConfigError where the memory has no room for a copy beside the one before it.
+        """Raise ConfigError if two copies do not fit into memory.
 
-        An optimizer that has not stepped is counted with two tensors for each parameter.
+        An optimizer that has not stepped yet counts as two tensors for each parameter.
         """
         if self.copies is None:
             return
@@ -99,7 +99,7 @@ class Saves:
             )
 
     def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
-        """Write the checkpoint of `step`, unless there is one; returns whether there was none."""
+        """Write the checkpoint of `step` unless it exists. Returns whether it was written."""
         if self.saved_step == step:
             return False
         if self._config.keep_best:
@@ -110,7 +110,7 @@ class Saves:
         return True
 
     def copy(self, step: int) -> None:
-        """Copy the state to memory where that is due at `step`. A copy that fails is a line, and the run trains on."""
+        """Copy the state to memory if a copy is due at `step`. If it fails, the run prints a line and continues."""
         every = self._config.memory_every
         if self.copies is None or step % every:
             return
@@ -120,7 +120,7 @@ class Saves:
         self.copies.save(step, self._state())
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Wait for the saves and copies under way."""
         try:
             if self.copies is not None:
                 self._finish_copy(self.copies)

@@ -36,5 +36,5 @@ class Schedule:
 
 
 def due(every: int, step: int) -> bool:
-    """Whether what happens each `every` steps happens after `step`; 0: never."""
+    """Whether an action that runs every `every` steps runs after `step`; 0: never."""
     return every > 0 and step % every == 0

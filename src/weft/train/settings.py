@@ -1,4 +1,4 @@
-"""Every setting with its default and its line, from where it is defined: for `weft config` and the documentation."""
+"""Every setting with its default and its line of documentation, for `weft config` and docs/settings.md."""
 
 import ast
 import dataclasses
@@ -21,7 +21,7 @@ class Setting:
     default: Any
     """None: unset."""
     line: str
-    """What it does, in one line."""
+    """One line of documentation."""
 
 
 def settings() -> Iterator[Setting]:
@@ -58,7 +58,7 @@ def as_markdown() -> str:
 
 
 def _lines(fields: type) -> dict[str, str]:
-    """What stands below each field of a dataclass and of its bases."""
+    """The docstring below each field of a dataclass and of its bases."""
     found = {}
     for each in filter(dataclasses.is_dataclass, fields.__mro__):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body

@@ -1,4 +1,4 @@
-"""Where trained weights are: a run, one of its checkpoints, or the directory of a model."""
+"""Sources of trained weights: a run, one of its checkpoints, or the directory of a model."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,11 +24,11 @@ from weft.train.run.runs import CHECKPOINTS, CONFIG, ORIGIN, refuse_own_task
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 CONTEXT = 8
-"""How many tokens at the end of a prompt are decoded again together with the tokens that follow."""
+"""The number of tokens at the end of a prompt that are decoded again with the tokens that follow."""
 UNFINISHED = "\ufffd"
-"""How the start of a character looks whose other bytes are still to come."""
+"""How a character decodes before all of its bytes have been generated."""
 DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
-"""How tokens are chosen where a model's files do not say it."""
+"""How tokens are chosen if the model's files do not say."""
 
 
 class Source:
@@ -116,7 +116,7 @@ class Source:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """What the model came with; None for one that was trained from initial weights."""
+        """The files that the model was loaded with; None for a model trained from initial weights."""
         if self.run is None:
             return origin_of(self.path, self.ignored)
         return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None

@@ -1,4 +1,4 @@
-"""Steps whose gradient is out of all proportion, left out and counted."""
+"""Skips and counts steps whose gradient norm is far above those of earlier steps."""
 
 import math
 import statistics

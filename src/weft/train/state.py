@@ -1,4 +1,4 @@
-"""Where a run stands, beyond its weights."""
+"""The progress of a run."""
 
 import typing
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class Position:
-    """What the metrics and the report go on counting after a resume."""
+    """Counts that continue after a resume."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -20,7 +20,7 @@ class Position:
     best_loss: float | None = None
     """The lowest that `validation_loss` was."""
     best_step: int = 0
-    """When it was that."""
+    """The step of `best_loss`."""
     worse: int = 0
     """Validations in a row since then."""
 

@@ -15,7 +15,7 @@ _LARGEST = 256 << 20
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens."""
+    """Turns text into tokens and back."""
 
     vocab_size: int
     """One more than the largest token."""

@@ -1,4 +1,4 @@
-"""Values as TOML writes them, and as the types that the fields of a configuration are annotated with."""
+"""Converts values between TOML and the annotated types of a configuration's fields."""
 
 import difflib
 import json
@@ -122,7 +122,7 @@ def plain(value: Any) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as it is written in TOML."""
+    """A value in TOML's notation."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -43,13 +43,13 @@ class Trainer(loop.Trainer):
     `train.global_batch_size / (ranks x train.microbatch_size)`.
 
     loss: the mean over a microbatch, or a tuple of it and other scalars by name, which are logged too.
-    validation: like `data`, finite, as many microbatches on every rank. shard: `shard(model, **options)` calls
-    `weft.fully_shard(module, **options)` on what should be units, the model last; default: a unit for each block of a
-    row of alike ones. optimizer: makes one for the sharded model; default: AdamW of [optimizer]. callbacks: by moment
-    ("start", "step", "validation", "save", "end"), each called with the trainer and the moment's numbers, on all ranks.
-    resume: as `weft train --resume`: True, or the directory of a run; "or-start" where there may be none.
+    validation: like `data`, but finite, with the same number of microbatches on every rank. shard: a function
+    `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the model last; default:
+    one unit for each block in a sequence of similar blocks. optimizer: a function of the sharded model; default: AdamW
+    of [optimizer]. callbacks: by moment ("start", "step", "validation", "save", "end"), each called on all ranks with
+    the trainer and a dictionary of numbers. resume: as `weft train --resume`: True, a run's directory, or "or-start".
 
-    Raises ConfigError for what is wrong with the configuration or the arguments, CheckpointError, CheckpointMismatch.
+    Raises ConfigError for a wrong configuration or argument, CheckpointError, CheckpointMismatch.
     """
 
     def __init__(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.models.hf.families import KINDS
@@ -15,6 +16,7 @@ from tests.models.hf.released import config, make, tensors
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import TensorWriter
+from weft.models.layers.rotary import frequencies
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 TOKENS = torch.arange(20)[None]
@@ -194,6 +196,18 @@ def test_yarn_without_a_first_context_takes_that_of_the_model(tmp_path):
     )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_close(hf.from_pretrained(tmp_path)(TOKENS), theirs(input_ids=TOKENS).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("theta, first", [(100.0, 4), (100.0, 64), (10.0, 100_000)])
+def test_pairs_that_yarn_stretches_end_at_the_first_and_the_last(theta, first):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": first}
+    theirs = LlamaConfig(
+        head_dim=8, max_position_embeddings=4 * first, rope_parameters={"rope_theta": theta, **scaling}
+    )
+    found, factor = frequencies(8, theta, scaling)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    assert_close(found, expected)
+    assert factor == pytest.approx(expected_factor)
 
 
 LONG = {

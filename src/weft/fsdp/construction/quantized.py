@@ -114,7 +114,8 @@ def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], paralle
         from_last = len(shape) - 1 - placement.dim % len(shape)
         if from_last > 1:
             continue
-        side, here = recipe.block[1 - from_last], shape[placement.dim]
+        side = recipe.block[1 - from_last] if recipe.copies == 1 else max(recipe.block)
+        here = shape[placement.dim]
         if not side or here % side:
             fits = f"a multiple of {side * parallel.slices}" if side else "whole on each rank"
             raise ValueError(

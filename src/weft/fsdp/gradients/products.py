@@ -82,13 +82,14 @@ class ScaledLinear(Linear):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product."""
-        product = scaled_product(x.flatten(0, -2), *_operand(weight)).view(*x.shape[:-1], weight.shape[0])
+        product = scaled_product(x.flatten(0, -2), *_operand(weight, backward=False))
+        product = product.view(*x.shape[:-1], weight.shape[0])
         return product if bias is None else product + bias
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """With respect to `x`."""
-        product = scaled_product(gradient.flatten(0, -2), *_operand(weight), dim=-2)
+        product = scaled_product(gradient.flatten(0, -2), *_operand(weight, backward=True), dim=-2)
         return product.view(*gradient.shape[:-1], weight.shape[1])
 
 
@@ -98,12 +99,12 @@ class ScaledGrouped(Grouped):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """The product."""
-        return scaled_product(x, *_operand(weight), dim=-2, offsets=offs)
+        return scaled_product(x, *_operand(weight, backward=False), dim=-2, offsets=offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """With respect to `x`."""
-        return scaled_product(gradient, *_operand(weight), offsets=offs)
+        return scaled_product(gradient, *_operand(weight, backward=True), offsets=offs)
 
 
 KINDS: dict[Any, Any] = {F.linear: Linear, torch._grouped_mm: Grouped}
@@ -150,12 +151,20 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
         (buffer.add_ if accumulate else buffer.copy_)(kind.weight_gradient(gradient, x, beside))
 
 
-def _operand(weight: Tensor) -> tuple[Tensor, Any, Quantization]:
-    """Payload, scales and recipe of a full weight. Raises WeightsGone for one whose memory has gone."""
+def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
+    """Payload, scales and recipe of a full weight, of the copy that forward or `backward` multiplies. That one is
+    gathered now if the other is here: of a module that is recomputed inside the backward of its unit.
+
+    Raises WeightsGone for one whose memory has gone.
+    """
     codes = weight.detach()
     home = home_of(parameter_of(weight))
     assert home is not None, "a quantized weight outlived its model"
-    _, group, number = home
+    unit, group, number = home
     with torch._C.DisableTorchFunctionSubclass():
-        payload, scales, recipe = group.payload.operand(codes.view(torch.uint8), group.full.local, number)
+        if len(group.copies) > 1 and group.copy != backward:
+            unit.turn(backward)
+        payload, scales, recipe = group.payload.operand(
+            codes.view(torch.uint8), group.full.local, number, backward=backward
+        )
         return payload, scales, recipe

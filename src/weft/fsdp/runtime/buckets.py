@@ -38,6 +38,8 @@ class Bucket:
         self._units = tuple(units)
         self._channels = channels
         self._lead = units[0].groups[0]
+        self._turning = next((group for unit in units for group in unit.groups if len(group.copies) > 1), None)
+        """One with two copies, if there is any."""
         dtypes = {group.payload.dtype for unit in units for group in unit.groups}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         self._name = f"{units[0].name} to {units[-1].name}"
@@ -48,52 +50,56 @@ class Bucket:
         return self._channels.of_gathers(self._lead.groups[-1])
 
     @property
-    def channel(self) -> int:
-        """That of its messages."""
-        return self._lead.channel
+    def channels(self) -> list[int]:
+        """Those of its messages: of forward, and of backward if some weights have another copy there."""
+        return self._turning.channels if self._turning is not None else [self._lead.channel]
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Start the gather of all its units that are at rest and have room."""
-        sources = self._sources()
+    def gather(self, backward: bool) -> None:
+        """Start the gather of all its units that are at rest and have room, of the copies that `backward` needs if
+        there are two."""
+        copy = int(backward and self._turning is not None)
+        sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._units:
             comes = not unit.resident and unit.has_room()  # beside those before it
             if comes:
+                unit.turn(backward)
+            if comes:
                 self._channels.on_gather(unit)
                 coming.append(unit)
             for group in unit.groups:
                 fulls.append(group.open_full(self._channels) if comes else None)
-        ticket = self._start(fulls, sources)
+        ticket = self._start(fulls, sources, copy)
         for unit in coming:
             unit.gather_started(ticket)
 
-    def serve(self) -> Ticket:
-        """Start the part that other ranks need of this one in a gather whose result is not used here.
+    def serve(self, copy: int) -> Ticket:
+        """Start the part that other ranks need of this one in a gather of a copy whose result is not used here.
 
         Also what was gathered here: those who ask may be in another pass.
         """
         with torch.no_grad():
-            sources = self._sources()
-        return self._start([None] * len(sources), sources)
+            sources = self._sources(copy)
+        return self._start([None] * len(sources), sources, copy)
 
-    def _sources(self) -> list[torch.Tensor]:
+    def _sources(self, copy: int) -> list[torch.Tensor]:
         """What this rank sends of each group; bytes, where some are quantized and others are not."""
-        sources = [group.bundled(self._channels) for unit in self._units for group in unit.groups]
+        sources = [group.bundled(self._channels, copy) for unit in self._units for group in unit.groups]
         if self._dtype == torch.uint8:
             compute = self._lead.recipe.compute
             return [each if each.dtype == torch.uint8 else each.to(compute).view(torch.uint8) for each in sources]
         return sources
 
-    def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor]) -> Ticket:
+    def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], copy: int) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
             return self._channels.gathers.run(
                 all_gather_bundle,
                 [each if each is None else each.view(self._dtype) for each in fulls],
                 sources,
                 self.group,
-                channel=self.channel,
+                channel=self.channels[copy],
                 dtype=self._dtype,
                 device=self._lead.device,
             )

@@ -53,18 +53,21 @@ class GatherHelper:
                     continue
                 join = functools.partial(weakly(self._join), weakref.ref(unit))
                 if group.plan.moves:
-                    key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), group.channel)
-                    watch.can_join(self, key, functools.partial(join, number))
+                    for copy, channel in enumerate(group.channels):
+                        key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), channel)
+                        watch.can_join(self, key, functools.partial(join, (number, copy)))
                 if group.refreshes and group.model_weight.axes:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
-                        key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), group.channel)
-                        watch.can_join(self, key, functools.partial(join, None))
+                        for channel in group.channels:
+                            key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), channel)
+                            watch.can_join(self, key, functools.partial(join, None))
 
         for number, bucket in enumerate(self._buckets):
             if not transport_of(bucket.group, units[0].device).capabilities.helpers:
                 continue
-            key = self._channels.gathers.key(bucket.group, bucket.channel)
-            watch.can_join(self, key, functools.partial(weakly(self._join_bucket), number))
+            for copy, channel in enumerate(bucket.channels):
+                key = self._channels.gathers.key(bucket.group, channel)
+                watch.can_join(self, key, functools.partial(weakly(self._join_bucket), number, copy))
         return trains
 
     def failed(self, what: str, error: BaseException) -> None:
@@ -78,25 +81,27 @@ class GatherHelper:
         for ticket in tickets:
             ticket.wait()
 
-    def _join(self, ref: "weakref.ref[Unit]", number: int | None, issued: Mapping[str, int]) -> bool:
-        return self._steps.reached(issued) and (unit := ref()) is not None and self.serve(unit, number)
+    def _join(self, ref: "weakref.ref[Unit]", part: tuple[int, int] | None, issued: Mapping[str, int]) -> bool:
+        return self._steps.reached(issued) and (unit := ref()) is not None and self.serve(unit, part)
 
-    def _join_bucket(self, number: int, issued: Mapping[str, int]) -> bool:
-        return self._steps.reached(issued) and self.serve_bucket(number)
+    def _join_bucket(self, number: int, copy: int, issued: Mapping[str, int]) -> bool:
+        return self._steps.reached(issued) and self.serve_bucket(number, copy)
 
-    def serve(self, unit: Unit, number: int | None) -> bool:
-        """Take part in a gather of group `number` of `unit`, or for None bring its model weights up to date; whether
-        there was anything to do. Called by the detector of hangs, while this rank waits for something else."""
+    def serve(self, unit: Unit, part: tuple[int, int] | None) -> bool:
+        """Take part in a gather of `part` of `unit`, a group's number and which of its copies, or for None bring its
+        model weights up to date; whether there was anything to do. Called by the detector of hangs, while this rank
+        waits for something else."""
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)
         self._freshness.reach(unit)
-        if number is None:
+        if part is None:
             return was_due
-        self._tickets.append(unit.groups[number].serve(self._channels))
+        number, copy = part
+        self._tickets.append(unit.groups[number].serve(self._channels, copy))
         return True
 
-    def serve_bucket(self, number: int) -> bool:
-        """Take part in a gather of bucket `number`, like `serve`."""
-        self._tickets.append(self._buckets[number].serve())
+    def serve_bucket(self, number: int, copy: int) -> bool:
+        """Take part in a gather of a copy of bucket `number`, like `serve`."""
+        self._tickets.append(self._buckets[number].serve(copy))
         return True

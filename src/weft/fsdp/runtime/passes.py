@@ -14,17 +14,11 @@
     failed        recover           idle          the next call: a forward, a backward, a schedule, `unshard()`, a
                                                   state dict that is read or loaded
 
-A forward inside of a backward is a recomputation, and no pass. Autograd does not say that a backward failed; but it
-then drops the callback for its end without having called it, which is noticed. One backward may go through several
-models: they end in one order on all ranks, whichever autograd reached first.
+A forward inside of a backward is a recomputation, and no pass. How a backward ends, and that it failed, is noticed in
+`weft.fsdp.runtime.peers`: it may go through several models.
 """
 
 import enum
-import weakref
-from collections.abc import Callable
-
-import torch
-from torch.autograd import Variable
 
 
 class Pass(enum.Enum):
@@ -91,40 +85,3 @@ class Passes:
         if following is None:
             raise RuntimeError(f"{self._model}: '{event}' while its pass is '{self.current.value}'")
         self.current = following
-
-
-class _Ending:
-    """What autograd calls at the end of a backward, and drops without a call if the backward fails."""
-
-    def __init__(self) -> None:
-        self._models: list[tuple[int, Callable[[], None], Callable[[], None]]] = []
-
-    def add(self, place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        """A model takes part in the backward."""
-        self._models.append((place, ended, failed))
-
-    def __call__(self) -> None:
-        """The backward is over: each model ends its part, in the same order on all ranks."""
-        self._models.sort(key=lambda model: model[0])
-        while self._models:
-            _, ended, _ = self._models.pop(0)
-            ended()
-
-    def __del__(self) -> None:
-        for _, _, failed in self._models:
-            failed()
-
-
-_endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()
-"""Of the backwards under way."""
-
-
-def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` at the end of the backward that runs now, after what has a lower `place`; `failed` if there is none
-    because of an exception."""
-    task = torch._C._current_graph_task_id()
-    ending = _endings.get(task)
-    if ending is None:
-        ending = _endings[task] = _Ending()
-        Variable._execution_engine.queue_callback(ending)
-    ending.add(place, ended, failed)

@@ -80,11 +80,16 @@ class Planner:
 
 def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
     """What the plan must know of a unit."""
+    turning = [group for group in unit.groups if len(group.copies) > 1]
     return UnitFacts(
         unit.name,
         gathered=tuple(group.transient.nbytes if group.transient is not None else 0 for group in unit.groups),
         sent=sum(group.payload.sent for group in unit.groups),
         refreshed=sum(group.refreshed_bytes for group in unit.groups),
+        turned=(
+            sum(group.payload.sent for group in turning),
+            sum(group.staging_bytes for group in turning),
+        ),
         staging=sum(group.staging_bytes for group in unit.groups),
         post_forward=sum(
             group.post_forward.transient.nbytes for group in unit.groups if group.post_forward is not None

@@ -29,7 +29,7 @@ class AnyAttention(Trunk):
     attention_bias: str = choice("none", ("none", "qkv", "all"))
     """Which projections of attention have a bias: "none", "qkv" or "all"; in `+` those from and to the hidden size."""
     attention_scale: float | None = optional_positive()
-    """What products of queries and keys are multiplied with; None: (width of a key)^-0.5."""
+    """Factor of the products of queries and keys; None: (width of a key)^-0.5."""
     rope_theta: float = amount(10000.0)
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     rope_interleave: bool = switch(False)
@@ -65,7 +65,7 @@ class Attention(AnyAttention, kind=KIND):
     head_dim: int | None = optional_size()
     """Width of one head of `*`, even if it is rotated; None: hidden_size / num_attention_heads."""
     attention_output_gate: bool = switch(False)
-    """Whether a sigmoid, computed beside the queries of `*`, multiplies what its heads give."""
+    """Whether the output of each head of `*` is multiplied by a sigmoid, computed beside the queries."""
     qk_norm: str = choice("none", ("none", "head", "full"))
     """Norms of queries and keys of `*` before rotation: "none", over each "head", or "full", over all heads."""
     sliding_window: int | None = optional_size()
@@ -73,7 +73,7 @@ class Attention(AnyAttention, kind=KIND):
     windowed: tuple[int, ...] | None = any_value(None)
     """Which layers `*` of a part have that window, counted from 0; None: all."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has a learned score that takes part in the softmax and gives nothing."""
+    """Whether each head of `*` has a learned score in the softmax that has no value."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
@@ -82,6 +82,10 @@ class Attention(AnyAttention, kind=KIND):
     """Base of the rotation, without scaling, of layers `*` with a window; None: that of all layers."""
     unrotated: tuple[int, ...] = any_value(())
     """Which layers `*` of a part have no rotation, counted from 0."""
+
+    context_attention: str = choice("gather", ("gather", "heads"), result=False)
+    """How `*` reaches positions on other context ranks: "gather" their keys and values, or exchange "heads", so that a
+    rank has some heads at all positions."""
 
     @property
     def attention_head_dim(self) -> int:

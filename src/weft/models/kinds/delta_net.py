@@ -23,7 +23,7 @@ class DeltaNet(Trunk, kind=KIND):
     linear_conv_kernel_dim: int = size(4)
     """Positions that the convolution of `G` sees."""
     delta_kernel: str = choice("auto", ("auto", "torch", "fla"), result=False)
-    """What computes the delta rule of `G`: "fla", "torch", or "auto", the first where it runs."""
+    """Kernel of the delta rule of `G`: "fla", "torch", or "auto": the first of these that runs."""
 
     def check(self) -> None:
         """See `Trunk.check`."""

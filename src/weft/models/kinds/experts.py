@@ -35,13 +35,13 @@ class Experts(AnyMLP, kind=KIND):
     """What a token travels to once where experts are spread over ranks: "rank", each rank that has experts of it; or
     "expert", each of its experts: more rows, added up as in one process, bit for bit."""
     moe_latent_size: int | None = optional_size()
-    """Width in which tokens travel to experts and are computed there; None: hidden_size."""
+    """Width of tokens on the way to experts and inside of them; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
     """Inner width of the expert that every token visits; 0: none."""
     shared_expert_gate: bool = switch(False)
-    """Whether a sigmoid, one number per token, multiplies what that expert gives."""
+    """Whether the output of that expert is multiplied by a sigmoid, one number per token."""
     experts_bias: bool = switch(False)
     """Whether the projections of the experts have a bias."""
     router_bias: bool = switch(False)
@@ -51,7 +51,7 @@ class Experts(AnyMLP, kind=KIND):
     norm_topk_prob: bool = switch(True)
     """Whether the scores of a token's experts are scaled to sum to 1."""
     routed_scaling_factor: float = positive(1.0)
-    """What those scores are multiplied with."""
+    """Factor of those scores."""
     n_group: int = size(1)
     """Groups of experts: a token's experts are chosen among the best groups only."""
     topk_group: int = size(1)
@@ -65,7 +65,7 @@ class Experts(AnyMLP, kind=KIND):
     capacity_factor: float | None = optional_positive()
     """Room per expert relative to a balanced load; None: no token is ever dropped."""
     pad_to_capacity: bool = switch(False)
-    """Whether each expert gets as many rows as it has room for, padded with zeros, so that shapes never change."""
+    """Whether each expert gets all the rows of its capacity, padded with zeros: shapes never change."""
 
     def check(self) -> None:
         """See `Trunk.check`."""

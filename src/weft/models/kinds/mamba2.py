@@ -19,7 +19,7 @@ class Mamba2(Trunk, kind=KIND):
     ssm_state_size: int = size(32)
     """Width of the state of `M` for each element of a head."""
     mamba_n_groups: int = size(1)
-    """Groups of heads of `M` that share what writes to and reads from the state; divides the heads."""
+    """Groups of heads of `M` that share B and C, the projections to and from the state; divides the heads."""
     conv_kernel: int = size(4)
     """Positions that the convolution of `M` sees."""
     conv_bias: bool = switch(True)
@@ -34,15 +34,15 @@ class Mamba2(Trunk, kind=KIND):
     time_step_max: float = positive(0.1, result=False)
     """Largest step that heads of `M` start with."""
     time_step_floor: float = positive(0.0001, result=False)
-    """What no step of `M` starts below."""
+    """Lower bound of the steps that heads of `M` start with."""
     time_step_limit_min: float = amount(0.0)
-    """What no step of `M` falls below."""
+    """Lower bound of every step of `M`."""
     time_step_limit_max: float | None = optional_positive()
-    """What no step of `M` exceeds; None: no such limit."""
+    """Upper bound of every step of `M`; None: no bound."""
     chunk_size: int = size(128, result=False)
     """Positions that `M` computes at once; changes rounding and speed only."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)
-    """What computes the state space of `M`: "mamba_ssm", "torch", or "auto", the first where it runs."""
+    """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto": the first of these that runs."""
 
     def check(self) -> None:
         """See `Trunk.check`."""

@@ -15,7 +15,7 @@ class AnyMLP(Trunk):
     """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, "gelu_tanh", with a
     gate (GEGLU, GELU by its tanh formula), or "relu2", squared ReLU without one."""
     swiglu_limit: float = positive(7.0)
-    """What gate and up of "clamped_swiglu" stay within."""
+    """Bound of the gate and the up projection of "clamped_swiglu"."""
     swiglu_alpha: float = positive(1.702)
     """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = switch(False)
@@ -37,7 +37,7 @@ class MLP(AnyMLP, kind=KIND):
     intermediate_size: int = size(256)
     """Inner width of `-`."""
     mlp_multipliers: tuple[float, ...] = numbers(2)
-    """What the gate of `-` and its result are multiplied with."""
+    """Factors of the gate of `-` and of its output."""
 
     def check(self) -> None:
         """See `Trunk.check`."""

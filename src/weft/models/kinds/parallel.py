@@ -15,8 +15,8 @@ class Parallel(Mamba2, Attention, kind=KIND):
     """Fields of `P`, beside those of `*` and `M`."""
 
     attention_out_multiplier: float = number(1.0)
-    """What the attention of `P` is multiplied with before both parts are added."""
+    """Factor of the attention part of `P` before both parts are added."""
     ssm_out_multiplier: float = number(1.0)
-    """What the Mamba-2 part of `P` is multiplied with before that."""
+    """Factor of the Mamba-2 part of `P` before both parts are added."""
     ssm_multipliers: tuple[float, ...] = numbers(5)
-    """What the parts of the Mamba-2 projection in `P` are multiplied with: gate, x, B, C and step."""
+    """Factors of the parts of the Mamba-2 projection in `P`: gate, x, B, C and step."""

@@ -53,21 +53,21 @@ class Trunk:
     rms_norm_eps: float = positive(1e-5)
     """Added to the mean square before its root."""
     zero_centered_norm: bool = switch(False)
-    """Whether norms multiply with 1 + weight; not those inside of mixers and the latents of `+`."""
+    """Whether norms multiply by 1 + weight; norms inside of mixers and of the latents of `+` do not."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
-    """Where each layer is normalised: its input ("pre"), what it adds to the residual stream ("post"), or "both"."""
+    """Where each layer is normalised: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
     """A token whose embedding gets no gradient; None: all get theirs."""
     tie_word_embeddings: bool = switch(False)
     """Whether the head uses the embedding's weight."""
     embedding_multiplier: float = positive(1.0)
-    """What embeddings are multiplied with."""
+    """Factor of the embeddings."""
     embedding_multiplier_rounded: bool = switch(False)
     """Whether that number is rounded to the dtype of the embeddings first, as Gemma's is."""
     residual_multiplier: float = positive(1.0)
-    """What each layer's part is multiplied with before it is added to the residual stream."""
+    """Factor of each layer's output before it is added to the residual stream."""
     logits_scaling: float = positive(1.0)
-    """What the scores of the head are divided by."""
+    """Divisor of the head's scores."""
     mtp_loss_coef: float = amount(0.3, result=False)
     """Weight of the mean loss over the prediction depths."""
     recompute: tuple[str, ...] = declared(

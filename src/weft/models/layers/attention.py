@@ -6,6 +6,7 @@ o       = softmax(scale q k^T) v   over the positions up to one's own, in a wind
 y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.documents import Documents
 from weft.models.layers.block import Beside, Block, State
-from weft.models.layers.gathered import Gathered
+from weft.models.layers.gathered import Exchanged, Gathered
 from weft.models.layers.norm import RMSNorm
 from weft.models.layers.rotary import rotary_for
 from weft.models.tensor_parallel import TensorRanks
@@ -42,6 +43,7 @@ class Attention(Block):
         self.scale = cfg.attention_scale
         self.window = cfg.window_of(beside.attentions)
         self.gated = cfg.attention_output_gate
+        self.exchanges = cfg.context_attention == "heads"
         queries, keys = self.heads * width, self.key_value_heads * width
         of_queries = queries * (2 if self.gated else 1)
         self.q_proj = Linear(cfg.hidden_size, of_queries, source / "q_proj", bias=bias != "none")
@@ -76,9 +78,9 @@ class Attention(Block):
         where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
         others = None
         if isinstance(documents, Slices):
-            others = Gathered(documents, *self._keys_and_values(x_BSD, where))  # beside what queries take
-            q_BSHC, gate_BSHC = self._queries(x_BSD, where)
-            o_BSHC = others.attend(partial(attention_over, documents, **how), q_BSHC)
+            others, attention = self._over(documents, self._keys_and_values(x_BSD, where), how)
+            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside what keys and values take
+            o_BSHC = others.attend(attention, q_BSHC)
         else:
             q_BSHC, gate_BSHC = self._queries(x_BSD, where)
             k_BSHC, v_BSHC = self._keys_and_values(x_BSD, where)
@@ -88,6 +90,16 @@ class Attention(Block):
             o_BSHC = o_BSHC * gate_BSHC.sigmoid()
         y_BSD = self.o_proj(o_BSHC.flatten(-2))
         return y_BSD if others is None else others.before(y_BSD)
+
+    def _over(
+        self, slices: Slices, parts: tuple[Tensor, Tensor], how: dict[str, Any]
+    ) -> tuple[Gathered | Exchanged, Callable[..., Tensor]]:
+        """Keys and values on their way, and what computes with those that come."""
+        if not self.exchanges:
+            return Gathered(slices, *parts), partial(attention_over, slices, **how)
+        if how["sinks"] is not None:
+            how = {**how, "sinks": how["sinks"].chunk(slices.ranks)[slices.rank]}
+        return Exchanged(slices, self.heads, *parts), partial(attention_within, slices.whole, **how)
 
     def _queries(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """Of the heads, normed and rotated, and what gates their results."""
@@ -135,7 +147,7 @@ def attention_over(slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tenso
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
     for queries, keys in slices.pieces(q_BSHC.device):
-        if (window := how.get("window")) is not None:
+        if (window := how.get("window")) is not None:  # nothing else is read
             keys = keys[:, -(queries.shape[1] + window - 1) :]
         found.append(causal_attention(q_NHC[queries], k_NHC[keys], v_NHC[keys], **how).flatten(0, 1))
         places.append(queries.flatten())
@@ -186,17 +198,91 @@ def causal_attention(
     each head that takes part in the softmax and has no value. -> [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
+    if window is not None:
+        seen = min(seen, queries + window - 1)  # no query sees what stands before
+        k_BTHC, v_BTHC = k_BTHC[:, -seen:], v_BTHC[:, -seen:]
+        if window < seen and queries > 1:
+            return _in_blocks(q_BSHC, k_BTHC, v_BTHC, window, scale=scale, sinks=sinks)
     if queries == 1 < seen and sinks is None:
-        begin = 0 if window is None else max(0, seen - window)
-        return _step(q_BSHC, k_BTHC[:, begin:], v_BTHC[:, begin:], scale)
-    windowed = window is not None and window < seen
-    plain = queries == seen and not windowed and sinks is None
+        return _step(q_BSHC, k_BTHC, v_BTHC, scale)
     mask = None
-    if not plain and (queries > 1 or windowed or sinks is not None):
-        ones = torch.ones(queries, seen, dtype=torch.bool, device=q_BSHC.device)
-        mask = ones.tril(seen - queries)
-        if windowed:
-            mask = mask.triu(seen - queries - window + 1)  # type: ignore[operator]
+    if sinks is not None or 1 < queries < seen:
+        mask = torch.ones(queries, seen, dtype=torch.bool, device=q_BSHC.device).tril(seen - queries)
+    return _attend(q_BSHC, k_BTHC, v_BTHC, mask, scale=scale, sinks=sinks)
+
+
+def _in_blocks(
+    q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, window: int, *, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """`causal_attention` in a window, at the cost of S x window: a block sees its own keys and `window` - 1 before.
+
+    queries   head   block   block   tail         head: what sees everything before it
+    keys      ====
+                 ---=======                       all blocks have one mask, which all layers share
+                         ---=======
+                                 ---====
+    """
+    how: dict[str, Any] = {"scale": scale, "sinks": sinks}
+    queries, before, size = q_BSHC.shape[1], window - 1, max(window, LEAST_BLOCK)
+    head = before - (k_BTHC.shape[1] - queries)
+    blocks, tail = divmod(queries - head, size)
+    first, middle, last = q_BSHC.split((head, blocks * size, tail), dim=1)
+    band = _band(window, size, q_BSHC)
+    found = []
+    if head:
+        found.append(causal_attention(first, k_BTHC[:, :before], v_BTHC[:, :before], **how))
+    if blocks:
+        end = blocks * size + before
+        keys, values = (
+            each[:, :end].unfold(1, size + before, size).movedim(-1, 2).flatten(0, 1) for each in (k_BTHC, v_BTHC)
+        )
+        o_NLHC = _attend(middle.unflatten(1, (blocks, size)).flatten(0, 1), keys, values, band, **how)
+        found.append(o_NLHC.unflatten(0, (-1, blocks)).flatten(1, 2))
+    if tail:
+        seen = tail + before
+        found.append(_attend(last, k_BTHC[:, -seen:], v_BTHC[:, -seen:], band[:tail, :seen], **how))
+    return torch.cat(found, dim=1)
+
+
+LEAST_BLOCK = 64
+"""Queries of a block, in windows that are no larger."""
+_bands: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _band(window: int, size: int, like: Tensor) -> Tensor:
+    """[size, size + window - 1], what scores of a block are added to: 0 in the window, else minus infinity.
+
+    It is made once for all layers and steps: autograd keeps no copy per layer.
+    """
+    key = window, size, like.dtype, like.device
+    if type(like) is not Tensor or torch.compiler.is_compiling():  # made of another kind of tensors
+        return _made_band(window, size, like)
+    if key not in _bands:
+        with torch.inference_mode(False):
+            _bands[key] = _made_band(window, size, like)
+    return _bands[key]
+
+
+def _made_band(window: int, size: int, like: Tensor) -> Tensor:
+    ones = torch.ones(size, size + window - 1, dtype=torch.bool, device=like.device)
+    return _scores(ones.tril(window - 1).triu(), like.dtype)
+
+
+def _scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what it adds to scores."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def _attend(
+    q_BSHC: Tensor,
+    k_BTHC: Tensor,
+    v_BTHC: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention under a mask, of which positions are seen or what is added to scores; None: causal."""
     if sinks is not None:
         assert mask is not None
         mask, k_BTHC, v_BTHC = _with_sinks(sinks.to(q_BSHC.dtype), mask, k_BTHC, v_BTHC)
@@ -205,7 +291,7 @@ def causal_attention(
         k_BTHC.transpose(1, 2),
         v_BTHC.transpose(1, 2),
         attn_mask=mask,
-        is_causal=plain,
+        is_causal=mask is None,
         scale=scale,
         enable_gqa=q_BSHC.shape[2] != k_BTHC.shape[2],
     )
@@ -221,7 +307,7 @@ def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -
 
 def _with_sinks(sinks: Tensor, mask: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One more position before all others, whose key and value are 0 and whose score the mask adds."""
-    scores = torch.zeros(mask.shape, dtype=sinks.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    scores = _scores(mask, sinks.dtype) if mask.dtype == torch.bool else mask
     of_sinks = sinks.view(-1, 1, 1).expand(-1, mask.shape[0], 1)
     bias_HST = torch.cat((of_sinks, scores.expand(len(sinks), -1, -1)), dim=-1)
     return bias_HST, F.pad(k_BTHC, (0, 0, 0, 0, 1, 0)), F.pad(v_BTHC, (0, 0, 0, 0, 1, 0))

@@ -1,4 +1,4 @@
-"""What all layers share: the residual stream, and what they keep of the positions before."""
+"""The parts that all layers share: the residual stream, and the state of the positions before."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,14 +23,14 @@ Cache = dict[nn.Module, State]
 
 
 class Beside(NamedTuple):
-    """What a layer has from its stack."""
+    """Modules and numbers that a layer gets from its stack."""
 
     rotary: RotaryEmbedding | None
     """The rotation that the stack's attention shares."""
     dispatcher: Dispatcher | None
-    """What moves tokens to experts on other ranks."""
+    """Moves tokens to experts on other ranks."""
     attentions: int
-    """How many layers `*` stand before it."""
+    """The number of layers `*` before it."""
 
 
 class Embedding(nn.Embedding):

@@ -64,7 +64,7 @@ class Experts(MoE):
             self.ranks = ranks
         else:
             self.positions, self.other_positions = ranks, ranks.mesh
-            self.router.over_positions = ranks.stacked
+            self.router.share_positions(ranks.stacked)
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""

@@ -1,11 +1,15 @@
-"""What a block gathers from context ranks and computes from it, both done again in backward instead of kept.
+"""What a block has from context ranks: positions that it gathers, or heads that it exchanges.
 
-forward     gather keys and values     queries meanwhile            attention
-backward    gather them again          the last projection's        attention again, then its backward
+    gathered    forward     gather keys and values     queries meanwhile            attention
+                backward    gather them again          the last projection's        attention again, then its backward
 
-A rank keeps its own positions only: neither those of others, nor masks and scores over the whole rows.
+    exchanged   forward     send keys and values       queries meanwhile, sent          attention, sent back
+
+What is gathered is not kept, and nor are masks and scores over the whole rows: a rank keeps its own positions only. Of
+what is exchanged it keeps its heads of all positions, which are as many numbers.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -52,6 +56,33 @@ class Gathered:
             with torch.enable_grad():
                 self._coming = self._slices.gathering(*self._parts)
             self._parts = ()
+
+
+class Exchanged:
+    """Keys and values [B, 2 width, heads, C] of this rank's slices, on their way to the ranks that have their heads.
+
+    `heads`: how many query heads there are. Where there are too few key heads for the ranks, several ranks get one.
+    """
+
+    def __init__(self, slices: Slices, heads: int, *parts: Tensor) -> None:
+        self._slices = slices
+        known = parts[0].shape[2]
+        if heads % slices.ranks:
+            raise ValueError(f"{heads} heads on {slices.ranks} context ranks: each has as many")
+        copies = slices.ranks // math.gcd(known, slices.ranks)
+        if copies > 1:
+            parts = tuple(part.repeat_interleave(copies, dim=2) for part in parts)
+        self._coming = slices.exchanging(*parts)
+
+    def attend(self, attention: Callable[..., Tensor], queries: Tensor) -> Tensor:
+        """`attention(queries, *parts)` of this rank's heads, [B, T, heads / ranks, C] each; -> as `queries`."""
+        coming = self._slices.exchanging(queries)
+        parts = self._coming()
+        return self._slices.exchanging_back(attention(*coming(), *parts))()
+
+    def before(self, output: Tensor) -> Tensor:
+        """`output`: everything that backward needs is here."""
+        return output
 
 
 def _others_keep() -> bool:

@@ -1,4 +1,4 @@
-"""The check before a training, in a process beside its ranks."""
+"""Runs `weft check` before training, in a separate process."""
 
 import os
 import subprocess

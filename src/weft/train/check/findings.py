@@ -1,4 +1,4 @@
-"""Where a step on several ranks differs from that on one, in words: the parameter, the axis and the rule.
+"""Explains where a step on several ranks differs from the step on one: the parameter, the axis and the rule.
 
 what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------

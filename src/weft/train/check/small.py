@@ -12,7 +12,7 @@ from math import gcd
 
 from weft.models import HybridConfig
 from weft.models.pattern import LogicalLayer
-from weft.models.shared import check_shared
+from weft.models.shared import check_exchanged, check_shared
 from weft.train.config import ShardingConfig, TrainConfig
 from weft.train.errors import ConfigError
 
@@ -181,6 +181,7 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
     for changes in candidates:  # type: ignore[attr-defined]
         try:
             changed = dataclasses.replace(model, **changes)
+            check_exchanged(changed, sharding.cp, sharding.tp)
             if sharding.tp > 1:
                 check_shared(changed, sharding.tp, sharding.expert_ranks)
         except ValueError:

@@ -1,4 +1,4 @@
-"""What is trained on: text as tokens, and the order in which ranks see it."""
+"""Training data: text as tokens, and the order in which ranks see it."""
 
 from weft.train.data.batches import Batches, Validation
 from weft.train.data.corpus import Corpus, load_corpora, load_corpus

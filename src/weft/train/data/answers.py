@@ -1,6 +1,6 @@
-"""Sequences of conversations: labels are what an assistant writes, and nothing else.
+"""Sequences of conversations, in which only the tokens of an assistant are labels.
 
-A token that has no label is kept as itself plus the number of tokens that there are; in rows it is -101 - token.
+In files, a token without a label is stored as the token plus the vocabulary's size; in rows it is -101 - token.
 """
 
 import numpy as np
@@ -12,12 +12,12 @@ _AT_ONCE = 4096
 
 
 def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Tokens as files keep them, of which only those that are `labelled` are learnt."""
+    """Tokens as files store them: those that are not `labelled` get no label."""
     return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
 class Answered:
-    """Those of `sequences` that have a label, of tokens that are marked as `marked` does."""
+    """The sequences that have at least one label, of tokens from `marked`."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size
@@ -49,6 +49,6 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels, -100 where there is none, of rows."""
+    """Tokens and labels of rows; -100 where there is no label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

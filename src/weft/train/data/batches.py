@@ -1,8 +1,7 @@
-"""Tokens to the microbatches of one rank.
+"""The microbatches of one rank, from tokens.
 
-One global position runs through the training sequences. At each microbatch every rank takes the next
-`microbatch_size` positions of its own, so that a global batch holds the same sequences for any number of
-ranks and a single integer is the whole state:
+One global position runs through the training sequences. In each microbatch every rank takes its `microbatch_size`
+positions, so a global batch holds the same sequences for any number of ranks, and one integer is the whole state:
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...     2 ranks, microbatches of 2
     rank       0 0 1 1 | 0 0 1 1 | 0 ...
@@ -74,7 +73,7 @@ class Batches:
         return self._cut(self._mixture.batch(*self._at(np.arange(start, start + self._microbatch_size))))
 
     def _at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of which text each is, and which of its sequences."""
+        """The text of each position, and the number of its sequence in that text."""
         texts, numbers = self._mixture.place(positions)
         indices = np.empty_like(numbers)
         for text in np.unique(texts):
@@ -135,7 +134,7 @@ def _weights(labels: np.ndarray) -> np.ndarray:
 
 
 class Validation:
-    """A fixed set of `batches` global batches, evenly spread over the validation tokens; each rank its part.
+    """A fixed set of `batches` global batches, evenly spread over the validation tokens. Each rank has its part.
 
     Iterating gives this rank's microbatches, as many on every rank. The set does not depend on `dp_size`. It
     is smaller when the tokens hold fewer global batches. Raises ConfigError when they do not hold one.
@@ -189,7 +188,7 @@ class Validation:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some labels are empty, as where documents are packed whole."""
+        """Whether some positions have no label, as in documents that are packed whole."""
         return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The baseline: what a table of token pairs predicts of the text that a model is validated on."""
+"""The baseline: the loss of a table of token pairs on the validation text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Bigram:
     counts: np.ndarray
     """How often, int64."""
     rows: np.ndarray
-    """How often each token was followed by any, [vocab_size]."""
+    """How often each token was followed by another, [vocab_size]."""
     unigram: np.ndarray
     """P(next), [vocab_size]."""
     strength: float

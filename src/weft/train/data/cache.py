@@ -2,9 +2,9 @@
 
 KEY.tokens      training tokens, then validation tokens, in the smallest unsigned integers that hold them
 KEY.documents   where documents begin among these, int64, each part counted from its own start
-KEY.json        how many of each, and their fingerprints; written last: without it the others count for nothing
+KEY.json        how many of each, and their fingerprints; written last: without it the other files are ignored
 
-Of tokens that were made elsewhere there are the fingerprints alone.
+For token files that you made yourself, the cache holds only their fingerprints.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from weft.train.files import parse_json, read_bounded, replacing
 from weft.train.tokenizer import Tokenizer
 
 _LARGEST = 1 << 20
-"""Bytes of what is known of a text."""
+"""The most bytes that KEY.json may have."""
 FORMAT = 3
-"""Of the files; a change makes new ones."""
+"""The version of the files. Another version means other files."""
 _EVERY_S = 5.0
-"""Between two lines about progress."""
+"""Seconds between two lines about progress."""
 _AT_ONCE = 1 << 24
-"""Tokens of a file that are read for its fingerprint together."""
+"""Tokens that are read at a time for a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Part:
     starts: np.ndarray
     """Where documents begin, int64, ascending."""
     fingerprint: str = ""
-    """Of tokens and starts: the same wherever they lie; empty: they are not compared."""
+    """Of tokens and starts, wherever their files are. If empty, they are not compared."""
     conversations: int | None = None
     """Of conversations the number of tokens that there are: larger ones have no label (see `answers`)."""
     name: str = "data.paths"

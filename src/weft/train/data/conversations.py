@@ -1,4 +1,4 @@
-"""Conversations to tokens, by the chat template that a tokenizer came with."""
+"""Turns conversations into tokens by the chat template of a tokenizer."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What `data.paths` names, as tokens."""
+"""The tokens of the text that `data.paths` names."""
 
 import hashlib
 import json
@@ -29,11 +29,11 @@ class Corpus:
     held: Part
     """Tokens to validate on."""
     vocab_size: int | None
-    """Of the tokenizer; None for tokens that were made elsewhere."""
+    """Of the tokenizer; None for token files."""
     bytes_per_token: float | None
-    """Of the validation text: nats per token / bytes_per_token = nats per byte. None for tokens made elsewhere."""
+    """Of the validation text: nats per token / bytes_per_token = nats per byte. None for token files."""
     description: str
-    """One line for a person: what text this is and how much."""
+    """One line to print: which text this is, and its number of tokens."""
 
     @property
     def train(self) -> np.ndarray:
@@ -48,7 +48,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Text:
-    """What a setting names."""
+    """The files that a setting names."""
 
     setting: str
     name: str
@@ -62,7 +62,7 @@ class Text:
 def load_corpora(
     data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, runs: str | None = None
 ) -> list[Corpus]:
-    """One corpus for each of `data.paths` where `data.weights` mixes them, else one for all of them."""
+    """One corpus for each of `data.paths` if `data.weights` mixes them, otherwise one for all."""
     if not data.weights:
         return [load_corpus(data, dp_size=dp_size, say=say, runs=runs)]
     return [load_corpus(data, dp_size=dp_size, say=say, runs=runs, paths=(path,)) for path in data.paths]
@@ -164,7 +164,7 @@ def _build(
 
 
 def _key(data: DataConfig, files: list[File], tokenizer: Tokenizer, fraction: float) -> str:
-    """Changes whenever the tokens would."""
+    """The name of the cached files; different if the tokens would differ."""
     field = "" if data.kind == "text" else data.record_field
     known = [cache.FORMAT, data.kind, field, data.separator, files, tokenizer.identity, fraction]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
@@ -175,7 +175,7 @@ def _description(text: Text, train: Part, validation: Part) -> str:
 
 
 def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) -> Corpus:
-    """Tokens that were made elsewhere; the end of each file is for validation."""
+    """Map token files. The end of each file is for validation."""
     cut = 1.0 if apart else 1 - data.validation_fraction
     maps = _mapped(data, text)
     train = [tokens[: int(len(tokens) * cut)] for tokens in maps]

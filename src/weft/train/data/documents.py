@@ -27,7 +27,7 @@ File = tuple[str, int, int]
 """Path, size, modification time in ns."""
 
 PATTERNS = {"jsonl": ("*.jsonl",), "messages": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
-"""What is taken from folders, where `data.include` does not say."""
+"""Patterns of the files that are taken from folders, unless `data.include` is set."""
 _LARGEST_PIECE = 16 << 20
 _LONGEST_LINE = 1 << 16
 _NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
-    """Every file below `paths` in a fixed order. Raises ConfigError for what is not there or not of the kind.
+    """Every file below `paths` in a fixed order. Raises ConfigError for files that are missing or of another kind.
 
     setting: has the paths. written: folders that runs write to; they are left out where they lie below `paths`, and
     refused as one of these.
@@ -116,7 +116,7 @@ def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterato
 
 
 def _hash(number: int) -> float:
-    """From 0 to 1, below 1."""
+    """A number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"%d" % number).digest()[:6]) / (1 << 48)
 
 

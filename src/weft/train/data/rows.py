@@ -1,4 +1,4 @@
-"""What the rows of a batch are made of."""
+"""The protocol of sequences, from which rows of a batch are made."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Sequences(Protocol):
-    """Sequences by number."""
+    """Numbered sequences of one length."""
 
     length: int
     apart: bool
@@ -15,13 +15,13 @@ class Sequences(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [len(indices), length + 1]; -100 where nothing is."""
+        """int64 [len(indices), length + 1]; -100 in empty places."""
         ...
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Of each place that `rows` gives the number of its document, -1 where nothing is."""
+        """The number of the document of each place of `rows`; -1 in empty places."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """How many labels each has."""
+        """The number of labels of each sequence."""
         ...

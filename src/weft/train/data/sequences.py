@@ -1,9 +1,9 @@
-"""Tokens as sequences of one length: how they are cut, and of which text the next one is.
+"""Cuts tokens into sequences of one length, and mixes the sequences of several texts.
 
 "stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
 "whole"     | a a a a . | b b b . . | c c c c . |   a sequence begins with a document; it holds as many as fit whole
 
-Documents that are packed whole are apart: none reads another, and none predicts the first token of the next.
+Documents that are packed whole are apart: none attends to another, and none predicts the first token of the next.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _SLOTS = 1000
 
 
 class Windows:
-    """Tokens cut into sequences; neighbours share one token, the last label of one is the other's first."""
+    """Tokens cut into sequences. Neighbours share one token: the last label of one is the first token of the next."""
 
     apart = False
 
@@ -57,7 +57,7 @@ class Windows:
 
 
 class WholeDocuments:
-    """Documents that are packed whole; those longer than a sequence are cut, and their rest is packed with others.
+    """Documents packed whole. Those longer than a sequence are cut, and their rest is packed with other documents.
 
     `apart`: none predicts the first token of the next.
     """
@@ -133,9 +133,9 @@ def sequences(
 
 
 class Mixture:
-    """Several texts, by weight: of every thousand sequences each text has its share, evenly spread.
+    """Several texts, mixed by weight: each has its share of every thousand sequences, evenly spread.
 
-    Positions are those of the mixture; `place` says which text each is of, and which of that text's sequences.
+    Positions are those of the mixture. `place` maps them to a text and a sequence of that text.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Mixture:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Of a thousand, by largest remainder; one text has the only one."""
+    """Shares of a thousand, by largest remainder. A single text has share 1."""
     if len(weights) == 1:
         return [1]
     total = sum(weights)

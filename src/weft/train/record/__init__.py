@@ -1,1 +1,1 @@
-"""What is recorded while a run trains, for people and for files."""
+"""Records of a run in training: metrics on disk, loggers, and the terminal."""

@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside metrics.jsonl.
+"""Loggers, which receive a run's numbers in addition to metrics.jsonl.
 
 "tensorboard"             the run's folder, tensorboard/
 "wandb"                   Weights & Biases; a resumed run continues there
@@ -34,7 +34,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files, without what a resumed run will write again."""
+    """Event files. Entries that a resumed run will write again are removed."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""The names of a run's numbers: those of the loop, and those that a person's loss gives."""
+"""The names of a run's numbers: those of the loop, and those that your loss returns."""
 
 _OF_LOOP = frozenset(
     (

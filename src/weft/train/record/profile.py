@@ -1,4 +1,4 @@
-"""What torch's profiler sees in a few steps, and how much a step computes."""
+"""Traces of a few steps by torch's profiler, and the number of operations of a step."""
 
 from collections import Counter
 from collections.abc import Callable

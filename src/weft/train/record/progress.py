@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live panel on a terminal, plain lines elsewhere."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Text that a model writes while it trains: after each validation, what follows `train.sample`."""
+"""Samples during training: after each validation, the model's continuation of `train.sample`."""
 
 from itertools import islice
 
@@ -20,7 +20,7 @@ class Samples:
         prompt, sharding = config.train.sample, config.sharding
         rule = "needs a model of [model] and [data] with a tokenizer; leave it out"
         require("train.sample", prompt, isinstance(config.model, HybridConfig) and config.data.kind != "tokens", rule)
-        for name, value in (("pp", sharding.pp), ("cp", sharding.cp)):
+        for name, value in (("pp", sharding.pp), ("cp", sharding.cp), ("tp", sharding.tp)):
             rule = f"each rank needs the whole model and whole sequences, and sharding.{name} = {value}; leave it out"
             require("train.sample", prompt, value == 1, rule)
         self._model, self._tokens = model, config.train.sample_tokens
@@ -30,7 +30,7 @@ class Samples:
         self._among = torch.tensor(self._tokenizer.ids, device=device)
 
     def write(self) -> str:
-        """The prompt and the tokens that the model finds most likely behind it."""
+        """The prompt and its most likely continuation."""
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:

@@ -1,4 +1,4 @@
-"""What a person looks at afterwards: the page of a run, its figures, and the times of one step."""
+"""The report of a run: its page, its figures, and the times of one step."""
 
 from weft.train.report.page import write_report
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines for the person who started it, and in its folder what the report is made of."""
+"""The lines that a run prints about itself, and the files from which its report is made."""
 
 import dataclasses
 import shlex

@@ -1,4 +1,4 @@
-"""Which pictures a report has: one for everything that there are numbers for."""
+"""The pictures of a report: one for each kind of numbers that the run has."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The pictures of a run with experts: who got the tokens, and what ran under what."""
+"""The pictures of a run with experts: the tokens of each expert, and the exchange under computation."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a report says of a run beside its numbers, kept in the run's folder:
+"""Facts about a run that are not metrics, kept in the run's folder for the report:
 
 parameters, ranks, device, versions, command, commit, resumed, pattern    from the start
 description: the text of `weft.describe`                                  from the end
@@ -36,7 +36,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Add to what is kept."""
+    """Add facts to those on disk."""
     replace_text(folder / FILE, json.dumps({**read_facts(folder), **facts}, indent=1) + "\n")
 
 

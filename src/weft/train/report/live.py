@@ -1,6 +1,6 @@
-"""The report of a run that trains, written now and then by a process of its own.
+"""The report of a run in training, written from time to time by a separate process.
 
-Pictures take seconds of processor time, which no step should wait for.
+Pictures take seconds of processor time, and no step should wait for them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a run leaves for a person: report.html, one file that holds everything, and its pictures as SVG."""
+"""The report of a run: report.html, a single file, and its pictures as SVG."""
 
 import base64
 import html

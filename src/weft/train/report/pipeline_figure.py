@@ -1,4 +1,4 @@
-"""The picture of a pipeline that everybody knows from the papers: ranks one under another, time from left to right."""
+"""The picture of a pipeline as in the papers: ranks from top to bottom, time from left to right."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The settings of a run that its report shows: what the run used."""
+"""The settings that a report shows: those that the run used."""
 
 from weft.models.kinds import KINDS, fields_of
 from weft.train.config import TrainConfig, to_dict

@@ -1,4 +1,4 @@
-"""A schedule as it ran in one training step: what each stage computed when, and when it idled."""
+"""A schedule as it ran in one training step: when each stage computed and when it idled."""
 
 import json
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What ran when in one training step, kept in the run's folder for the report."""
+"""The timeline of one training step, kept in the run's folder for the report."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def read_timeline(run_directory: str | Path) -> list[Interval]:
 
 
 def computing(intervals: Sequence[Interval]) -> float:
-    """Seconds for which this rank computed and waited for nothing."""
+    """Seconds in which this rank computed without waiting."""
     return busy(intervals, COMPUTE) - overlap(intervals, COMPUTE, "wait")
 
 

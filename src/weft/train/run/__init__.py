@@ -1,1 +1,1 @@
-"""One run as processes: who starts them, how they meet, what ends them, and where the run lives."""
+"""The processes of a run: how they start, meet and end, and the run's directory."""

@@ -1,11 +1,11 @@
-"""What a resumed run does with settings that are no longer those it was trained with.
+"""What a resumed run does with settings that differ from those it was trained with.
 
-    REFUSED   the weights were trained as something else, or the setting would have no effect any more; the same layers
-              in other groups are told with `run.renumber`
-    TOLD      holds from here on, and is told before the first step
-    QUIET     how it runs, not what it computes beyond rounding
+    REFUSED   the weights were trained as another function, or the setting would have no effect any more. The same
+              layers in other groups are TOLD with `run.renumber`
+    TOLD      takes effect, and is printed before the first step
+    QUIET     changes how the run computes, not its results beyond rounding
 
-What the run was trained with is in its config.toml. docs/training.md has this table for people.
+The run's config.toml has the settings that it was trained with. docs/training.md shows this table to users.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,16 @@ _SECTIONS: dict[str, Treatment] = {
 }
 _SETTINGS: dict[str, Treatment] = {
     **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
-    **dict.fromkeys(("model.recompute", "model.moe_rows_per", "model.mamba_kernel", "model.delta_kernel"), QUIET),
+    **dict.fromkeys(
+        (
+            "model.recompute",
+            "model.moe_rows_per",
+            "model.mamba_kernel",
+            "model.delta_kernel",
+            "model.context_attention",
+        ),
+        QUIET,
+    ),
     # The same tokens from elsewhere; that they are the same is seen from their fingerprint.
     **dict.fromkeys(("data.paths", "data.validation_paths", "data.tokenizer"), TOLD),
     "data.cache_dir": QUIET,
@@ -67,7 +76,7 @@ def treatment(setting: str) -> Treatment:
 
 
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
-    """What a person should know before the run in `directory` resumes from `step` with `config`.
+    """The lines to print before the run in `directory` resumes from `step` with `config`.
 
     Raises ConfigError that names the settings which cannot change.
     """
@@ -82,7 +91,7 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
         if not config.run.renumber:
             old, new = differences["model.pattern"]
             raise ConfigError(
-                f"model.pattern = {new} (it is {old}): the same layers in other groups; go on with --set "
+                f"model.pattern = {new} (it is {old}): the same layers in other groups; resume with --set "
                 "run.renumber=true, which gives weights and optimizer state the new numbers, or leave the pattern as "
                 f"it is in {path}"
             )

@@ -1,4 +1,4 @@
-"""Why a process ends: exit codes, and which errors a person can act on without a traceback."""
+"""Exit codes, and the errors that need no traceback."""
 
 import errno
 
@@ -25,12 +25,12 @@ class Interrupted(Exception):
 
 
 def as_one_line(error: BaseException) -> str:
-    """As `in_one_line`; where the traceback is what helps, the error's own words."""
+    """As `in_one_line`, but for an error that needs its traceback, the error's own message."""
     return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """What to say of `error` in place of its traceback; None where the traceback is what helps."""
+    """The line to print instead of the traceback of `error`; None if the traceback is needed."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

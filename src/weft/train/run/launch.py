@@ -1,4 +1,4 @@
-"""Local ranks: one process each, watched by the process that a person started.
+"""Local ranks: one process each, watched by the process that you started.
 
 weft train ── starts ──> rank 0   writes to the terminal
     │ │                  rank 1   writes to logs/rank-1.log
@@ -45,7 +45,7 @@ anything else, which needs its traceback."""
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
-"""How long ranks may take to say why they failed after the first one did."""
+"""Seconds that ranks have to report why they failed, after the first one failed."""
 
 
 def launch(
@@ -282,7 +282,7 @@ class _Supervisor:
         steps = committed_steps(self.run.checkpoints)
         if not steps:
             return "nothing was saved yet"
-        return f"the checkpoint of step {steps[-1]} is complete; go on with: {self.resume_command}"
+        return f"the checkpoint of step {steps[-1]} is complete; resume with: {self.resume_command}"
 
     @staticmethod
     def _say(*lines: str) -> None:

@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other, and what is said while some are not there yet.
+"""How the ranks of a run find each other, and what they print while some are missing.
 
-A store on a stopped process takes connections and never answers, and its calls know no timeout. So each call waits in a
-thread of its own, while this one counts the time, says for whom it waits, and obeys requests to stop.
+A store whose process is stopped accepts connections and never answers, and its calls have no timeout. So each call runs
+in its own thread, while this one counts the time, prints which ranks are missing and obeys requests to stop.
 """
 
 import os
@@ -19,11 +19,11 @@ from weft.train.run.failures import Interrupted, Refused
 from weft.train.run.stop import StopRequest
 
 FIRST_WORD_S = 5.0
-"""After which waiting is worth a line."""
+"""Seconds of waiting after which a line is printed."""
 NEXT_WORD_S = 60.0
 _POLL_S = 0.1
 _ANSWER_S = 1.0
-"""In which a store that runs answers; requests to stop wait that long."""
+"""Seconds within which a running store answers. Requests to stop wait that long."""
 COUNT = "count"
 """How many ranks have come; below zero once one of them has left again."""
 _AWAY = 1 << 32

@@ -1,4 +1,4 @@
-"""How the ranks of a run open its directory, once they have met, and agree to begin."""
+"""Opens the run's directory on all ranks, and lets them agree to begin."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
 
 @contextmanager
 def beginning(run: Run) -> Iterator[None]:
-    """Around what makes the trainer of `run`: where that fails, a new run leaves no directory behind."""
+    """Wraps the construction of a trainer: if it fails, a new run leaves no directory behind."""
     try:
         yield
     except BaseException:

@@ -13,7 +13,7 @@ class _Steady(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on, what cannot be read or stored is lost, and ends nothing."""
+    """From now on, drop output that cannot be written, instead of ending the run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stream is not None:

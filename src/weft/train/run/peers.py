@@ -1,7 +1,7 @@
-"""What ranks say of themselves to each other, over connections of their own.
+"""Direct connections between ranks, over which they ask for each other's state.
 
-Each rank listens, and answers in a thread. It is asked directly: neither rank 0 nor the job's store need be alive. The
-addresses go over the store once, at the start. A thread waits for them there: a store that is stopped never answers.
+Each rank listens and answers in a thread, so neither rank 0 nor the job's store need be alive. The addresses are
+exchanged over the store once, at the start. A thread waits for them, because a stopped store never answers.
 """
 
 import json
@@ -53,7 +53,7 @@ class Peers:
         return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:
-        """Answer no longer."""
+        """Stop answering."""
         self._over.set()
         if self.ranks > 1:
             with suppress(OSError):
@@ -65,7 +65,7 @@ class Peers:
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:
-        """Let the other ranks hear `message`; those that do not listen miss it."""
+        """Send `message` to the other ranks. Ranks that do not listen miss it."""
         self._each(lambda rank: self._send(rank, {"kind": _TELL, "said": dict(message)}, patience))
 
     def _each(self, action: Callable[[int], Any]) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from weft.train.run.failures import FAILURE
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Let what is random in this process depend on `seed` and the rank."""
+    """Seed all random generators of this process from `seed` and the rank."""
     own = (seed + 1) * 1_000_003 + rank
     random.seed(own)
     numpy.random.seed(own % 2**32)
@@ -35,5 +35,5 @@ def end_with(line: str) -> None:
 
 
 def print_on(rank: int) -> Callable[[str], None]:
-    """Prints a line, on the first rank."""
+    """A function that prints a line on the first rank."""
     return (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)

@@ -1,4 +1,4 @@
-"""Run directories: a new run never takes the place of an old one, and an old one resumes only when asked to.
+"""Run directories. A new run never overwrites an old one, and an old one resumes only when you ask for it.
 
 runs/stdlib/          the first run named "stdlib"
 runs/stdlib-2/        the second one
@@ -6,7 +6,7 @@ runs/stdlib-2/        the second one
     metrics.jsonl
     checkpoints/
     logs/             output of the ranks that do not write to the terminal
-    origin/           what the model came with: config.json, tokenizer, generation files
+    origin/           files that the model was loaded with: config.json, tokenizer, generation settings
 """
 
 import re
@@ -40,7 +40,7 @@ class Run:
     """The newest committed checkpoint when the directory was chosen; None starts from the beginning. From which one the
     run resumes is decided when it has the directory for itself."""
     note: str = ""
-    """What a person should know about the choice of directory."""
+    """A line to print about the choice of directory."""
 
     @property
     def checkpoints(self) -> Path:
@@ -54,8 +54,8 @@ def open_run(
 
     resume: False for a new run, unless `config.resume`; True for the newest run of that name that has a committed
     checkpoint; or the directory of a run, or its config.toml. or_start: a new run where there is nothing to resume.
-    command: what a person typed, without `--resume`, for the notes; None in a script. own_task: whether a program gives
-    model and data. Raises ConfigError where there is nothing to resume, or a run of the other kind.
+    command: the command line without `--resume`, for the notes; None in a script. own_task: whether a program passes
+    model and data. Raises ConfigError if there is nothing to resume, or the run is of the other kind.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
@@ -101,9 +101,9 @@ def recorded_name(directory: Path) -> str | None:
 
 
 def refuse_other_directories(folder: Path, asked: str) -> None:
-    """Raise ConfigError for a directory that is no run, but has runs in it that can be gone on with, or lies in one.
+    """Raise ConfigError for a directory that is not a run, but contains runs or is inside of one.
 
-    asked: the words by which it was named.
+    asked: the option and path that named it.
     """
     if (folder / CONFIG).is_file() or not folder.is_dir() or committed_steps(folder / CHECKPOINTS):
         return
@@ -150,7 +150,7 @@ def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
 
 
 def refuse_described_task(directory: Path) -> None:
-    """Raise ConfigError for a run of a model and data that its configuration describes: no program's go on with it."""
+    """Raise ConfigError for a run whose configuration describes its model and data: a program cannot resume it."""
     if _describes_task(directory):
         raise ConfigError(
             f"{directory}: is a run of a model and data that its {CONFIG} describes, not of a program's own; it goes "
@@ -169,7 +169,7 @@ def _describes_task(directory: Path) -> bool | None:
 
 
 def resuming(command: str | None, directory: Path) -> str:
-    """What a person types to go on with a run, or a script gives; `command` as in `open_run`."""
+    """The command, or in a script the argument, that resumes a run; `command` as in `open_run`."""
     if command is None:
         return f"resume={str(directory)!r}"
     return f"{command} --resume {shlex.quote(str(directory))}"

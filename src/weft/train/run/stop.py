@@ -1,4 +1,4 @@
-"""A request to stop, which training honours between two steps."""
+"""Requests to stop, which training obeys between two steps."""
 
 import math
 import os
@@ -15,7 +15,7 @@ TOGETHER_S = 0.5
 
 
 class Requests:
-    """How often a stop was asked for: a scheduler that signals a process and its group, too, asks once."""
+    """Counts requests to stop. A scheduler that signals both a process and its group makes one request."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -74,7 +74,7 @@ class StopRequest:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Give the signals back to who had them before `listen`, unless others have taken them since."""
+        """Restore the signal handlers from before `listen`, unless they have been replaced since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)

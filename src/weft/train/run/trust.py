@@ -1,9 +1,8 @@
 """Whether the code that the configuration of a run directory names may be imported.
 
-A run directory is code where its config.toml names some: `model.factory`, loggers, an optimizer. Of a directory that
-this user made on this machine that is taken as it is. It has a mark in its facts.json, an HMAC over its path and what
-it names, by a key that lies in the user's state folder: a directory that came from elsewhere, or was moved, has none
-that fits.
+The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. It is imported without asking
+only from directories that this user made on this machine. Their facts.json has a mark: an HMAC of the path and of the
+names, with a key in the user's state folder. A directory that was copied from elsewhere or moved has no valid mark.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Work that one rank does for all."""
+"""Work that one rank does for all ranks."""
 
 import json
 import time

@@ -41,9 +41,9 @@ from weft.comm.watch.hang_detector import hang_detector, start_hang_detector
 from weft.train.run.peers import Peers
 
 _MOMENT_S = 2.0
-"""In which a rank that runs answers, on a busy machine too."""
+"""Seconds within which a running rank answers, also on a busy machine."""
 _GRACE_S = 3.0
-"""In which a rank ends by itself after another one has told why it failed."""
+"""Seconds within which a rank ends by itself after another one has sent why it failed."""
 _COMPUTES = 0.01
 """The part of the time from which a thread counts as computing: one that only polls has a tenth of that."""
 _COLLECTIVE = (
@@ -51,7 +51,7 @@ _COLLECTIVE = (
     os.path.join("weft", "comm"),
     os.path.join("run", "turns.py"),
 )
-"""Where a rank waits for others."""
+"""Files in which a rank waits for other ranks."""
 
 
 class Watchdog:
@@ -107,11 +107,11 @@ class Watchdog:
         self._moves += 1
 
     def rest(self) -> None:
-        """What comes now is not this run's."""
+        """Watch only file operations from now on: what follows is not part of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:
-        """Let the other ranks know why this one fails."""
+        """Send the other ranks why this one fails."""
         if self._peers is not None:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 

@@ -71,7 +71,7 @@ def work(
 
 
 class _Rank:
-    """What one rank says, and how it ends."""
+    """The output of one rank, and how it ends."""
 
     def __init__(self, number: int, *, supervised: bool) -> None:
         self.number, self.supervised = number, supervised

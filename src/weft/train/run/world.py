@@ -1,4 +1,4 @@
-"""This process among the others of its run, and how they find each other."""
+"""This process's place among the ranks of its run, and how they join."""
 
 import atexit
 import re
@@ -72,8 +72,9 @@ def begin_alone() -> None:
 
 
 def end_with_interpreter() -> None:
-    """Let the default process group that is there now, if it still is then, end when the interpreter does, whatever it
-    ends by: gloo's threads may abort an interpreter that ends before them."""
+    """End the present default process group when the interpreter ends, unless it has ended before.
+
+    gloo's threads may abort an interpreter that ends before them."""
     import torch.distributed as dist
 
     from weft.mesh import forget_meshes

@@ -12,37 +12,37 @@ class DataConfig:
     """[data]: the text, how it becomes tokens, and how they are cut."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
-    """What `paths` are: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
+    """Kind of `paths`: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
     """File name patterns that are taken from folders (files named in `paths` are always taken)."""
     field: str = "text"
-    """Where records (JSON lines, Parquet, datasets) have their text; of conversations "text" means "messages"."""
+    """Field of a record (JSON lines, Parquet, datasets) with its text; for conversations "text" means "messages"."""
     weights: tuple[float, ...] = ()
-    """How often sequences of each of `paths` are seen, relative to each other; empty: all paths are one text."""
+    """Relative frequency of the sequences of each of `paths`; empty: all paths are one text."""
     separator: str = ""
     """Text after each document, such as a tokenizer's end token; empty: none."""
     packing: Literal["stream", "whole"] = "stream"
     """Documents one after the other, cut anywhere ("stream"), or packed whole into sequences, the rest empty."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """With token arrays: what files other than .npy hold."""
+    """With token arrays: dtype of files other than .npy."""
     validation_paths: tuple[str, ...] = ()
-    """What is validated on; empty: a part of `paths`."""
+    """Text to validate on; empty: a part of `paths`."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json."""
     sequence_length: int = 256
     """Tokens per sequence."""
     validation_fraction: float = 0.05
-    """The part of the text that is kept for validation, between 0 and 1; the same text for every seed."""
+    """Fraction of the text that is kept for validation, the same text for every seed."""
     seed: int = 0
     """Seed of the order in which training sequences are seen."""
     factory: str = ""
     """With `model.factory`: a function (rank, ranks) -> iterable of microbatches, in place of text."""
     validation_factory: str = ""
-    """With `factory`: one for what is validated on."""
+    """With `factory`: a function for the validation data."""
     cache_dir: str = ""
-    """Where token files are kept; empty: weft's folder in the user's cache directory."""
+    """Folder of token files; empty: weft's folder in the user's cache directory."""
 
     def __post_init__(self) -> None:
         require("data.sequence_length", self.sequence_length, self.sequence_length >= 1, "must be at least 1")

@@ -17,9 +17,9 @@ class LoopConfig:
     microbatch_size: int = 8
     """Sequences that one rank takes through the model at once."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
-    """Compute and communication dtype, or bf16 with quantized weights; those that the optimizer updates are fp32."""
+    """Dtype of computation and communication, or bf16 with quantized weights. Main weights are fp32."""
     unquantized_ends: int = 0
-    """With a quantized `precision`: at either end of the model, weights of so many layers travel in bf16."""
+    """With a quantized `precision`: number of layers at either end of the model whose weights travel in bf16."""
     seed: int = 0
     """Seed of the initial weights and of every other random choice but the data order."""
     validate_every: int = 100
@@ -29,7 +29,7 @@ class LoopConfig:
     sample: str = ""
     """Text that the model continues after each validation, for the terminal and the report; empty: none."""
     sample_tokens: int = 64
-    """With `sample`: how many tokens it adds, each the most likely one."""
+    """With `sample`: number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
     stop_after: int = 0
@@ -37,7 +37,7 @@ class LoopConfig:
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Leave out a step whose gradient norm is above so many times the median of the last hundred; 0: none."""
+    """Skip a step whose gradient norm is above this many times the median of the last hundred; 0: skip none."""
     log_every: int = 10
     """Steps between two lines of output when the output is no terminal."""
     parameter_norms_every: int = 0
@@ -47,18 +47,18 @@ class LoopConfig:
     profile_step: int = 0
     """First of the steps that torch's profiler records, a trace for each rank; 0: none."""
     profile_steps: int = 3
-    """With `profile_step`: how many."""
+    """With `profile_step`: number of steps to record."""
     peak_tflops: float = 0.0
-    """What one device can do, in 10^12 operations per second: the part of it that is used is logged as mfu; 0: not."""
+    """Peak of one device, in 10^12 operations per second, for logging the utilisation as mfu; 0: not logged."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     pipeline_schedule: str = ""
     """With `sharding.pp`: a name, or a file; empty: "combined" with `overlap`, else "interleaved" or "1f1b". Without,
     with `overlap`: "paired" leaves no exchange alone."""
     recompute_every: int = 1
-    """With `activation_checkpointing`: of so many layers, one."""
+    """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False
-    """With `activation_checkpointing`: keep what matrix products and attention give; recompute only the cheap rest."""
+    """With `activation_checkpointing`: keep the outputs of matrix products and attention; recompute the rest."""
     compile: str = ""
     """Backend of `torch.compile`, such as "inductor", for each layer by itself; empty: none."""
     overlap: bool = False
@@ -66,17 +66,17 @@ class LoopConfig:
     delay_wgrad: bool = False
     """With `overlap`: compute weight gradients apart, under an exchange."""
     early_release: bool = False
-    """With `overlap`: let a layer's activations go earlier; less memory, less overlap."""
+    """With `overlap`: free a layer's activations earlier; less memory, less overlap."""
     halves: bool = False
-    """With `overlap`: exchange in two halves what stands alone, so that experts start on the first."""
+    """With `overlap`: exchange unpaired microbatches in two halves; experts start on the first."""
     check: bool = False
     """Before the first step, run the step of a small copy of the model in one process, and compare (`weft check`)."""
     watchdog: float = 600.0
-    """Seconds after which a run in which no microbatch ends is ended, and the rank that hangs named; 0: never."""
+    """Seconds without progress after which a run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Of your own model, such as running statistics: after each step rank 0's, their mean, or each rank's own."""
+    """Buffers of your own model after each step (running statistics): rank 0's, their mean, or each rank's own."""
     cross_documents: bool = False
-    """With `data.packing = "whole"`: let the documents of a sequence see each other, as if they were one text."""
+    """With `data.packing = "whole"`: let the documents of a sequence attend to each other."""
     expert_bias_rate: float = 1e-3
     """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
 

@@ -80,11 +80,11 @@ class ScheduleConfig:
     warmup_steps: int | None = None
     """Steps over which the learning rate rises linearly to its peak; unset: a tenth of the run, at most 100."""
     shape: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """The way down from the peak; "wsd" stays there and falls in a straight line at the end."""
+    """Shape of the decay from the peak; "wsd" stays at the peak and falls linearly at the end."""
     min_lr_ratio: float = 0.1
-    """Where "cosine", "linear" and "wsd" end, as a part of the peak learning rate."""
+    """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """The part of all steps over which "wsd" falls."""
+    """Fraction of all steps over which "wsd" falls."""
 
     def __post_init__(self) -> None:
         require("schedule.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "must not be negative")

@@ -1,7 +1,7 @@
 """A model that a pattern describes, against the sections that cut and run it."""
 
 from weft.models import HybridConfig
-from weft.models.shared import check_shared
+from weft.models.shared import check_exchanged, check_shared
 from weft.train.errors import ConfigError
 from weft.train.sections.data import DataConfig
 from weft.train.sections.loop import LoopConfig
@@ -60,13 +60,19 @@ def _check_experts(model: HybridConfig, loop: LoopConfig, ep: int) -> None:
 
 
 def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: ShardingConfig) -> None:
-    tp, length = sharding.tp, data.sequence_length
+    tp, cp, length = sharding.tp, sharding.cp, data.sequence_length
+    how, used = model.context_attention, set(model.pattern) & set("*P")
+    exchanged = how != "heads" or (cp > 1 and bool(used))
+    rule = "has no effect without layers * or P, and with sharding.cp = 1; leave it out"
+    require("model.context_attention", how, exchanged, rule)
+    try:
+        check_exchanged(model, cp, tp)
+        if tp > 1:
+            check_shared(model, tp, sharding.expert_ranks)
+    except ValueError as error:
+        raise ConfigError(f"sharding.tp = {tp}, sharding.cp = {cp}: model.{error}") from error
     if tp == 1:
         return
-    try:
-        check_shared(model, tp, sharding.expert_ranks)
-    except ValueError as error:
-        raise ConfigError(f"sharding.tp = {tp}: model.{error}") from error
     fits = length % tp == 0 or sharding.cp > 1
     rule = f"must be a multiple of sharding.tp = {tp}, over which positions are cut"
     require("data.sequence_length", length, fits, rule)

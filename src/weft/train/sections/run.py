@@ -15,9 +15,9 @@ class CheckpointConfig:
     every: int = 100
     """Steps between two checkpoints; 0: only at the end and when the run is interrupted."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Save where a validation is better than all before, and keep the best one beside the newest."""
+    """Save after each validation that is better than all before, and keep the best checkpoint beside the newest."""
     asynchronous: bool = True
     """Write while training continues."""
     memory_every: int = 0
@@ -38,19 +38,19 @@ class RunConfig:
     name: str = "default"
     """The run's own folder in it."""
     resume: bool = False
-    """Go on from the newest intact checkpoint of the newest run of that name."""
+    """Resume from the newest intact checkpoint of the newest run of that name."""
     patience: float = 1800.0
     """Seconds that a rank waits for the others at the start."""
     report_every: float = 60.0
-    """Seconds between two reports while the run trains, each written by a process beside it; 0: one at the end."""
+    """Seconds between two reports while the run trains, written by a separate process; 0: only at the end."""
     loggers: tuple[str, ...] = ("tensorboard",)
-    """Where numbers go beside metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
+    """Loggers in addition to metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
     units: dict = field(default_factory=dict)
-    """Units of the numbers that a loss gives beside itself, by name: {accuracy = "%"}; shown with them."""
+    """Units of the named scalars that your loss returns: {accuracy = "%"}."""
     renumber: bool = False
-    """Go on with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
+    """Resume with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
-    """What a new run's weights start from: a run, a checkpoint or a directory of a model; empty: initial weights."""
+    """Weights that a new run starts from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.loggers if name not in ("tensorboard", "wandb") and ":" not in name]

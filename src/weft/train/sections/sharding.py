@@ -12,17 +12,17 @@ class ShardingConfig:
     """[sharding]: what is cut over the ranks."""
 
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
-    """What each rank keeps only its part of: nothing, optimizer state, + gradients, + weights."""
+    """State that is sharded over the ranks: nothing, optimizer state, + gradients, + weights."""
     dp_shard: int = -1
-    """Ranks over which it is cut; -1: all that `dp_replicate` leaves."""
+    """Ranks over which that state is sharded; -1: all ranks divided by `dp_replicate`."""
     dp_replicate: int = 1
-    """How many groups of `dp_shard` ranks there are, each with a copy of everything (HSDP)."""
+    """Number of groups of `dp_shard` ranks, each with a copy of everything (HSDP)."""
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """With `dp_replicate`: "optim" cuts optimizer state over the copies, too (HFSDP)."""
+    """With `dp_replicate`: "optim" also shards optimizer state over the copies (HFSDP)."""
     ep: int = 1
     """Ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
     cp: int = 1
-    """Ranks that share every sequence: each has two slices of it, and layers exchange what crosses."""
+    """Ranks that share every sequence: each has two slices of it."""
     tp: int = 1
     """Ranks that share every layer: heads, widths and the vocabulary are cut, and positions between layers."""
     etp: int | None = None
@@ -30,25 +30,25 @@ class ShardingConfig:
     pp: int = 1
     """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
-    """With `pp`: stages of each rank; unset: as many as the pattern's segments make, or as the schedule usually has."""
+    """With `pp`: stages of each rank; unset: by the pattern's segments, otherwise the schedule's default."""
     reshard_after_forward: bool | int | None = None
-    """Whether weights go after forward, or over how many neighbours they stay cut; unset: yes, but not the root's."""
+    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all but the root's are."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
-    """How many bytes of weights may be gathered ahead; unset: the next unit."""
+    """Bytes of weights that may be gathered ahead; unset: the next unit."""
     bucket_bytes: int | None = None
-    """Neighbouring units that are no larger together are gathered together; 0: each by itself; unset: weft's choice."""
+    """Neighbouring units up to this many bytes are gathered in one message; 0: each by itself; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
-    """How many units' partial gradients may be alive at once; with 1 nothing is reduced beside the computation."""
+    """Units whose partial gradients may be alive at once; with 1, reductions do not overlap computation."""
     separate_all_gather_group: bool = False
-    """Gather over communicators of their own, beside reductions."""
+    """Gather over separate communicators, concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace" plans one slab of transient memory from the first step, "caching" asks torch each time."""
+    """ "trace" plans one slab of transient memory from the first step, "caching" uses torch's allocator."""
     check_collectives: bool = True
     """Compare after each backward what every rank issued."""
     graphs: tuple[str, ...] = ()
-    """Parts that graphs capture: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
+    """Scopes that graphs capture: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
     graphs_backend: Literal["cuda", "tape"] = "cuda"
     """With `graphs`: "cuda", or on the CPU "tape", which replays operators one by one and saves no time."""
 

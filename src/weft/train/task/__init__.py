@@ -1,1 +1,1 @@
-"""What a loop trains: the text of a configuration, or your own model and data."""
+"""Tasks: the text of a configuration, or your own model and data."""

@@ -1,4 +1,4 @@
-"""What is done to each block of a model before it becomes a unit: compiled, recomputed in backward."""
+"""Compiles the blocks of a model, and wraps them for recomputation, before they become units."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def repeated_blocks(model: nn.Module) -> list[Place]:
 
 
 def outermost(places: Sequence[Place]) -> list[Place]:
-    """Those of `places` that stand in none of the others."""
+    """Those of `places` that are not inside of another one."""
     within = {id(inner) for row, at in places for inner in row[at].modules() if inner is not row[at]}
     return [(row, at) for row, at in places if id(row[at]) not in within]
 

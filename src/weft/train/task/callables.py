@@ -1,4 +1,4 @@
-"""What a person gives to be called, looked at before the run begins."""
+"""Checks the functions that you pass, before the run begins."""
 
 import inspect
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def check_callable(name: str, value: Any, arguments: Sequence[str], wanted: str)
 
 
 def told(value: Any) -> str:
-    """What `value` is, in a few words."""
+    """A few words that describe `value`."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if inspect.isroutine(value):

@@ -209,7 +209,7 @@ class Stream:
                 if next(self._iterator, self) is self:
                     raise ConfigError(
                         f"data: the checkpoint stands behind {self.taken} microbatches of a pass, and this data has "
-                        f"{done}; go on with the data that it was saved with"
+                        f"{done}; resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
 

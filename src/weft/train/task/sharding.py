@@ -14,7 +14,7 @@ from weft.train.optimizers import whole_matrices
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
-    """The ranks, laid out."""
+    """The meshes that [sharding] asks for."""
     sizes = config.sharding
     return weft.init_meshes(
         device.type,

@@ -1,4 +1,4 @@
-"""What a loop knows of what it trains."""
+"""The protocol between the training loop and what it trains."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ class Batches(Protocol):
     """This rank's microbatches, and the position in them, which a checkpoint holds."""
 
     microbatch_weights: list[float]
-    """How much each microbatch of the last step counts; 1.0: as all others."""
+    """The weight of each microbatch of the last step; 1.0: all count alike."""
 
     def next_step(self) -> list[Any]:
         """The microbatches of one optimizer step, as many on every rank."""
@@ -70,9 +70,9 @@ class Task(Protocol):
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:
-        """What is logged for a validation whose mean loss is `loss`; "loss" is one of the names."""
+        """The values to log for a validation whose mean loss is `loss`; "loss" is one of the names."""
         ...
 
     def baseline(self) -> float | None:
-        """The validation loss of something simple, as `validation_values` has it last; None without one."""
+        """The validation loss of a simple baseline, in the unit of `validation_values`; None without one."""
         ...

@@ -1,0 +1,135 @@
+"""What the units of one model share, put together, and what a driver may do with one of them in any pass.
+
+    unit's event    rules, by the record            bytes
+    ------------    ------------------------------  ----------------------------------------------------------------
+    use             `gathers`: what comes next      `channels`: lanes and pools; `planner`: where they lie
+    done            `gathers`: what stays           the same
+    ready           `reductions`: whose turn it is  the same
+
+A rank besides says what it does (`_consensus`, `_steps`), takes part in what only others need (`_helper`), and makes
+anew what follows the main weights (`_freshness`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.comm.watch.agreement import Agreement
+from weft.fsdp.channels import Channels, check_separate, separate_gathers
+from weft.fsdp.driver import Driver
+from weft.fsdp.runtime.backward_calls import BackwardCalls
+from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
+from weft.fsdp.runtime.captures import CaptureTable
+from weft.fsdp.runtime.consensus import Consensus
+from weft.fsdp.runtime.freshness import Freshness
+from weft.fsdp.runtime.helper import GatherHelper
+from weft.fsdp.runtime.options import RuntimeOptions
+from weft.fsdp.runtime.passes import Pass, Passes
+from weft.fsdp.runtime.planner import Planner
+from weft.fsdp.runtime.reductions import Reductions
+from weft.fsdp.runtime.steps import Steps
+from weft.fsdp.runtime.unit_set import UnitSet
+from weft.fsdp.unit import Unit
+from weft.fsdp.weak import weakly
+from weft.layout.gathers import GatherOrder
+
+
+class Shared:
+    """Of the units under one root."""
+
+    def __init__(
+        self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions
+    ) -> None:
+        for number, unit in enumerate(units):
+            unit.number = number
+        self.device = device
+        self.options = options
+        self.graphs: CaptureTable | None = None
+        self.every = UnitSet(units, drivers)
+        self.units = self.every.units
+        self.channels = Channels(
+            device, planned=options.allocator == "trace", separate=bool(options.separate_all_gather_group)
+        )
+        groups, checked, budget = self.every.groups, options.check_collectives, options.prefetch_bytes
+        together = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
+        buckets = fill_buckets(units, self.channels, together if budget is None else min(budget, together))
+        channel = min((group.channel for group in groups), default=0)
+        self.passes = Passes(str(units[0]))
+        self.gathers = GatherOrder(self.units, buckets, budget)
+        self._agreement = Agreement(checked, channel)
+        self.reductions = Reductions(
+            self.units,
+            self.channels,
+            most_alive=options.max_live_reduce_buffers,
+            bucket_bytes=together,
+            checked=checked,
+            note=self._agreement.note,
+            gathers=self.gathers,
+        )
+        self._calls = BackwardCalls()
+        self._consensus = Consensus(self.every, self.reductions, self._agreement, checked=checked)
+        self._freshness = Freshness(self.channels, checked=checked, channel=channel)
+        self._steps = Steps(groups, channel)
+        self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
+        self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
+        self.channels.on_gather = weakly(self._before_gather)
+        check_separate(self.every.process_groups, options.separate_all_gather_group)
+        for unit in units:
+            unit.channels = self.channels
+            unit.gradient_to_write = weakly(self.reductions.gradient_to_write)
+
+    def change(self, **options: Any) -> None:
+        """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
+        self.options = dataclasses.replace(self.options, **options)
+        separate_gathers(self.every.process_groups, self.options.separate_all_gather_group)
+        self.channels.separate = bool(self.options.separate_all_gather_group)
+        self.reductions.most_alive = self.options.max_live_reduce_buffers
+
+    def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
+        """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
+        self.gathers.use(unit, named, backward=holder.backward)
+        unit.acquire(holder)
+
+    def done(self, unit: Unit, holder: Any, *, backward_follows: bool = False) -> None:
+        """`holder` lets go of `unit`; the memory goes with the last, unless the unit is about to be needed again."""
+        self.gathers.events.append(("done", unit.number, int(backward_follows)))
+        unit.release(holder)
+        for each in (unit, *unit.tied):
+            if not self.gathers.stays(each):
+                each.free()
+
+    def keep(self, unit: Unit, holder: Any) -> None:
+        """`unit` stays when its holder lets go: after a forward until its backward, after a backward for good."""
+        if holder not in unit.holders:
+            self.gathers.events.append(("keep", unit.number, 0))
+            unit.acquire(holder)
+
+    def offer(self, unit: Unit) -> None:
+        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
+        if unit.writes_gradients:
+            self.reductions.offer_main_gradients(unit)
+
+    def ready(self, unit: Unit) -> None:
+        """Pack the gradients of `unit`, and reduce them if that is due."""
+        if self._calls.makes_graph and unit.awaits_reduction:
+            self._calls.refuse_graph(unit)
+        self.reductions.reduce(unit)
+
+    def expect_more(self, more: bool) -> None:
+        """Whether a schedule has further microbatches to reduce."""
+        self.reductions.more_to_come = more
+
+    def _before_gather(self, unit: Unit) -> None:
+        if self._freshness.ahead:
+            self._freshness.reach(unit)
+        if not (self.options.check_collectives and unit.is_addressed) and self.passes.current is not Pass.EVALUATION:
+            for group in unit.groups:
+                if group.plan.moves:
+                    self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
+
+    @property
+    def steady_passes(self) -> int:
+        """How many passes ended since the plan of gathered weights changed; 0 in one that differs from its record."""
+        return self.channels.weights.steady if self.gathers.on_plan else 0

@@ -1,0 +1,64 @@
+"""Attention in a window is computed block by block."""
+
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from weft.models.layers import attention
+from weft.models.layers.attention import causal_attention
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def reference(q, k, v, window, sinks):
+    """One mask over everything, two query heads for each key."""
+    queries, seen = q.shape[1], k.shape[1]
+    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for each in (k, v))
+    scores = torch.einsum("bshc,bthc->bhst", q, k) * q.shape[-1] ** -0.5
+    distance = (torch.arange(queries)[:, None] + seen - queries) - torch.arange(seen)
+    scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(len(q), -1, queries, 1)), dim=-1)
+    return torch.einsum("bhst,bthc->bshc", scores.softmax(-1)[..., :seen], v)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 23, 40])
+@pytest.mark.parametrize("least", [1, 4, 64])
+def test_a_window_in_blocks_equals_one_mask_over_everything(window, least):
+    """Rows, and the last positions of longer ones; blocks without a rest, with one, and none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 1), (2, 24), (12, 24), (24, 24), (23, 23), (22, 30)
+    for (queries, seen), with_sinks in product(shapes, (False, True)):
+        sizes = (2, queries, 4, 8), (2, seen, 2, 8), (2, seen, 2, 8), (4,)
+        q, k, v, sinks = (torch.randn(each, generator=generator).double().requires_grad_() for each in sizes)
+        given = (q, k, v, sinks) if with_sinks else (q, k, v)
+        with mock.patch.object(attention, "LEAST_BLOCK", least):
+            found = causal_attention(q, k, v, scale=None, window=window, sinks=sinks if with_sinks else None)
+        expected = reference(q, k, v, window, sinks if with_sinks else None)
+        torch.testing.assert_close(found, expected, **EXACT)
+        weights = torch.randn(expected.shape, generator=generator).double()
+        gradients = (torch.autograd.grad((each * weights).sum(), given) for each in (found, expected))
+        torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_a_long_row_costs_its_length_times_the_window():
+    """No scores of a block are over more than the block and the window before it."""
+    q, k = torch.randn(1, 500, 4, 8), torch.randn(1, 500, 2, 8)
+    with mock.patch.object(attention, "_attend", side_effect=attention._attend) as attend:
+        causal_attention(q, k, k, scale=None, window=20)
+    calls = [call.args[:2] for call in attend.call_args_list]
+    scores = sum(len(queries) * queries.shape[1] * keys.shape[1] for queries, keys in calls)
+    assert scores <= 500 * (20 + attention.LEAST_BLOCK) and len(calls) == 3
+
+
+def test_all_layers_and_steps_share_one_mask():
+    q, k = torch.randn(1, 200, 4, 8, requires_grad=True), torch.randn(1, 200, 2, 8)
+    with mock.patch.object(attention, "_attend", side_effect=attention._attend) as attend, torch.inference_mode():
+        causal_attention(q, k, k, scale=None, window=20)
+    for _ in range(2):
+        with mock.patch.object(attention, "_attend", side_effect=attention._attend) as again:
+            causal_attention(q, k, k, scale=None, window=20).sum().backward()
+    masks = [call.args[3] for each in (attend, again) for call in each.call_args_list if call.args[3] is not None]
+    assert len(masks) == 4 and len({mask.data_ptr() for mask in masks}) == 1
