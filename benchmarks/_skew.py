@@ -18,9 +18,10 @@ class OfRank(NamedTuple):
 
 
 class Skew(NamedTuple):
-    """One routing: seconds per step of each side, and what the ranks did in the combined step."""
+    """One routing: seconds per step of each side, and what the ranks did in a step of `side`."""
 
     routing: str
+    side: str
     seconds: dict[str, float]
     ranks: Sequence[OfRank]
 
@@ -37,8 +38,8 @@ class Skew(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The combined step as a part of the unpaired nodes' step."""
-        return self.seconds["combined"] / self.seconds["unpaired nodes"]
+        """The step of `side` as a part of the unpaired nodes' step."""
+        return self.seconds[self.side] / self.seconds["unpaired nodes"]
 
 
 def table(skews: Sequence[Skew]) -> None:
@@ -46,11 +47,11 @@ def table(skews: Sequence[Skew]) -> None:
     width = max(len(skew.routing) for skew in skews) + 2
     sides = list(skews[0].seconds)
     print(f"{'routing':{width}}" + "".join(f"{f'{side} s':>26}" for side in sides), end="")
-    print(f"{'combined / unpaired':>21}{'hidden':>9}{'rows saved':>12}  slow ranks")
+    print(f"{f'{skews[0].side} / unpaired':>32}{'hidden':>9}{'rows saved':>12}  slow ranks")
     for skew in skews:
         slow = slow_ranks([rank.computing for rank in skew.ranks])
         print(f"{skew.routing:{width}}" + "".join(f"{skew.seconds[side]:26.3f}" for side in sides), end="")
-        print(f"{skew.ratio:21.2f}{skew.hidden:9.0%}{skew.saved:12.0%}  {slow or 'none'}")
+        print(f"{skew.ratio:32.2f}{skew.hidden:9.0%}{skew.saved:12.0%}  {slow or 'none'}")
 
 
 def picture(skews: Sequence[Skew], path: str) -> None:

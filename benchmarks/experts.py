@@ -2,6 +2,7 @@
 
     weft bench experts --ranks 2 -- --link 800mbit      # as root: a network of limited rate between the ranks
     weft bench experts --ranks 2                        # loopback: the exchange costs little, and so does hiding it
+    weft bench experts --ranks 2 -- --link 400mbit --device 20     # as root: a device for each rank, too
     weft bench experts --ranks 2 -- --link 800mbit --routing zipf:1.0        # or uniform, or the folder of a run
     weft bench experts --ranks 2 -- --link 800mbit --skew --routing runs/stdlib-moe --picture skew.png
 
@@ -9,14 +10,19 @@ Four attention layers with eight experts each, two per token, spread over all ra
 is forward and backward of all microbatches. An exchange counts as hidden while this rank computes, and as exposed while
 it waits for communication of any kind. `--routing` draws the experts of each token from a distribution, the same for
 all sides. `--skew` measures from uniform routing to Zipf's, and `--routing` besides.
+
+Sending and receiving take time of the cores that compute, which no order of steps hides. With `--device` products take
+as long as on a device of so many GFLOP/s, and leave the cores to the network meanwhile (`benchmarks/_device.py`).
 """
 
 import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
+import _device
 import _link
 import _report
 import _routing
@@ -60,11 +66,13 @@ def plain(net: HybridModel, microbatches: list) -> None:
         net(tokens, labels).backward()
 
 
-DELAYED = "combined, wgrad delayed"
+DELAYED, PAIRED = "combined, wgrad delayed", "paired, wgrad delayed"
 SIDES: dict[str, Callable[[HybridModel, list], object]] = {
     "combined": forward_backward,
     DELAYED: lambda net, data: forward_backward(net, data, delay_wgrad=True),
     "combined, delayed, halves": lambda net, data: forward_backward(net, data, delay_wgrad=True, halves=True),
+    "paired": lambda net, data: forward_backward(net, data, schedule="paired"),
+    PAIRED: lambda net, data: forward_backward(net, data, schedule="paired", delay_wgrad=True),
     "unpaired nodes": lambda net, data: forward_backward(net, data, overlap=False),
     "plain": plain,
 }
@@ -90,6 +98,7 @@ def main() -> None:
         "--routing", metavar="NAME", help="uniform, zipf:S, or the folder of a run; default: the router's"
     )
     parser.add_argument("--rows-per", choices=ROWS_PER, default="rank", help="what a row travels to")
+    parser.add_argument("--device", type=float, metavar="GFLOPS", help="rate of a device for each rank")
     parser.add_argument("--skew", action="store_true", help="measure over routings of growing skew")
     parser.add_argument("--picture", metavar="FILE", help="with --skew: draw what was measured")
     options = parser.parse_args()
@@ -101,14 +110,15 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    with _link.process_group(options.link):
+    device = _device.SlowDevice(options.device * 1e9) if options.device else nullcontext()
+    with _link.process_group(options.link), device:
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (2, ROWS, SEQUENCE)
         data = [torch.randint(CONFIG.vocab_size, shape, generator=generator).unbind() for _ in range(MICROBATCHES)]
         if options.skew:
             skews = [measured(name, shares[name], data, options) for name in shares]
             if dist.get_rank() == 0:
-                print(f"{_report.machine()}, on {options.link or 'loopback'}, medians of {options.rounds}")
+                print(where(options))
                 _skew.table(skews)
                 if options.picture:
                     _skew.picture(skews, options.picture)
@@ -120,26 +130,32 @@ def main() -> None:
         taken = _report.in_turn(steps, options.rounds, 1)
         recorded = {name: lanes(step) for name, step in steps.items()}
         if dist.get_rank() == 0:
-            print(f"{_report.machine()}, on {options.link or 'loopback'}, medians of {options.rounds}")
+            print(where(options))
             print(f"{MICROBATCHES} microbatches of {ROWS} x {SEQUENCE} tokens per rank")
             _report.table(taken, "combined", "s/step")
             report(taken, recorded, nets)
 
 
+def where(options: argparse.Namespace) -> str:
+    """What was measured on."""
+    device = f"devices of {options.device:g} GFLOP/s" if options.device else "the machine's cores"
+    return f"{_report.machine()}, on {options.link or 'loopback'}, {device}, medians of {options.rounds}"
+
+
 def measured(name: str, shares: _routing.Shares, data: list, options: argparse.Namespace) -> _skew.Skew:
-    """The combined schedule and the unpaired nodes under one routing, and what this and the other ranks did."""
-    sides = ("combined", DELAYED, "unpaired nodes")
+    """Both overlapped schedules and the unpaired nodes under one routing, and what all ranks did in the second."""
+    sides = ("combined", PAIRED, "unpaired nodes")
     nets = {side: model(options.rows_per) for side in sides}
     for net in nets.values():
         _routing.assign(net, shares, MICROBATCHES, seed=100 * dist.get_rank())
     steps = {side: partial(SIDES[side], nets[side], data) for side in sides}
     taken = _report.in_turn(steps, options.rounds, 1)
-    exchanged_rows(nets["combined"])
+    exchanged_rows(nets[PAIRED])
     dist.barrier()
     with Timeline() as timeline:
-        steps["combined"]()
+        steps[PAIRED]()
     intervals = timeline.intervals()
-    assignments, rows = sum(exchanged_rows(nets["combined"]).values()).tolist()
+    assignments, rows = sum(exchanged_rows(nets[PAIRED]).values()).tolist()
     mine = _skew.OfRank(
         computing(intervals),
         hidden_fraction(intervals),
@@ -148,13 +164,16 @@ def measured(name: str, shares: _routing.Shares, data: list, options: argparse.N
     )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    return _skew.Skew(name, {side: statistics.median(times) for side, times in taken.items()}, ranks)
+    return _skew.Skew(name, PAIRED, {side: statistics.median(times) for side, times in taken.items()}, ranks)
 
 
 def report(taken: dict, recorded: dict, nets: dict) -> None:
     """What delayed weight gradients gain, and tables of lanes and of memory."""
     gains = [now / delayed for now, delayed in zip(taken["combined"], taken[DELAYED])]
     hidden = [f"{recorded[name]['exchange'][1]:.0%}" for name in ("combined", DELAYED)]
+    for name in ("paired", PAIRED):
+        ratio = _report.ratio(taken[name], taken["unpaired nodes"])
+        print(f"\n{name}: {ratio:.2f} of the unpaired nodes' step, {recorded[name]['exchange'][1]:.0%} hidden", end="")
     print(
         f"\nwgrad delayed: {statistics.median(gains):.2f} times as fast as combined without ({min(gains):.2f} to "
         f"{max(gains):.2f} in single rounds); of the exchange {hidden[1]} hidden, without {hidden[0]}"

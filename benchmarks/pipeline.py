@@ -48,12 +48,15 @@ CONFIG = HybridConfig(
     moe_intermediate_size=64,
 )
 LOOPS, V = {"chunks": 2}, {"chunks": 2, "placement": "v"}
+FINEST = {"halves": True, "delay_wgrad": True}
 OURS: dict[str, tuple[dict, dict]] = {
     "weft 1f1b": ({"schedule": "1f1b"}, {}),
     "weft interleaved": ({"schedule": "interleaved"}, LOOPS),
     "weft combined": ({"schedule": "combined"}, LOOPS),
     "weft dualpipev": ({"schedule": "dualpipev"}, V),
     "weft zbv": ({"schedule": "zbv"}, V),
+    "weft combined, halves": ({"schedule": "combined", **FINEST}, LOOPS),
+    "weft dualpipev, halves": ({"schedule": "dualpipev", **FINEST}, V),
 }
 """What is given to `forward_backward`, and to the model."""
 THEIRS: dict[str, tuple[Any, dict]] = {"torch 1F1B": (Schedule1F1B, {}), "torch DualPipeV": (ScheduleDualPipeV, V)}
@@ -203,13 +206,13 @@ def measure(options: argparse.Namespace) -> None:
 
 def report(taken: dict, found: dict) -> None:
     """What the ranks did with their time."""
-    print(f"\n{'one more step':20}{'idle':>8}{'exposed':>9}{'exchange':>10}{'hidden':>8}{'1f1b / it':>11}")
+    print(f"\n{'one more step':24}{'idle':>8}{'exposed':>9}{'exchange':>10}{'hidden':>8}{'1f1b / it':>11}")
     for name, values in found.items():
         ratio = statistics.median(one / it for one, it in zip(taken["weft 1f1b"], taken[name]))
         idle, exposed, exchange, hidden = (f"{value:.0%}" for value in values)
         if name in THEIRS or math.isnan(values[-1]):  # torch's wait for each exchange where it begins
             hidden = "-"
-        print(f"{name:20}{idle:>8}{exposed:>9}{exchange:>10}{hidden:>8}{ratio:11.2f}")
+        print(f"{name:24}{idle:>8}{exposed:>9}{exchange:>10}{hidden:>8}{ratio:11.2f}")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ VISITS = "moe/test_visits.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
+PAIRED = "overlap/test_paired.py::"
 OF_CONFIGURATIONS = "train/test_check.py::"
 GRAPHS = "graphs/test_hooks.py::"
 KEYS = "graphs/test_keys.py::"
@@ -928,9 +929,15 @@ MUTATIONS = [
     Mutation(
         "a half leaves before its counts are here",
         "moe/dispatch.py",
-        "    handle.ready()\n    return handle",
-        "    handle.sent_to = handle.received_from = [0] * handle._ranks\n"
-        "    handle.sent = handle.received = 0\n    return handle",
+        "            arriving = handle.arriving()\n",
+        "            arriving = [0] * self.size\n",
+        "overlap/test_halves.py::test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums[2]",
+    ),
+    Mutation(
+        "the host waits for sizes before rows may leave",
+        "moe/dispatch.py",
+        "        if streams.has_streams(rows.device):\n            handle.ready()\n",
+        "        handle.ready()\n",
         HALVES,
     ),
     Mutation(
@@ -947,6 +954,35 @@ MUTATIONS = [
         "halves=place in self._halves",
         "halves=False",
         HALVES,
+    ),
+    Mutation(
+        "forwards and backwards at both ends stand alone",
+        "pipeline/schedules.py",
+        "if len(waiting) == len(entry) == 1 and waiting",
+        "if len(waiting) == len(entry) == 0 and waiting",
+        PAIRED + "test_with_pairs_at_both_ends_another_microbatch_computes_beside_every_exchange[2]",
+    ),
+    Mutation(
+        "weight gradients that a backward leaves run beside nothing",
+        "overlap/entries.py",
+        "owed = _last_weights(steps) if overlap",
+        "owed = [] if overlap",
+        "overlap/test_order.py::test_weight_gradients_that_a_backward_leaves_are_computed_under_the_first_exchange_of_"
+        "the_next[combined]",
+    ),
+    Mutation(
+        "the second of two forwards ends a layer before the first sends",
+        "overlap/order.py",
+        '    (FIRST, "attend"),\n    (FIRST, "dispatch"),\n    (LATE, "finish"),\n',
+        '    (FIRST, "attend"),\n    (LATE, "finish"),\n    (FIRST, "dispatch"),\n',
+        PAIRED + "test_two_of_a_kind_run_in_the_order_of_the_table[forward]",
+    ),
+    Mutation(
+        "each of two backwards of a pair reduces what it finds",
+        "overlap/units.py",
+        "        for pair in together:\n",
+        "        for pair in ():\n",
+        PAIRED + "test_gradients_of_two_backwards_of_a_pair_are_reduced_as_one[2]",
     ),
     Mutation(
         "a lane yields to no exchange",

@@ -48,7 +48,7 @@ def test_layers_get_the_same_rows_in_each_step_and_others_for_each_microbatch():
 
 def test_the_table_names_slow_ranks_and_what_rows_per_rank_save(capsys, tmp_path):
     ranks = [_skew.OfRank(1.0, 0.8, 100, 79), _skew.OfRank(2.0, 0.7, 100, 77)]
-    skew = _skew.Skew("zipf:1.0", {"combined": 0.6, "unpaired nodes": 1.0}, ranks)
+    skew = _skew.Skew("zipf:1.0", "combined", {"combined": 0.6, "unpaired nodes": 1.0}, ranks)
     _skew.table([skew])
     printed = capsys.readouterr().out
     assert "70%" in printed and "22%" in printed and "0.60" in printed

@@ -189,6 +189,22 @@ def test_ranks_that_wait_for_different_exchanges_are_told():
 
 
 @distributed(2)
+def test_rows_leave_when_the_sizes_have_come_and_the_host_waits_for_neither():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
+    tables = [some_counts(case, dispatcher.num_experts, ranks) for case in (0, 6)]
+
+    def begin():
+        handles = [dispatcher.plan(counts[rank]) for counts in tables]
+        return [dispatcher.dispatch(labelled(rank, each[rank]), handle) for each, handle in zip(tables, handles)]
+
+    there = begin() if rank == 0 else []
+    dist.barrier()  # rank 1 has planned nothing when rank 0 comes here
+    for counts, arrival in zip(tables, there or begin()):
+        assert torch.equal(arrival.wait(), expected_arrival(counts, dispatcher.experts))
+
+
+@distributed(2)
 def test_rows_that_were_not_planned_are_refused():
     dispatcher = AllToAll(dist.group.WORLD, 2, rows_per="expert")
     handle = dispatcher.plan(torch.tensor([2, 1]))

@@ -76,9 +76,9 @@ def test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute():
     for microbatch in (0, 2):  # the first forward and the last backward stand alone
         assert events.of(microbatch, 2, FORWARD) == [
             *("issue counts 0 in attend", "issue counts 1 in attend"),
-            *("wait counts 0 in dispatch", "issue exchange 2 in dispatch"),
-            *("wait counts 1 in dispatch", "issue exchange 3 in dispatch"),
-            *("wait exchange 2 in experts", "issue exchange 4 in experts", "wait exchange 3 in experts"),
+            *("issue exchange 2 in dispatch", "issue exchange 3 in dispatch"),
+            *("wait exchange 2 in experts", "wait counts 0 in experts", "issue exchange 4 in experts"),
+            *("wait exchange 3 in experts", "wait counts 1 in experts"),
             *("issue exchange 5 in combine", "wait exchange 4 in finish", "wait exchange 5 in finish"),
         ]
         assert events.of(microbatch, 2, BACKWARD) == [
@@ -98,3 +98,5 @@ def test_halves_without_effect_are_refused():
     per_expert = build(config("[*E]", moe_rows_per="expert"), meshes)
     with pytest.raises(ValueError, match=r"halves=True, but no layer sends one row per rank"):
         forward_backward(per_expert, data(2), halves=True)
+    with pytest.raises(ValueError, match=r"halves=True, but in the schedule 'paired' nothing stands alone"):
+        forward_backward(build(CFG, meshes), data(2), schedule="paired", halves=True)

@@ -6,8 +6,10 @@ import re
 import pytest
 
 from weft.overlap import order
-from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
+from weft.overlap.entries import table_order
+from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order
 from weft.pipeline import Action
+from weft.pipeline import table as weft_table
 
 WEIGHTS = ("attend.weights", "experts.weights", "enter.weights")
 
@@ -38,7 +40,9 @@ def spelled(steps):
 def table():
     """The rows of the module's own table, the exchange before the computation that it runs under."""
     rows = re.findall(
-        r"^    ([ABF]\.[a-z.]+)(?: \((?:if delayed|of a depth)\))? *([BF]\.[a-z]+)?$", order.__doc__, re.MULTILINE
+        r"^    ([ABF]\.[a-z.]+)(?: \((?:if delayed|of a depth)\))? *([BF]\.[a-z]+)?$",
+        order.__doc__.partition("A pair may also be")[0],
+        re.MULTILINE,
     )
     return [entry for compute, exchange in rows for entry in (exchange, compute) if entry]
 
@@ -67,6 +71,23 @@ def test_the_last_backward_computes_the_weight_gradients_of_the_layer_before_und
     apart = [said[said.index(f"B{number}.combine") + 1] for number in (2, 0)]
     assert apart == ["B2.experts", "B1.attend.weights"]  # nothing ran before the first
     assert [entry for entry in said if entry.endswith("attend.weights")] == [f"B{n}.attend.weights" for n in (2, 1, 0)]
+
+
+@pytest.mark.parametrize("schedule", ["combined", "paired"])
+def test_weight_gradients_that_a_backward_leaves_are_computed_under_the_first_exchange_of_the_next(schedule):
+    entries = weft_table(schedule, ranks=1, chunks=1, microbatches=6).ranks[0]
+    for count in (1, 3):
+        stack = layers(*[EXPERTS] * count)
+        switches = {"overlap": True, "delay_wgrad": True, "early_release": False}
+        steps = list(table_order(entries, lambda number, chunk, stack=stack: Part(number, stack, chunk), **switches))
+        left = [number for number, step in enumerate(steps) if step[2:4] == (0, "attend.weights")]
+        assert [steps[number].microbatch for number in left] == list(range(6))
+        beside = 0
+        for number in left[:-1]:
+            exchange = max(place for place in range(number) if steps[place].lane == order.EXCHANGE)
+            following = steps[number].microbatch + 1, count - 1, "combine"
+            beside += steps[exchange][1:4] == following and steps[exchange].direction == BACKWARD
+        assert beside == (0 if count == 1 else 5 if schedule == "combined" else 3)  # behind it, the last two are a pair
 
 
 @pytest.mark.parametrize("delay_wgrad, early_release", list(itertools.product([False, True], repeat=2)))

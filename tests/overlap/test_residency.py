@@ -78,8 +78,8 @@ def counted(model, schedule):
         visit(prefetch, *args, **kwargs)
         most = max(most, sum(unit.gathered_bytes for unit in watched if unit.resident))
 
-    def planned(units, steps):
-        program.extend(plan(units, steps))
+    def planned(units, steps, *together):
+        program.extend(plan(units, steps, *together))
         return program
 
     with (

@@ -203,7 +203,7 @@ def test_pairs_on_the_order_of_1f1b_wait_for_each_other():
         ("F0.0 I0.0 F1.0 B1.0", 3, "W0.0 has not come"),
         ("F0.0 W0.0 I0.0 F1.0", 1, "its first part I0.0 has not come"),
         ("F0.0 B0.0 F1.0 I1.0", 4, "W1.0 is missing"),
-        ("F0.0 B0.0+F1.0 B1.0", 1, "a pair of an F and a B, in this order"),
+        ("F0.0 B0.0+F1.0 B1.0", 1, "a pair: an F and a B in this order, two F, or two B"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place_and_reason(row, position, said):

@@ -203,6 +203,9 @@ def test_experts_and_overlap_that_do_not_fit_are_refused():
         ConfigError, match=r'train\.halves = true: .* model\.moe_rows_per = "expert"; set that to "rank"'
     ):
         parse("", *EXPERTS, "train.overlap=true", "train.halves=true", "model.moe_rows_per=expert")
+    parse("", *EXPERTS, "train.overlap=true", "train.pipeline_schedule=paired")
+    with pytest.raises(ConfigError, match=r'no effect with sharding\.pp = 1; leave it out, or choose "paired" with'):
+        parse("", *EXPERTS, "train.pipeline_schedule=paired")
     alone = [*EXPERTS, "train.overlap=true", "train.global_batch_size=16"]
     with pytest.raises(ConfigError, match=r"train\.overlap = true: .*hide nothing; set train\.global_batch_size = 32"):
         parse("", *alone).validate(2)

@@ -122,16 +122,20 @@ def last_step(path, directory):
         trainer.run()
     finally:
         passes.forward_backward = schedule
-    return [each["halves"] for each in given], trainer.passes.computed
+    return [(each["halves"], each["schedule"]) for each in given], trainer.passes.computed
 
 
-def test_what_stands_alone_is_exchanged_in_halves_where_the_run_says_so_and_each_rank_tells_how_long_it_computed(
-    pool, tmp_path
+@pytest.mark.parametrize(
+    "setting, given",
+    [({"train__halves": True}, (True, None)), ({"train__pipeline_schedule": "paired"}, (False, "paired"))],
+)
+def test_what_stands_alone_is_exchanged_as_the_run_says_and_each_rank_tells_how_long_it_computed(
+    pool, tmp_path, setting, given
 ):
-    settings = {"train__halves": True, "train__microbatch_size": 1, "train__steps": 1, "checkpoint__every": 0}
+    settings = {"train__microbatch_size": 1, "train__steps": 1, "checkpoint__every": 0, **setting}
     path = write_config(tmp_path, **SETTINGS, **settings)
     found = pool.run(2, last_step, path, tmp_path / "run")
-    assert [halves for halves, _ in found] == [[True], [True]]
+    assert [how for how, _ in found] == [[given], [given]]
     (first, second), others = found[0][1], found[1][1]
     assert [first, second] == others and first > 0 and second > 0
     assert parse_json((tmp_path / "run" / "facts.json").read_text())["computed"] == [first, second]

@@ -69,6 +69,7 @@ class Ticket:
         self.order()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
+            _has_begun(self._call)
             transfer.abandon(timeout)
 
     @property
@@ -129,10 +130,17 @@ class Ticket:
         if self._after is not None:
             self._after._collect()
             self._after = None
+            _has_begun(self._call)
         if self._transfer is not None:
             with watched(self._call):
                 self._transfer.complete()
             self._transfer = None
+
+
+def _has_begun(call: Call | None) -> None:
+    """What `call` comes behind has ended."""
+    if call is not None and (watch := hang_detector()) is not None:
+        watch.issued.off.discard((call.key, call.number))
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -214,6 +222,7 @@ class Lane:
         if self.stream is None:
 
             def begin() -> Pending:
+                _has_begun(call)
                 if prepare is not None:
                     prepare()
                 try:
@@ -231,6 +240,8 @@ class Lane:
                 gate = None
                 if earlier is not None:
                     earlier.complete()
+            if earlier is not None and call is not None and (watch := hang_detector()) is not None:
+                watch.issued.off.add((call.key, call.number))
             return Ticket(Transfer(begin, (group, self.tag, channel), earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:

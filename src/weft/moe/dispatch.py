@@ -2,7 +2,7 @@
 
     handle = dispatcher.plan(counts, rows)        the ranks tell each other how many rows come: starts at once
     ...                                           computation
-    there = dispatcher.dispatch(rows, handle)     the host waits for the sizes; rows leave in the background
+    there = dispatcher.dispatch(rows, handle)     rows leave in the background, when the sizes are known
     ...                                           computation
     rows = there.wait()                           rows grouped by the rank they come from
     back = dispatcher.combine(rows, handle)       the reverse
@@ -14,7 +14,7 @@ Both directions only move rows, so each is the other's backward. They know nothi
 autograd function around them for those who wait at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -28,6 +28,7 @@ from weft.comm import streams
 from weft.comm.collectives import all_to_all, all_to_all_counts
 from weft.comm.groups import group_of, next_channel, second_communicator
 from weft.comm.lanes import Lane, Ticket
+from weft.comm.pending import Pending
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.moe.kinds import ROWS_PER
 from weft.moe.permutation import Permutation
@@ -42,7 +43,7 @@ class Handle:
     one for each pair of a token and an expert. `offsets` [local experts] int32: where each expert's end once they are
     sorted by expert. `by_expert`, `by_arrival` [received] int64: indices that sort arrived rows by expert, and back;
     None where they arrive sorted, or with one row per rank. `permutation`, `visits` and `arrived` are the layer's own:
-    which row is whose. All but these may be read once `ready` has returned, and behind a `dispatch`.
+    which row is whose. All but these may be read once `ready` has returned, and when what was dispatched is here.
     """
 
     sent: int
@@ -78,7 +79,10 @@ class Halves(Handle):
 class Arrival:
     """Rows on their way; `wait` returns them, to be used by what is computed from then on."""
 
-    def __init__(self, rows: Tensor, ticket: Ticket | None = None, source: Tensor | None = None) -> None:
+    def __init__(
+        self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
+    ) -> None:
+        """`rows`: or what gives them when `ticket` has been waited for. `source`: what is sent."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
@@ -93,6 +97,8 @@ class Arrival:
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = self._source = None
+        if not isinstance(self._rows, Tensor):
+            self._rows = self._rows()
         return self._rows
 
 
@@ -116,7 +122,8 @@ class Dispatcher(Protocol):
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """Rows to the ranks of their experts; [sent or more, hidden], sorted by rank -> [received, hidden].
 
-        Waits for the sizes if they have not been waited for. Rows behind the first `handle.sent` do not leave.
+        Where a device computes beside the host, the host waits for the sizes; else rows leave when these have come, in
+        the background. Rows behind the first `handle.sent` do not leave.
         `behind`: a moment (`weft.comm.streams.moment`) when `rows` were there, so that they leave beside what has been
         computed since; None: now.
         """
@@ -223,12 +230,32 @@ class AllToAll:
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """See `Dispatcher`."""
-        handle = _known(handle)
-        if handle.has_visits and rows.shape[0] >= handle.sent:
+        assert isinstance(handle, _ExchangeHandle)
+        if streams.has_streams(rows.device):
+            handle.ready()
+        leaving = handle.leaving()
+        sent = sum(leaving)
+        if handle.has_visits and rows.shape[0] >= sent:
             handle.room = rows.shape[0]
-            rows = rows[: handle.sent]
-        output = self._memory(rows, handle.received, behind)
-        return self._move(output, rows, handle.received_from, handle.sent_to, behind)
+            rows = rows[:sent]
+        if (counts := handle.under_way) is None:
+            output = self._memory(rows, handle.received, behind)
+            return self._move(output, rows, handle.received_from, leaving, behind)
+        rows = _planned(rows, leaving)
+        arrived: list[Tensor] = []
+
+        def rows_to_all(group: dist.ProcessGroup, tag: int) -> Pending:
+            arriving = handle.arriving()
+            arrived.append(rows.new_empty(sum(arriving), *rows.shape[1:]))
+            return all_to_all(arrived[0], rows, arriving, leaving, group, tag)
+
+        def known() -> Tensor:
+            handle.ready()
+            return arrived.pop()
+
+        _, lane = self._lanes_of(rows.device)
+        ticket = lane.run(rows_to_all, self.group, channel=self.channel, after=counts)
+        return Arrival(known, ticket, rows)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
         """See `Dispatcher`."""
@@ -245,15 +272,10 @@ class AllToAll:
     def _move(
         self, output: Tensor, rows: Tensor, arriving: list[int], leaving: list[int], behind: Any = None
     ) -> Arrival:
-        if rows.shape[0] != sum(leaving):
-            raise ValueError(
-                f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
-                "what the other ranks wait for: pass plan() the counts of these rows"
-            )
         if not rows.is_contiguous():  # a copy of them is there later
             behind = None
         # The arrival keeps both ends until the compute stream has waited for the lane.
-        rows = rows.detach().contiguous()
+        rows = _planned(rows, leaving)
         _, lane = self._lanes_of(rows.device)
         filled = output[: sum(arriving)]
         ticket = lane.run(all_to_all, filled, rows, arriving, leaving, self.group, channel=self.channel, behind=behind)
@@ -282,6 +304,22 @@ class _ExchangeHandle(Handle):
         if self._arriving is not None:
             self._arriving[-1].abandon()
 
+    @property
+    def under_way(self) -> Ticket | None:
+        """Of the counts, if they have not been waited for."""
+        return None if self._arriving is None else self._arriving[-1]
+
+    def leaving(self) -> list[int]:
+        """Rows to each rank, of which this rank's own counts tell."""
+        return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
+
+    def arriving(self) -> list[int]:
+        """Rows from each rank, once the counts are in the host's memory; `ready` need not have been called."""
+        return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
+
+    def _rows(self, counts: Tensor) -> list[int]:
+        return (counts[:, -1] if self.has_visits else counts.sum(-1)).tolist()
+
     def ready(self) -> None:
         if self._arriving is None:
             return
@@ -302,6 +340,16 @@ class _ExchangeHandle(Handle):
             self.by_expert = _sort_blocks(blocks, self.received)
             arange = torch.arange(self.received, device=received.device)
             self.by_arrival = torch.empty_like(self.by_expert).scatter_(0, self.by_expert, arange)
+
+
+def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
+    """The data of `rows`, which are as many as were planned."""
+    if rows.shape[0] != sum(leaving):
+        raise ValueError(
+            f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
+            "what the other ranks wait for: pass plan() the counts of these rows"
+        )
+    return rows.detach().contiguous()
 
 
 def _known(handle: Handle) -> _ExchangeHandle:

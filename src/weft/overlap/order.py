@@ -34,12 +34,31 @@ depth is entered before its first layer and left behind its last. Around the lay
 
 and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there. Where a table has
 weight gradients apart, those of the head are computed with them (head.weights), and all of the backward of embed.
+
+A pair may also be of two forwards, or of two backwards. F and S are then the first and the second microbatch; the
+second is half a layer behind, so that one computes while the rows of the other travel. A is the layer before, of F
+where weight gradients of F are computed, else of S.
+
+    two forwards                    two backwards
+    compute lane    exchange lane   compute lane                      exchange lane
+    --------------  --------------  --------------------------------  -------------
+    F.attend                        F.finish
+    A.finish        F.dispatch      A.attend.weights (of F, delayed)  F.combine
+    S.attend                        A.attend
+    F.experts       S.dispatch      S.finish
+    S.experts       F.combine       A.attend.weights (of S, delayed)  S.combine
+    F.finish        S.combine       F.experts
+                                    F.experts.weights (if delayed)    F.dispatch
+                                    S.experts
+                                    S.experts.weights (if delayed)    S.dispatch
+                                    F.attend
+
+Each parameter gets the gradient of the first before that of the second. A depth is entered and left around its first
+and its last layer, as above.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-from weft.pipeline.actions import Entry
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE = "before"
@@ -141,6 +160,68 @@ EARLY_RELEASE = (
 FORWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] == FORWARD)
 BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
+FIRST, SECOND = "first", "second"
+ABOVE = "first, before"
+"""The layer of the first whose backward ran before."""
+LATE = "second, before"
+"""The layer of the second before this one, which ends here."""
+
+FORWARDS = (
+    (FIRST, "enter"),
+    (FIRST, "attend"),
+    (FIRST, "dispatch"),
+    (LATE, "finish"),
+    (LATE, "leave"),
+    (SECOND, "enter"),
+    (SECOND, "attend"),
+    (SECOND, "dispatch"),
+    (FIRST, "experts"),
+    (FIRST, "combine"),
+    (SECOND, "experts"),
+    (SECOND, "combine"),
+    (FIRST, "finish"),
+    (FIRST, "leave"),
+)
+QUEUED_FORWARDS = (
+    (FIRST, "enter"),
+    (FIRST, "attend"),
+    (LATE, "finish"),
+    (LATE, "leave"),
+    (SECOND, "enter"),
+    (SECOND, "attend"),
+    (FIRST, "dispatch"),
+    (FIRST, "experts"),
+    (SECOND, "dispatch"),
+    (FIRST, "combine"),
+    (SECOND, "experts"),
+    (SECOND, "combine"),
+    (FIRST, "finish"),
+    (FIRST, "leave"),
+)
+"""Where a device computes beside the host: the sizes of a dispatch come while it has something to do."""
+BACKWARDS = (
+    (FIRST, "leave"),
+    (FIRST, "finish"),
+    (FIRST, "combine"),
+    (ABOVE, "attend.weights"),
+    (ABOVE, "enter.weights"),
+    (LATE, "attend"),
+    (LATE, "enter"),
+    (SECOND, "leave"),
+    (SECOND, "finish"),
+    (SECOND, "combine"),
+    (LATE, "attend.weights"),
+    (LATE, "enter.weights"),
+    (FIRST, "experts"),
+    (FIRST, "dispatch"),
+    (FIRST, "experts.weights"),
+    (SECOND, "experts"),
+    (SECOND, "dispatch"),
+    (SECOND, "experts.weights"),
+    (FIRST, "attend"),
+    (FIRST, "enter"),
+)
+
 
 def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The same where a device computes beside the host: the sizes of a dispatch come while it has something to do."""
@@ -148,35 +229,6 @@ def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     found = [entry for entry in entries if entry != late]
     found.insert(found.index(ahead) + 1, late)
     return found
-
-
-WEIGHTS = ("experts.weights", "attend.weights", "enter.weights")
-
-
-def table_order(
-    entries: Iterable[Entry],
-    part: Callable[[int, int], Part],
-    *,
-    overlap: bool,
-    delay_wgrad: bool,
-    early_release: bool,
-    queues: bool = False,
-) -> Iterator[Step]:
-    """The steps of one rank's entries of a table. `part`: of a microbatch and a chunk.
-
-    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: a device computes beside
-    the host.
-    """
-    switches = {"early_release": early_release, "queues": queues}
-    for entry in entries:
-        for actions in (entry,) if overlap else ((action,) for action in entry):
-            parts = {action.kind: part(action.microbatch, action.chunk) for action in actions}
-            if "W" in parts:
-                yield from weights_order(parts["W"])
-                continue
-            backward = parts.get("B") or parts.get("I")
-            switches |= {"delay_wgrad": delay_wgrad and "B" in parts, "apart": "I" in parts}
-            yield from combined_order(parts.get("F"), backward, **switches)
 
 
 def combined_order(
@@ -240,12 +292,35 @@ def combined_order(
         yield ahead.behind(FORWARD)
 
 
-def weights_order(behind: Part) -> Iterator[Step]:
-    """The weight gradients that a backward has left for later, in its order."""
-    if behind.last:
-        yield behind.behind(BACKWARD)._replace(slot="head.weights")
-    for layer in reversed(behind.layers):
-        for slot in WEIGHTS:
-            yield from behind.through(BACKWARD, layer, slot)
-    if behind.first:
-        yield behind.before(BACKWARD)
+def alike_order(first: Part, second: Part, direction: str, *, delay_wgrad: bool, queues: bool) -> Iterator[Step]:
+    """Two forwards, or two backwards. `queues`: a device computes beside the host."""
+    if direction == FORWARD:
+        entries: Sequence[tuple[str, str]] = QUEUED_FORWARDS if queues else FORWARDS
+        layers = list(first.layers), list(second.layers)
+        (begin, end), (its_begin, its_end) = (
+            (each.before(direction), each.behind(direction)) for each in (first, second)
+        )
+    else:
+        entries = tuple(entry for entry in BACKWARDS if delay_wgrad or "." not in entry[1])
+        layers = list(reversed(first.layers)), list(reversed(second.layers))
+        (begin, end), (its_begin, its_end) = (
+            (each.behind(direction), each.before(direction)) for each in (first, second)
+        )
+    cut = next(number for number, (whose, _) in enumerate(entries) if whose in (LATE, SECOND))
+
+    def of(entries: Sequence[tuple[str, str]], number: int) -> Iterator[Step]:
+        for whose, slot in entries:
+            part, mine = (first, layers[0]) if whose in (FIRST, ABOVE) else (second, layers[1])
+            at = number - (whose in (ABOVE, LATE))
+            if 0 <= at < len(mine):
+                yield from part.through(direction, mine[at], slot)
+
+    yield begin
+    for number in range(max(map(len, layers)) + 1):
+        if number == len(layers[0]):
+            yield end
+        yield from of(entries[:cut], number)
+        if number == 0:
+            yield its_begin
+        yield from of(entries[cut:], number)
+    yield its_end

@@ -17,9 +17,10 @@ from weft.comm.ranges import profiled
 from weft.fsdp.module import FSDPModule
 from weft.overlap.border import Border
 from weft.overlap.chunk_pass import ChunkPass
+from weft.overlap.entries import table_order
 from weft.overlap.layer import StagedLayer
 from weft.overlap.microbatch import Microbatch
-from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order, table_order
+from weft.overlap.order import BACKWARD, FORWARD, Layer, Part, Step, combined_order
 from weft.overlap.units import Around, ModelUnits
 from weft.pipeline.actions import Table
 from weft.pipeline.placement import Cut
@@ -90,9 +91,10 @@ class ScheduledRun:
         self._delayed = {action[1:] for entry in entries for action in entry if delay_wgrad} | self._apart
         alone = {entry[0][1:] for entry in entries if len(entry) == 1 and entry[0].kind != "W"}
         self._halves = alone if halves else set()
+        together = [{action[1:] for action in entry} for entry in entries if len(entry) == 2 and entry[0].kind == "B"]
         ends = SharedEnds(self._model, self._cut, self._transport)
         with torch.enable_grad():
-            self._carry_out(list(steps), trace)
+            self._carry_out(list(steps), trace, together if overlap else ())
         ends.add_up()
         _checked[self._model] = CHECKED_MICROBATCHES - self._unchecked + len(self._microbatches)
 
@@ -126,8 +128,10 @@ class ScheduledRun:
         merged = torch.zeros(shape, dtype=dtype, device=self._device) if found is None else found
         return reduce_now(merged, dist.ReduceOp.SUM, self._cut.group, "outputs of an evaluation")
 
-    def _carry_out(self, steps: Sequence[Step], trace: list[Step] | None) -> None:
-        program = self._units.program(steps)
+    def _carry_out(
+        self, steps: Sequence[Step], trace: list[Step] | None, together: Sequence[set[tuple[int, int]]] = ()
+    ) -> None:
+        program = self._units.program(steps, together)
         self._foresee(program)
         try:
             with self._units.scheduled(program, backward=torch.is_grad_enabled()):

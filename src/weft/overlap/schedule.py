@@ -68,8 +68,9 @@ def forward_backward(
             tensors and no dict with them, or a factor of `loss_scale` is no number.
         ValueError: no microbatches, or one with an entry that nothing in the model takes; layers inside an activation
             checkpoint, hooks on modules whose `forward` a schedule does not call, `overlap` without anything to hide,
-            `early_release` or `halves` without `overlap`, `halves` without one row per rank, factors that are not
-            finite, or not as many as microbatches; a table that does not fit the model or the microbatches.
+            `early_release` or `halves` without `overlap`, `halves` without one row per rank or where everything runs in
+            pairs, factors that are not finite, or not as many as microbatches; a table that does not fit the model or
+            the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
         CollectiveMismatch: ranks of a pipeline, or of a set of experts, were called with different schedules, or those
             of a pipeline with different tokens or labels.
@@ -104,6 +105,11 @@ def forward_backward(
     if schedule is None:
         schedule = "combined" if overlap else "1f1b"
     table = table_of(schedule, cut, len(checked))
+    if halves and all(len(entry) == 2 or entry[0].kind == "W" for entries in table.ranks for entry in entries):
+        raise ValueError(
+            f"halves=True, but in the schedule {table.name!r} nothing stands alone: there is nothing to divide; leave "
+            "it out"
+        )
     order = table.ranks, overlap, delay_wgrad, early_release, halves
     converted = agree_on_schedule(model, everything, cut, f"schedule {table.name!r}", checked, order)
     require_taken(model, everything, cut, checked)

@@ -94,8 +94,11 @@ class ModelUnits:
         engine = runtime_of(model) if inside or outside else None
         return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)
 
-    def program(self, steps: Iterable[Step]) -> list[Around]:
-        """What happens to units around each of `steps`."""
+    def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
+        """What happens to units around each of `steps`.
+
+        `together`: the microbatches and chunks of two backwards that run as a pair: each unit reduces what both leave.
+        """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}
         for each in around:
@@ -110,6 +113,12 @@ class ModelUnits:
         }
         for each in ends.values():  # the last of a microbatch that reads what is outside of layers
             each.reduce.extend(self.outside)
+        for pair in together:
+            found: set[DrivenUnit] = set()
+            for each in reversed(around):
+                if each.step.direction == BACKWARD and (each.step.microbatch, each.step.chunk) in pair:
+                    each.reduce[:] = [unit for unit in each.reduce if unit not in found]
+                    found.update(each.reduce)
         if around:
             holds = [(unit, Hold("a schedule")) for unit in self.outside]
             around[0].acquire[:0] = holds

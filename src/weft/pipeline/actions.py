@@ -4,7 +4,8 @@
     rank 1   F0.0 F0.1+...
 
 `F1.0` is the forward of microbatch 1 through this rank's chunk 0; `B` its backward, or `I` and `W` its two parts: the
-gradients of what came in, and those of weights. `F2.0+B0.1` are a forward and a backward that run as one pair.
+gradients of what came in, and those of weights. `F2.0+B0.1` are a forward and a backward that run as one pair,
+`F0.0+F1.0` two forwards.
 
 Chunks are dealt to ranks in one of two ways; with 2 chunks on 4 ranks:
 
@@ -30,7 +31,7 @@ class Action(NamedTuple):
 
 
 Entry = tuple[Action, ...]
-"""One action, or a forward and a backward (in this order) that run as one pair."""
+"""One action, or two that run as one pair: a forward and a backward in this order, two forwards, or two backwards."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class _Chart:
         self.simulation, table = simulation, simulation.table
         self._margin = len(f"rank {len(table.ranks) - 1}") + 2
         self._width = max(width - self._margin, 20)
-        widest = max(len(self._label(entry)) for entries in table.ranks for entry in entries if len(entry) == 1)
+        widest = max(len(self._label((action,))) for row in table.ranks for entry in row for action in entry)
         for labelled, kinds in ((True, "FBIW"), (False, "FBIW"), (False, "F")):
             self.labelled = labelled
             self._set_scale(widest + 1 if labelled else 1, self._shortest(kinds))
@@ -98,12 +98,12 @@ class _Chart:
         self._drawn = min(self._bands, max(MOST_DRAWN // (len(self.simulation.table.ranks) + 2), 1))
 
     def _shortest(self, kinds: str) -> float:
-        """Of the entries of `kinds` that are no pair and take time."""
+        """Of the entries of `kinds` that take time and are no pair of two kinds; of a pair for each of its two."""
         times = [
-            end - start
+            (end - start) / len(entry)
             for entries, spans in zip(self.simulation.table.ranks, self.simulation.spans)
             for entry, (start, end) in zip(entries, spans)
-            if len(entry) == 1 and entry[0].kind in kinds and end > start
+            if len({action.kind for action in entry}) == 1 and entry[0].kind in kinds and end > start
         ]
         return min(times, default=self.simulation.time or 1.0)
 

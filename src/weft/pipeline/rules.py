@@ -4,7 +4,7 @@ F0.1 F1.1        a chunk takes microbatches in order, each once: gradients add a
                  crosses a border between stages arrives in the order in which it is asked for
 F2.0 ... B2.0    a backward comes after its forward
 I2.0 ... W2.0    or in two parts, the gradients of what came in before those of weights
-F3.0+B2.0        a pair is one forward and one backward
+F3.0+B2.0        a pair is a forward and a backward, two forwards, or two backwards
 """
 
 from collections import Counter
@@ -12,6 +12,7 @@ from collections import Counter
 from weft.errors import TableError
 from weft.pipeline.actions import LOOP, Action, Entry, Table, V
 
+PAIRS = ("FB", "FF", "BB")
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of what came in", "W": "gradients of weights"}
 
 
@@ -52,8 +53,8 @@ def _pair_fault(entry: Entry) -> str | None:
     kinds = [action.kind for action in entry]
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         return f"{unknown[0]!r} is no kind of action; there are: {', '.join(KINDS)}"
-    if len(entry) != 1 and kinds != ["F", "B"]:
-        return "an entry is one action, or a pair of an F and a B, in this order"
+    if len(entry) != 1 and "".join(kinds) not in PAIRS:
+        return "an entry is one action, or a pair: an F and a B in this order, two F, or two B"
     if len(entry) == 2 and entry[0][1:] == entry[1][1:]:
         return f"{entry[1]} needs {entry[0]}: the two of a pair are of different microbatches or chunks"
     return None
@@ -71,7 +72,6 @@ class _Ledger:
         for action in entry:
             if fault := self._range_fault(action) or self._order_fault(action):
                 return fault
-        for action in entry:
             for part in _parts(action):
                 self._next[part, action.chunk] += 1
         return None

@@ -6,6 +6,7 @@
     1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; what is left
     interleaved   any (2)  in a loop    any                more forwards, of all chunks; F, B ...; what is left
     combined      any (2)  in a loop    any                one forward more; pairs F+B; what is left
+    paired        any (2)  in a loop    any                pairs F+F; pairs F+B; pairs B+B
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; weights apart at both ends
     zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
 
@@ -56,6 +57,15 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
 
 
+def paired(ranks: int, chunks: int, microbatches: int) -> Table:
+    """As combined, but what would stand alone in it, forwards before the pairs and backwards behind, forms pairs too.
+
+    On one rank that takes one forward more, so that there are two. A pair of two keeps one microbatch more alive.
+    """
+    rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
+    return Table("paired", tuple(tuple(_alike(_paired(row))) for row in rows), chunks, microbatches)
+
+
 def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
     """Microbatches go down one side of a V and up the other; forwards of one side pair with backwards of the other."""
     rows = [tuple(_dualpipev(ranks, rank, microbatches)) for rank in range(ranks)]
@@ -83,6 +93,7 @@ SCHEDULES = {
     "1f1b": Schedule(one_forward_one_backward, 1, any_chunks=False),
     "interleaved": Schedule(interleaved, 2),
     "combined": Schedule(combined, 2),
+    "paired": Schedule(paired, 2),
     "dualpipev": Schedule(dualpipev, 2, any_chunks=False, microbatches_per_rank=2),
     "zbv": Schedule(zbv, 2, any_chunks=False),
 }
@@ -167,6 +178,18 @@ def _apart(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
 
 def _paired(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
     return (tuple(action for action in pair if action is not None) for pair in row)
+
+
+def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
+    """Two neighbours that stand alone, forwards or backwards of one chunk, become a pair."""
+    waiting: Entry = ()
+    for entry in row:
+        if len(waiting) == len(entry) == 1 and waiting[0][::2] == entry[0][::2]:
+            entry = waiting + entry
+        elif waiting:
+            yield waiting
+        waiting = entry
+    yield waiting
 
 
 class _Row:

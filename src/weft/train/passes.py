@@ -100,7 +100,7 @@ class Passes:
                 losses = forward_backward(
                     self._task.model,
                     microbatches,
-                    schedule=self.table,
+                    schedule=self.table or loop.pipeline_schedule or None,
                     overlap=loop.overlap,
                     delay_wgrad=loop.delay_wgrad,
                     early_release=loop.early_release,

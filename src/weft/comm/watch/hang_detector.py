@@ -32,7 +32,7 @@ import torch.distributed as dist
 from weft.comm.gloo.sends import break_waits
 from weft.comm.watch import rules
 from weft.comm.watch.outside_waits import outside_waits
-from weft.comm.watch.rules import Join, Picture, State, mismatch
+from weft.comm.watch.rules import Issued, Join, Picture, State, mismatch
 from weft.errors import CollectiveMismatch
 
 DELAY_S = 0.1
@@ -88,7 +88,7 @@ class HangDetector:
         self._world_ranks = range(dist.get_world_size())
         self._all_joins = 0
         self._haste_until = 0.0
-        self._issued: dict[str, int] = {}
+        self.issued = Issued()
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._joinable: MutableMapping[Any, dict[str, Join]] = weakref.WeakKeyDictionary()
         self._call: Call | None = None
@@ -121,13 +121,13 @@ class HangDetector:
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
         with self._lock:
-            number = self._issued[key] = self._issued.get(key, 0) + 1
+            number = self.issued[key] = self.issued.get(key, 0) + 1
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
         """Say `number` under `key` among what this rank has issued."""
         with self._lock:
-            self._issued[key] = number
+            self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
         """`join` takes part in the next collective of `key` without using it.
@@ -155,7 +155,7 @@ class HangDetector:
             return
         self._failed = what
         with contextlib.suppress(RuntimeError):  # the store went with the job
-            self._say(State("failed", what, dict(self._issued), token=str(self._token), failed=what))
+            self._say(State("failed", what, self.issued.begun(), token=str(self._token), failed=what))
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
@@ -236,7 +236,7 @@ class HangDetector:
                 slowest = SLOWEST_S * delay / DELAY_S
                 pause = delay / 2 if quick else min(pause * 1.5, slowest) if self._said else delay
             if not self.verdict:
-                self._say(State("ended", self._last_words(), dict(self._issued)))
+                self._say(State("ended", self._last_words(), self.issued.begun()))
         self.let_go()
 
     def _last_words(self) -> str:
@@ -284,7 +284,8 @@ class HangDetector:
 
     def _state(self) -> State | None:
         """What this rank says, if it does not move."""
-        call, issued = self._call, dict(self._issued)
+        call = self._call
+        issued = self.issued.begun(call)
         before = f"{self._failed}, then " if self._failed else ""
         if call is not None:
             if time.monotonic() - self._since < self._delay():
@@ -324,7 +325,7 @@ class HangDetector:
                 return False
             wanted: dict[str, dict[str, int]] = {}
             for state in stuck.values():
-                if self._rank in state.ranks and self._issued.get(state.key, 0) < state.number:
+                if self._rank in state.ranks and self.issued.get(state.key, 0) < state.number:
                     issued = wanted.setdefault(state.key, {})
                     issued |= {key: max(number, issued.get(key, 0)) for key, number in state.issued.items()}
             joins = {key: join for known in list(self._joinable.values()) for key, join in known.items()}

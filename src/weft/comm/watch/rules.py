@@ -36,6 +36,24 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
     return CollectiveMismatch(f"ranks {what} ({listed}): {rule}" if listed else f"ranks {what}: {rule}")
 
 
+class Issued(dict[str, int]):
+    """How many collectives of each key this rank has issued. `off`: key and number of those that begin when others have
+    ended; a rank that waits for something else has not begun them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.off: set[tuple[str, int]] = set()
+
+    def begun(self, awaited: Any = None) -> dict[str, int]:
+        """What the others are told. `awaited`: the call that this rank waits for."""
+        found = dict(self)
+        for key, _ in list(self.off):
+            found[key] -= 1
+        if awaited is not None:
+            found[awaited.key] = max(found.get(awaited.key, 0), awaited.number)
+        return found
+
+
 Join = Callable[[Mapping[str, int]], bool]
 """Takes part in a collective that others wait for, by what they have issued, and says whether it could."""
 Doing = Literal["waits", "elsewhere", "failed", "ended"]

@@ -53,7 +53,7 @@ class LoopConfig:
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     pipeline_schedule: str = ""
-    """With `sharding.pp`: a name, or a file; empty: "combined" with `overlap`, else "interleaved" or "1f1b"."""
+    """Name or file; empty: "combined" with `overlap`, else "interleaved" or "1f1b". Without `sharding.pp`: "paired"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False

@@ -80,8 +80,10 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
 
 def _check_stages(model: HybridConfig, loop: LoopConfig, pp: int) -> None:
     segments = len(model.parsed.segments)
-    without = "has no effect with sharding.pp = 1; leave it out"
-    require("train.pipeline_schedule", loop.pipeline_schedule, pp > 1 or not loop.pipeline_schedule, without)
+    schedule = loop.pipeline_schedule
+    without = 'has no effect with sharding.pp = 1; leave it out, or choose "paired" with train.overlap = true'
+    fits = pp > 1 or not schedule or (schedule == "paired" and loop.overlap)
+    require("train.pipeline_schedule", schedule, fits, without)
     require(
         "sharding.pp",
         pp,

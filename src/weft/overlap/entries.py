@@ -1,0 +1,88 @@
+"""The steps of a rank's entries of a table, one entry after another."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from weft.overlap.order import BACKWARD, FORWARD, Part, Step, alike_order, combined_order
+from weft.pipeline.actions import Entry
+
+WEIGHTS = ("experts.weights", "attend.weights", "enter.weights")
+
+
+def table_order(
+    entries: Iterable[Entry],
+    part: Callable[[int, int], Part],
+    *,
+    overlap: bool,
+    delay_wgrad: bool,
+    early_release: bool,
+    queues: bool = False,
+) -> Iterator[Step]:
+    """The steps of one rank's entries of a table. `part`: of a microbatch and a chunk.
+
+    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: a device computes beside
+    the host. The delayed weight gradients of the last layer of a backward, which has no exchange left to run beside,
+    wait for the first exchange of the next backward.
+    """
+    switches = {"early_release": early_release, "queues": queues}
+    owed: list[Step] = []
+    for entry in entries:
+        for actions in (entry,) if overlap else ((action,) for action in entry):
+            steps = list(_entry_order(actions, part, delay_wgrad, **switches))
+            place = _beside_first(steps, owed)
+            yield from (*steps[:place], *owed)
+            owed = _last_weights(steps) if overlap and delay_wgrad and not early_release else []
+            yield from (step for step in steps[place:] if step not in owed)
+    yield from owed
+
+
+def _entry_order(
+    actions: Entry, part: Callable[[int, int], Part], delay_wgrad: bool, *, early_release: bool, queues: bool
+) -> Iterator[Step]:
+    kinds = "".join(action.kind for action in actions)
+    if kinds in ("FF", "BB"):
+        first, second = (part(action.microbatch, action.chunk) for action in actions)
+        direction = FORWARD if kinds == "FF" else BACKWARD
+        yield from alike_order(first, second, direction, delay_wgrad=delay_wgrad, queues=queues)
+        return
+    parts = {action.kind: part(action.microbatch, action.chunk) for action in actions}
+    if "W" in parts:
+        yield from weights_order(parts["W"])
+        return
+    switches = {"early_release": early_release, "queues": queues, "apart": "I" in parts}
+    backward = parts.get("B") or parts.get("I")
+    yield from combined_order(parts.get("F"), backward, delay_wgrad=delay_wgrad and "B" in parts, **switches)
+
+
+def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
+    """Where `owed` weight gradients run: beside the first exchange of a backward.
+
+    Before all where there is none, or where it is of the same layer, whose next gradients would come before them.
+    """
+    layers = {step.layer for step in owed}
+    for number, step in enumerate(steps):
+        if (step.direction, step.slot) == (BACKWARD, "combine"):
+            behind = (place for place in range(number + 1, len(steps)) if steps[place].slot in ("dispatch", "experts"))
+            return 0 if step.layer in layers else next(behind)
+    return 0
+
+
+def _last_weights(steps: Sequence[Step]) -> list[Step]:
+    """The weight gradients that are computed behind all exchanges of a backward."""
+    data = (
+        number
+        for number, step in enumerate(steps)
+        if step.direction == BACKWARD and step.layer is not None and "." not in step.slot
+    )
+    last = max(data, default=len(steps))
+    return [step for step in steps[last:] if step.slot in ("attend.weights", "enter.weights")]
+
+
+def weights_order(behind: Part) -> Iterator[Step]:
+    """The weight gradients that a backward has left for later, in its order."""
+    if behind.last:
+        yield behind.behind(BACKWARD)._replace(slot="head.weights")
+    for layer in reversed(behind.layers):
+        for slot in WEIGHTS:
+            yield from behind.through(BACKWARD, layer, slot)
+    if behind.first:
+        yield behind.before(BACKWARD)
