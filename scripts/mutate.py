@@ -81,6 +81,7 @@ OF_CONFIGURATIONS = "train/test_check.py::"
 GRAPHS = "graphs/test_hooks.py::"
 KEYS = "graphs/test_keys.py::"
 WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
+PYTHON = "graphs/test_python.py::"
 REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
@@ -202,8 +203,8 @@ MUTATIONS = [
     Mutation(
         "hooks on gathered weights are left out of replays",
         "graphs/places.py",
-        "tensor.requires_grad, hooked(tensor))",
-        "tensor.requires_grad)",
+        "(tensor.requires_grad, hooked(tensor))",
+        "(tensor.requires_grad,)",
         "graphs/test_hooks.py::test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module[2]",
     ),
     Mutation(
@@ -223,7 +224,7 @@ MUTATIONS = [
     Mutation(
         "static outputs change behind autograd's back",
         "graphs/captured.py",
-        "torch.autograd.graph.increment_version(outputs)",
+        "torch.autograd.graph.increment_version(self._changed if copies else [*self._changed, *outputs])",
         "pass",
         "graphs/test_settings.py::test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd",
     ),
@@ -289,6 +290,48 @@ MUTATIONS = [
         "handed.append(None if gradient is None else gradient.clone())",
         "handed.append(gradient)",
         "graphs/test_scopes.py::test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them[2]",
+    ),
+    Mutation(
+        "attributes of captured modules are those of the capture",
+        "graphs/call.py",
+        "elif not captured.python.same():",
+        "elif False:",
+        PYTHON + "test_attributes_that_change_between_calls_lead_to_a_new_capture[a number]",
+    ),
+    Mutation(
+        "a capture leaves behind what its own run changed",
+        "graphs/captured.py",
+        "            self.python.restore()\n",
+        "",
+        PYTHON + "test_a_forward_with_side_effects_stays_eager_and_has_each_once[Counts]",
+    ),
+    Mutation(
+        "what a forward leaves in a list of its caller is lost in replays",
+        "graphs/captured.py",
+        "if form != spec or any(",
+        "if False and any(",
+        PYTHON + "test_a_list_or_dict_that_a_forward_fills_keeps_it_eager[list]",
+    ),
+    Mutation(
+        "a copy of a captured module computes with the weights of the other",
+        "graphs/call.py",
+        "memo.get(id(module), module)",
+        "module",
+        PYTHON + "test_a_copy_of_a_module_computes_with_its_own_weights",
+    ),
+    Mutation(
+        "static outputs that a backward reads may be written to",
+        "graphs/captured.py",
+        "saved = [] if copies else captured.read_later(outputs)",
+        "saved = []",
+        "graphs/test_settings.py::test_an_output_that_its_backward_reads_must_not_be_written_to",
+    ),
+    Mutation(
+        "tensors of another device are constants of a capture",
+        "graphs/watch.py",
+        "if isinstance(each, Tensor)}) > 1:",
+        "if isinstance(each, Tensor)}) > 2:",
+        "graphs/test_settings.py::test_what_a_graph_cannot_hold_is_found_at_capture[a copy to another device]",
     ),
     Mutation(
         "autocast is no part of what differs between calls",

@@ -59,8 +59,16 @@ def blocks():
 
 
 def scopes():
+    run_scopes(config("[*-][*E]", moe_rows_per="expert"), overlap=False)
+
+
+def recomputed_scopes_and_delayed_gradients():
+    padded = {"capacity_factor": 1.0, "pad_to_capacity": True, "recompute": ("attend", "experts")}
+    run_scopes(config("[*-][*E]", moe_rows_per="expert", **padded), overlap=True, delay_wgrad=True)
+
+
+def run_scopes(cfg, **schedule):
     meshes = weft.init_meshes(DEVICE)
-    cfg = config("[*-][*E]", moe_rows_per="expert")
 
     def build(backend):
         torch.manual_seed(0)
@@ -71,13 +79,13 @@ def scopes():
     def step(model, number):
         torch.manual_seed(number)
         microbatches = [tuple(torch.randint(0, 37, (2, 2, 6)).to(DEVICE)) for _ in range(2)]
-        return weft.overlap.forward_backward(model, microbatches, overlap=False)
+        return weft.overlap.forward_backward(model, microbatches, **schedule)
 
     compare(build, step)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("body", [blocks, scopes])
+@pytest.mark.parametrize("body", [blocks, scopes, recomputed_scopes_and_delayed_gradients])
 def test_graphs_on_a_card_have_the_numbers_of_eager_runs(tmp_path, body):
     on_one_card(body, 1, "nccl", tmp_path)
 

@@ -1,5 +1,9 @@
 """Graphs against eager calls, bit for bit: cases in which every two values of the settings meet."""
 
+import contextlib
+import functools
+import itertools
+
 import pytest
 import torch
 
@@ -20,55 +24,88 @@ DRIVEN = (
     (2, {"overlap": True, "early_release": True}),
 )
 """Ranks of experts, and the schedule; None: hooks."""
-CASES = pairwise(
-    scopes=(ATTENTION, THREE, ROUTER, ("mamba",), ("mlp",), ("finish",), ALL),
-    driven=DRIVEN,
-    strategy=("optim", "optim_grads", "optim_grads_params"),
-    policy=(None, HALF),
-    tied=(False, True),
-    microbatches=(1, 3),
-)
+SCOPES = (ATTENTION, THREE, ROUTER, ("mamba",), ("mlp",), ("finish",), ALL)
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+RECOMPUTED = ("attend", "experts")
 
 
-def check(scopes, driven, strategy, policy, tied, microbatches, *, steps, **meshes):
+@functools.cache
+def cases():
+    """Those in which every two values meet."""
+    return pairwise(
+        scopes=SCOPES,
+        driven=DRIVEN,
+        strategy=STRATEGIES,
+        policy=(None, HALF),
+        tied=(False, True),
+        microbatches=(1, 3),
+        recompute=((), RECOMPUTED),
+        on_meta=(False, True),
+    )
+
+
+@contextlib.contextmanager
+def built_on_meta():
+    """Models are built on the meta device, and `fully_shard` fills them."""
+    init = weft.models.HybridModel.__init__
+
+    def on_meta(self, *args, **kwargs):
+        with torch.device("meta"):
+            init(self, *args, **kwargs)
+
+    weft.models.HybridModel.__init__ = on_meta
+    try:
+        yield
+    finally:
+        weft.models.HybridModel.__init__ = init
+
+
+def check(
+    scopes, driven, strategy, policy=None, tied=False, microbatches=3, recompute=(), on_meta=False, *, steps, **meshes
+):
     """Both runs are bit-equal, and each scope replays."""
     ep, schedule = driven
-    cfg = config("M[*E]G", moe_rows_per="expert", shared_expert_intermediate_size=8, tie_word_embeddings=tied)
+    more = {"shared_expert_intermediate_size": 8, "tie_word_embeddings": tied, "recompute": recompute}
+    cfg = config("M[*E]G", moe_rows_per="expert", **more)
     how = {"schedule": schedule, "steps": steps, "microbatches": microbatches, "strategy": strategy}
     if policy is not None:
         how["mp_policy"] = policy
-    plain, _ = train(cfg, weft.init_meshes("cpu", ep=ep, **meshes), None, **how)
-    with poisoned():
-        found, report = train(cfg, weft.init_meshes("cpu", ep=ep, **meshes), scopes, **how)
+    with built_on_meta() if on_meta else contextlib.nullcontext():
+        plain, _ = train(cfg, weft.init_meshes("cpu", ep=ep, **meshes), None, **how)
+        with poisoned():
+            found, report = train(cfg, weft.init_meshes("cpu", ep=ep, **meshes), scopes, **how)
     assert_equal(found, plain)
     assert all(each["replays"] for each in report["scopes"].values()), (scopes, driven, strategy, report)
 
 
 @pytest.mark.long
-@distributed(2)
-def test_each_scope_has_the_numbers_of_eager_calls():
-    for case in {case[0]: case for case in CASES}.values():
-        check(*case, steps=5)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("part", range(3))
-@distributed(2)
+@distributed(2, timeout=400)
 def test_every_two_settings_together_have_the_numbers_of_eager_calls(part):
-    for case in CASES[part::3]:
+    for case in cases()[part::3]:
         check(*case, steps=5)
 
 
 @pytest.mark.long
-@distributed(4)
-def test_replicated_shards_have_the_numbers_of_eager_calls():
-    for case in CASES[::9]:
-        check(*case, steps=20 if case[0] == THREE else 5, dp_replicate=2)
+@pytest.mark.parametrize("scopes", SCOPES)
+@distributed(4, timeout=400)
+def test_replicated_shards_have_the_numbers_of_eager_calls_over_twenty_steps(scopes):
+    how = {"steps": 20, "dp_replicate": 2}
+    check(scopes, (1, None), "optim_grads_params", HALF, **how)
+    check(scopes, (2, {"overlap": True, "delay_wgrad": True}), "optim_grads_params", None, True, **how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scopes", SCOPES)
+@distributed(2, timeout=400)
+def test_twenty_steps_of_each_scope_have_the_numbers_of_eager_calls(scopes):
+    for driven in DRIVEN:
+        check(scopes, driven, "optim_grads_params", steps=20)
 
 
 @pytest.mark.long
 @distributed(2, timeout=400)
-def test_twenty_steps_of_the_scopes_of_the_seed_have_the_numbers_of_eager_calls():
-    for scopes in (ATTENTION, THREE, ROUTER):
-        for driven in DRIVEN:
-            check(scopes, driven, "optim_grads_params", None, False, 3, steps=20)
+def test_each_way_of_driving_with_each_strategy_and_number_of_microbatches():
+    """The full product: how long a capture is in use, whether gradients wait in the buffer and whether weights stay."""
+    for driven, strategy, microbatches in itertools.product(DRIVEN, STRATEGIES, (1, 3)):
+        check(ALL, driven, strategy, microbatches=microbatches, steps=5)

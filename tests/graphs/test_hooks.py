@@ -12,16 +12,27 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp.nets import Block, data, loss_of, make
 from tests.pool import distributed
+from weft.fsdp.module import runtime_of
 from weft.graphs import captured
+from weft.memory.pool import Pool
+from weft.models.gathering import gathered
 
 
 @contextlib.contextmanager
 def poisoned():
-    captured.POISON = True
+    """Inside, what a capture computes is NaN before each replay, and what the pool of memory is given back at once."""
+
+    def giving(pool, transient):
+        if transient in pool._alive and transient.tensor.is_floating_point():
+            transient.tensor.data.fill_(torch.nan)  # no version of it is another
+        give(pool, transient)
+
+    give, captured.POISON = Pool.give, True
+    Pool.give = giving
     try:
         yield
     finally:
-        captured.POISON = False
+        Pool.give, captured.POISON = give, False
 
 
 def blocks(name: str, module: nn.Module) -> bool:
@@ -148,6 +159,8 @@ class Noisy(nn.Module):
             y = y + torch.tensor([1.0] * 8)
         elif self.what == "collective":
             dist.all_reduce(y.detach().clone())
+        elif self.what == "gathered":
+            y = y + 0 * gathered(dist.group.WORLD, y)[0][0]
         elif self.what == "hook":
             self.linear.weight.register_hook(lambda gradient: gradient * 2)
         elif self.what == "generator":
@@ -198,6 +211,7 @@ REASONS = {
     "outside": "no argument, parameter or buffer",
     "host data": "numbers of the host",
     "collective": "collective",
+    "gathered": "collective",
     "hook": "a hook on the gradient of a gathered weight",
 }
 
@@ -326,11 +340,14 @@ def test_user_hooks_on_a_captured_module_run_around_its_replays():
 
 
 @distributed(2)
-def test_a_static_input_that_is_read_after_its_backward_shows():
-    """The negative control: poison is seen where something reads what a replay may overwrite."""
+def test_what_a_replay_and_the_pool_may_overwrite_is_poison():
+    """The negative control: poison is seen where something reads it."""
     net = small(lambda: Block(8, 12), tape("1"))
     with poisoned():
         steps(net, 6)
+        pool = runtime_of(net).channels.weights
+        released = [place for transient, place in pool._places.items() if transient not in pool._alive]
+        assert any(place.isnan().all() for place in released)
         (signature,) = vars(net[1])["forward"]._signatures.values()
         (found,) = signature.captured
         assert found._inputs[0].isnan().all()

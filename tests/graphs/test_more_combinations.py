@@ -1,10 +1,8 @@
-"""What few settings touch: meta start, recomputation, pipelines with recurrences, experts cut over ranks."""
+"""What few settings touch: recomputation, pipelines with recurrences, experts cut over ranks."""
 
-import contextlib
 import dataclasses
 
 import pytest
-import torch
 
 import weft
 from tests.graphs.test_hooks import assert_equal, poisoned
@@ -13,56 +11,53 @@ from tests.overlap.small import config
 from tests.pool import distributed
 
 
-def compare(cfg, meshes, scopes, *, within=contextlib.nullcontext, **how):
+def compare(cfg, meshes, scopes, **how):
     """Both runs are bit-equal; returns the report."""
-    with within():
-        plain, _ = train(cfg, meshes(), None, **how)
-    with poisoned(), within():
+    plain, _ = train(cfg, meshes(), None, **how)
+    with poisoned():
         found, report = train(cfg, meshes(), scopes, **how)
     assert_equal(found, plain)
     return report["scopes"]
 
 
-@contextlib.contextmanager
-def built_on_meta():
-    """Models are built on the meta device, and `fully_shard` fills them."""
-    init = weft.models.HybridModel.__init__
+PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
+BOTH = ("attend", "experts")
 
-    def on_meta(self, *args, **kwargs):
-        with torch.device("meta"):
-            init(self, *args, **kwargs)
 
-    weft.models.HybridModel.__init__ = on_meta
-    try:
-        yield
-    finally:
-        weft.models.HybridModel.__init__ = init
+@pytest.mark.parametrize(
+    ("pattern", "schedule", "more"),
+    [
+        ("[*E]", OVERLAPPED, PADDED),
+        pytest.param("M[*-]G", None, {}, marks=pytest.mark.slow),
+        pytest.param("M[*-]G", {"overlap": False, "delay_wgrad": True}, {}, marks=pytest.mark.slow),
+    ],
+)
+@distributed(2)
+def test_what_is_recomputed_inside_of_a_scope_is_replayed_with_it(pattern, schedule, more):
+    cfg = config(pattern, moe_rows_per="expert", recompute=BOTH, **more)
+    for microbatches in (1, 3):
+        how = {"schedule": schedule, "steps": 5, "microbatches": microbatches}
+        scopes = compare(cfg, lambda: weft.init_meshes("cpu", ep=2 if more else 1), weft.Graphs().scopes, **how)
+        assert all(each["replays"] for each in scopes.values()), scopes
 
 
 @pytest.mark.slow
 @distributed(2)
-def test_a_model_that_starts_on_the_meta_device():
-    cfg, how = config("[*E]", moe_rows_per="expert"), {"schedule": OVERLAPPED, "steps": 5, "microbatches": 2}
-    scopes = compare(cfg, lambda: weft.init_meshes("cpu", ep=2), ALL, within=built_on_meta, **how)
-    assert all(each["replays"] for each in scopes.values()), scopes
+def test_what_is_recomputed_from_a_gather_on_is_eager_by_name():
+    cfg = dataclasses.replace(config("[*-]", recompute=BOTH), num_key_value_heads=2)
+    scopes = compare(cfg, lambda: weft.init_meshes("cpu", tp=2), ALL, schedule=None, steps=5, microbatches=1)
+    for scope in ("attn", "mlp"):
+        assert scopes[scope]["replays"] == 0 and any("a checkpoint" in each for each in scopes[scope]["eager"]), scopes
+    assert scopes["finish"]["replays"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [None, OVERLAPPED])
+@pytest.mark.parametrize(("driven", "recompute"), [({}, ()), ({"delay_wgrad": True}, BOTH)])
 @distributed(2)
-def test_what_is_recomputed_is_eager_and_the_rest_replays(schedule):
-    cfg = config("[*E]", moe_rows_per="expert", recompute=("attend",))
-    how = {"schedule": schedule, "steps": 5, "microbatches": 2}
-    scopes = compare(cfg, lambda: weft.init_meshes("cpu", ep=2), ALL, **how)
-    assert scopes["attn"]["replays"] == 0 and any("checkpoint" in each for each in scopes["attn"]["eager"])
-    assert all(each["replays"] for scope, each in scopes.items() if scope != "attn"), scopes
-
-
-@pytest.mark.slow
-@distributed(2)
-def test_stages_of_a_pipeline_with_recurrences():
-    how = {"schedule": {"schedule": "1f1b"}, "steps": 5, "microbatches": 3}
-    scopes = compare(config("[*-]|M[G-]"), lambda: weft.init_meshes("cpu", pp=2), ALL, **how)
+def test_stages_of_a_pipeline_with_recurrences(driven, recompute):
+    how = {"schedule": {"schedule": "1f1b", **driven}, "steps": 5, "microbatches": 3}
+    cfg = config("[*-]|M[G-]", recompute=recompute)
+    scopes = compare(cfg, lambda: weft.init_meshes("cpu", pp=2), ALL, **how)
     assert all(each["replays"] for each in scopes.values()), scopes
 
 

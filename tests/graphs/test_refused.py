@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
 from tests.fsdp.nets import Block
@@ -43,3 +45,23 @@ def test_modules_that_no_graph_can_hold_are_refused_with_the_reason():
         weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
         with pytest.raises(ValueError, match=words):
             net(torch.ones(2, 8))
+
+
+@distributed(2)
+def test_inputs_and_weights_of_other_classes_are_refused_with_the_reason():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def run(make, plan, **options):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), make())
+        parallelize_module(net[1], mesh["tp"], plan)
+        weft.fully_shard(net, mesh=mesh["dp"], runtime=weft.RuntimeOptions(graphs=tape("1")), **options)
+        for _ in range(3):
+            net(torch.ones(2, 8)).square().sum().backward()
+            net.zero_grad()
+        return weft.graph_report(net)
+
+    with pytest.raises(ValueError, match=r"'1\.up' inside of '1' has hooks"):
+        run(lambda: Block(8, 12), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    report = run(lambda: nn.Linear(8, 8), ColwiseParallel(use_local_output=True))
+    assert report["replays"] == 0 and any("a DTensor" in each for each in report["eager"]), report

@@ -7,12 +7,15 @@ new shapes, numbers, structure or dtypes              eager; its gradients are r
 known ones, the plan of memory is steady              eager, and a capture beside it, which all ranks must have made
 captured, at the same addresses, nothing in flight    a replay
 captured, its last forward still waits for backward   eager under hooks; under a schedule another capture
-weights, buffers or what trains lie elsewhere         the capture goes, and a new one is made when all is steady
+weights or buffers lie elsewhere                      the capture goes, and a new one is made when all is steady
+attributes of its modules are others                  so too, a few times
 """
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +28,8 @@ from weft.graphs.places import Places
 
 MOST_SIGNATURES = 4
 """Of one method: more differ from call to call, and each capture takes memory."""
+MOST_CHANGES = 4
+"""Of attributes that a method reads: more come with each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
@@ -98,6 +103,7 @@ class GraphedCall:
         self._inside = [weakref.ref(each) for each in inside]
         self._is_owned = is_owned
         self._places: Places | None = None
+        self._changes = 0
         self._signatures: dict[Any, Signature] = {}
         vars(module)[name] = self
 
@@ -117,26 +123,31 @@ class GraphedCall:
         return self._run(*args, **kwargs)
 
     def _keyed(self, owner: Owner, key: Any, leaves: Sequence[Any], spec: TreeSpec, args: tuple, kwargs: dict) -> Any:
+        places = self._found_places()
+        addresses = places.addresses()
+        key = key, addresses[1]
         signature = self._signatures.get(key)
         if signature is None:
             if len(self._signatures) == MOST_SIGNATURES:
                 self.eager[f"more than {MOST_SIGNATURES} kinds of inputs"] += 1
                 return self._run(*args, **kwargs)
             signature = self._signatures[key] = Signature()
-        places = self._found_places()
-        addresses = places.addresses()
-        if any(each.addresses != addresses and each.holder() is None for each in signature.captured):
-            signature.captured = [each for each in signature.captured if each.addresses == addresses or each.holder()]
         busy = 0
-        for captured in signature.captured:
+        for captured in list(signature.captured):
             if captured.holder() is not None:
                 busy += 1
+            elif captured.addresses != addresses:
+                self._drop_outdated(addresses)
+            elif not captured.python.same():
+                self._changed(signature, captured)
             elif captured.ready:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
         result = self._run(*args, **kwargs)
         outputs = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.requires_grad]
-        if busy and not owner.in_schedule:
+        if self.refused is not None:
+            because = self.refused
+        elif busy and not owner.in_schedule:
             because = "its last forward waits for its backward"
         elif any(not each.ready for each in signature.captured):
             because = "captured in this pass"
@@ -149,6 +160,19 @@ class GraphedCall:
             because = self._capture(owner, signature, leaves, spec, places)
         self.eager[because] += 1
         return result
+
+    def _drop_outdated(self, addresses: tuple[Any, ...]) -> None:
+        """Weights lie elsewhere: what holds their old places goes, whatever its key."""
+        for each in self._signatures.values():
+            each.captured = [it for it in each.captured if it.addresses[0] == addresses[0] or it.holder() is not None]
+
+    def _changed(self, signature: Signature, captured: Captured) -> None:
+        """Attributes are others: what was captured with the old ones goes."""
+        self._changes += 1
+        if self._changes > MOST_CHANGES:
+            self.refuse(f"attributes of its modules differ from call to call ({captured.python.difference()})")
+        else:
+            signature.captured = [each for each in signature.captured if each.holder() is not None]
 
     def _capture(
         self, owner: Owner, signature: Signature, leaves: Sequence[Any], spec: TreeSpec, places: Places
@@ -177,6 +201,13 @@ class GraphedCall:
         for signature in self._signatures.values():
             for captured in signature.captured:
                 captured.ready = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """What a copy of the module has in this place: its own method, which no graph replays."""
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        module = self._module()
+        return MethodType(self._method, memo.get(id(module), module))
 
     def drop(self) -> None:
         """The module is as it was."""
@@ -210,9 +241,13 @@ class GraphedCall:
             if isinstance(each, Tensor):
                 if type(each) is not Tensor and type(each) is not nn.Parameter:
                     return f"an input is a {type(each).__name__}"
+                if each.layout != torch.strided:
+                    return f"an input has the layout {each.layout}"
                 device = each.device
                 same = seen.setdefault(id(each), number)
                 described.append((each.shape, each.stride(), each.dtype, device, each.requires_grad, same))
+            elif type(each) is float:
+                described.append(each.hex())  # -0.0 is no 0.0, and NaN is NaN
             elif isinstance(each, _NUMBERS):
                 described.append((type(each), each))
             else:

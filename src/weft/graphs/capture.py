@@ -1,6 +1,6 @@
 """What a capture refuses, and what it asks of a backend and of a queue of delayed gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 from torch.overrides import _get_current_function_mode
@@ -47,6 +47,11 @@ class Recording(Protocol):
     @property
     def nbytes(self) -> int:
         """The memory of what they compute."""
+        ...
+
+    @property
+    def reads(self) -> Set[int]:
+        """The storages that they read and do not make."""
         ...
 
     def memory(self) -> Ranges:

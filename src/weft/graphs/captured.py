@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -24,8 +25,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft.fsdp.gradients.direct import answering
 from weft.fsdp.gradients.partial import entering, whole
 from weft.graphs import tape
+from weft.graphs.attributes import Attributes, has_hooks, nothing_drawn
 from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.places import Places, Ranges, hooked, local, range_of, versions_set
+from weft.graphs.watch import storage_of
 from weft.graphs.writes import Recordings
 
 POISON = False
@@ -96,6 +99,8 @@ class Captured:
             raise CaptureRefused("a weight of it is a DTensor that is in no unit")
         if any(map(hooked, places.tensors())):
             raise CaptureRefused("a hook on the gradient of a gathered weight would not run")
+        if any(map(has_hooks, places.modules[1:])):
+            raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -108,11 +113,15 @@ class Captured:
         self._gradients = [sample.make() for sample in gradients]
         self._entered: list[tuple[Any, DeviceMesh]] = []
         """Weights whose gradients are summed over ranks behind a replay, once for each use."""
-        before = places.attributes()
-        with places.restored():
-            self._capture(backend, function, leaves, spec)
-        if places.attributes() != before:
-            raise CaptureRefused("it sets attributes of its modules, which a replay would not")
+        self.python = Attributes(places.modules)
+        try:
+            with places.restored(), nothing_drawn():
+                self._capture(backend, function, leaves, spec)
+        finally:
+            changed = self.python.difference()
+            self.python.restore()
+        if changed is not None:
+            raise CaptureRefused(f"it sets attributes of its modules, which a replay would not ({changed})")
 
     def _capture(self, backend: Backend, function: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
         tensors = [leaves[number] for number in self._numbers]
@@ -136,10 +145,18 @@ class Captured:
             self._entered.clear()
             args, kwargs = tree_unflatten(arguments, spec)
             with self._delays or nullcontext(), _autocast_caches_nothing():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            left, form = tree_flatten((args, kwargs))
+            if form != spec or any(each is not given for each, given in zip(left, arguments)):
+                raise CaptureRefused("it changes a list or dict among its arguments, which a replay would not")
+            return result
 
+        buffers = [each for each in self._places.tensors() if not isinstance(each, nn.Parameter)]
+        before = [each._version for each in buffers]
         with answering(_refuse), entering(enter):
             result, self._forward = backend.capture(forward, known)
+        self._changed = [each for each, version in zip(buffers, before) if each._version != version]
+        """Buffers that the forward changes."""
         if [each._version for each in entered] != versions:
             raise CaptureRefused("it changes an input in place")
         results, self._spec = tree_flatten(result)
@@ -160,15 +177,17 @@ class Captured:
         # autograd saved; the forward before it has made the values.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         at_capture = [each._version for each in saved]
-        wanted = [*inputs, *alike, *trained]
+        # Edges, not tensors: given tensors, `grad` leaves function modes, and a checkpoint inside computes again under
+        # those of its forward.
+        ends, wanted = (
+            [get_gradient_edge(each) for each in them] for them in (differentiable, [*inputs, *alike, *trained])
+        )
 
         def differentiate() -> Sequence[Tensor | None]:
             if self._delays is not None:
                 self._delays.forget()
             with versions_set(saved, at_capture), self._delays or nullcontext():
-                return torch.autograd.grad(
-                    differentiable, wanted, self._gradients, retain_graph=True, allow_unused=True
-                )
+                return torch.autograd.grad(ends, wanted, self._gradients, retain_graph=True, allow_unused=True)
 
         def capture(function: Callable[[], Any], may_write: Ranges) -> tuple[Any, Any]:
             return backend.capture(function, [*known, *may_write], self._forward)
@@ -187,6 +206,9 @@ class Captured:
             known += self._backward.tried.recording.memory()
             delayed = self._delays.repeatable()
             self._weights = Recordings(capture, delayed, [], self._places.restored, self._count)
+        later = [each.tried.recording.reads for each in (self._backward, self._weights) if each is not None]
+        self._saved = [any(storage_of(each) in reads for reads in later) for each in outputs]
+        """Which outputs a backward reads."""
 
     @property
     def nbytes(self) -> int:
@@ -218,8 +240,8 @@ class Captured:
             static.copy_(given)
         self._forward.replay()
         outputs = [each for each in self._results if isinstance(each, Tensor)]
-        if not copies:  # autograd refuses what was saved of them before
-            torch.autograd.graph.increment_version(outputs)
+        # Autograd refuses what was saved of these before. A graph of CUDA changes them behind its back.
+        torch.autograd.graph.increment_version(self._changed if copies else [*self._changed, *outputs])
         outputs = [each.clone() if copies else each.detach() for each in outputs]
         return outputs, [each for each, needs in zip(outputs, self._differentiable) if not needs]
 
@@ -249,6 +271,10 @@ class Captured:
         handed += [next(of_inputs) for _ in self._entered]  # copied as soon as this backward ends
         pairs = [(each, owned) for each, owned in zip(of_inputs, self._owned) if each is not None]
         return [*handed, *(each.detach() if owned else each.clone() for each, owned in pairs)]
+
+    def read_later(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the outputs that the backward reads."""
+        return [each for each, saved in zip(outputs, self._saved) if saved]
 
     def delay(self, lease: "Lease", *, ends: bool) -> bool:
         """Queue the rest of the backward, if there is one that was delayed; `ends`: the lease ends with it."""
@@ -280,8 +306,9 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, captured: Captured, lease: Lease, copies: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.captured, ctx.lease = captured, lease
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*captured.parameters)  # autograd refuses those that were written to
         outputs, constant = captured.forward(tensors, copies=copies)
+        saved = [] if copies else captured.read_later(outputs)
+        ctx.save_for_backward(*captured.parameters, *saved)  # autograd refuses those that were written to
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 

@@ -1,27 +1,33 @@
 """CUDA graphs. A forward and its backward share memory; captures do not, so that they replay in any order.
 
-warm up    once, on the stream of captures: libraries make their workspaces
-capture    on that stream, while no other work is queued
+warm up    once, on the stream of captures: libraries make their workspaces, and what is refused is found
+capture    on that stream, while no other work is queued and no garbage is collected
 replay     on the stream of the caller, behind what it has queued
+
+Autograd runs a backward on another thread of this process, on the stream of its forward, which is the stream of
+captures. The errors of a capture are those of the thread that began it: other threads issue collectives meanwhile.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from weft.graphs.capture import Recording
 from weft.graphs.places import Ranges
-from weft.graphs.watch import HostReads, Watch
+from weft.graphs.watch import Methods, Watch
 
 
 class CudaRecording:
-    """One graph. `made`: the memory of what it computes."""
+    """One graph. `watch`: what its operators made and read. `nbytes`: by how much its capture made the pool larger."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, made: Ranges, nbytes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, watch: Watch, nbytes: int) -> None:
         self.graph = graph
         self.nbytes = nbytes
-        self._made = made
+        self.reads = frozenset(watch.reads)
+        self._made = watch.memory()
 
     def replay(self) -> None:
         """See `Recording`."""
@@ -48,17 +54,35 @@ class CudaBackend:
         """See `Backend`."""
         if behind is not None:
             behind.replay()  # what the warm-up reads has values
+        pool = behind.graph.pool() if isinstance(behind, CudaRecording) else None
+        graph, watch = torch.cuda.CUDAGraph(), Watch(known)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with HostReads():
-            with torch.cuda.stream(self._stream), Watch(known):  # refused before a capture is under way
+        with torch.cuda.stream(self._stream), Methods():
+            with Watch(known):  # what is refused is refused before a capture is under way
                 function()
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            pool = behind.graph.pool() if isinstance(behind, CudaRecording) else None
-            before = torch.cuda.memory_allocated(self._device)
-            watch = Watch(known)
-            # Other threads issue collectives, and may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"), watch:
+            torch.cuda.synchronize(self._device)  # also for the caller, whose stream reads what the warm-up wrote
+            before = torch.cuda.memory_reserved(self._device)
+            with _captured(graph, pool), watch:
                 result = function()
-        used = torch.cuda.memory_allocated(self._device) - before
-        return result, CudaRecording(graph, watch.memory(), used)
+            used = torch.cuda.memory_reserved(self._device) - before
+        return result, CudaRecording(graph, watch, used)
+
+
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Inside, work goes into `graph`. What `torch.cuda.graph` does besides, for each of many captures, is left out: it
+    collects garbage and empties the cache of memory."""
+    collects = gc.isenabled()
+    gc.disable()  # an older graph that is collected meanwhile would break this one
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one that counts
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()

@@ -45,20 +45,21 @@ class Places:
 
     def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
         self.is_owned = is_owned
-        self._modules = list(modules)
+        self.modules = list(modules)
         self._slots: list[tuple[dict[str, Any], str]] = []
-        for module in self._modules:
+        for module in self.modules:
             for slots in (module._parameters, module._buffers):
                 self._slots += [(slots, name) for name, there in slots.items() if there is not None]
 
-    def addresses(self) -> tuple[Any, ...]:
-        """Where each tensor lies, which parameters train, and which have hooks: what a graph holds. Raises WeightsGone
+    def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What a graph holds: where each tensor lies; and which of them train, and which have hooks. Raises WeightsGone
         for weights that are not here."""
-        found = []
+        places, flags = [], []
         for slots, name in self._slots:
             tensor = slots[name]
-            found.append(None if tensor is None else (local(tensor).data_ptr(), tensor.requires_grad, hooked(tensor)))
-        return tuple(found)
+            places.append(None if tensor is None else local(tensor).data_ptr())
+            flags.append(None if tensor is None else (tensor.requires_grad, hooked(tensor)))
+        return tuple(places), tuple(flags)
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them."""
@@ -73,10 +74,6 @@ class Places:
     def ranges(self) -> Ranges:
         """The bytes of all of them; buffers may be written to."""
         return [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
-
-    def attributes(self) -> list[dict[str, int]]:
-        """What the modules have as attributes."""
-        return [{name: id(value) for name, value in vars(module).items()} for module in self._modules]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.debug import guard
+from weft.graphs.attributes import has_hooks
 from weft.graphs.call import GraphedCall
 from weft.graphs.capture import Backend, delaying
 from weft.graphs.settings import Graphs
@@ -95,6 +97,8 @@ class GraphTable:
             return "a function mode is active"
         if torch._C._are_functorch_transforms_active():
             return "torch.func transforms it"
+        if _has_any_global_hook():
+            return "hooks on all modules are registered"
         return "weft.debug.guard_memory is active" if guard.guards else None
 
     def may_capture(self) -> bool:
@@ -155,7 +159,7 @@ class GraphTable:
                     f"graphs: {name or 'the root'!r} contains {whole!r}, which is a unit of its own: its weights are "
                     f"gathered and released inside of the graph; {WAY_OUT}"
                 )
-            if inner is not module and _has_hooks(inner):
+            if inner is not module and has_hooks(inner):
                 raise ValueError(f"graphs: {whole!r} inside of {name!r} has hooks, which a replay would not run")
             if inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod"):
                 raise ValueError(f"graphs: {whole!r} is compiled, and compiles graphs of its own; {WAY_OUT}")
@@ -181,11 +185,6 @@ def _sum(calls: Any) -> dict[str, Any]:
         "eager": dict(eager),
         "bytes": sum(call.nbytes for call in calls),
     }
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 def _backend(name: str | None, device: torch.device) -> Backend:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from weft.graphs.capture import Recording
 from weft.graphs.places import Ranges
-from weft.graphs.watch import HostReads, New, Watch, storage_of
+from weft.graphs.watch import Methods, New, Watch, storage_of
 
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 """Operators that compute nothing."""
@@ -37,6 +37,7 @@ class Tape:
         self.calls: list[Call] = []
         self.made: dict[int, Tensor] = {}
         self.read: dict[int, Tensor] = {}
+        self.reads: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +82,11 @@ class TapeBackend:
     def capture(self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None) -> tuple[Any, Tape]:
         """See `Backend`."""
         tape = Tape()
-        with HostReads(), _Recorder(tape, known):
-            return function(), tape
+        recorder = _Recorder(tape, known)
+        with Methods(), recorder:
+            result = function()
+        tape.reads = recorder.reads
+        return result, tape
 
 
 class _Recorder(Watch):

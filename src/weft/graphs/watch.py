@@ -2,6 +2,7 @@
 classes, and memory that neither the function makes nor its caller knows."""
 
 from collections.abc import Iterator
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
 _HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 """Reads that never become an operator on the CPU."""
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 New = list[tuple[int, Tensor]]
 """Results of an operator in new memory, with their places among its results; -1 for a result alone."""
 
 
-class HostReads(TorchFunctionMode):
-    """Refuses host reads that are no operators."""
+class Methods(TorchFunctionMode):
+    """Refuses methods of tensors that are no operators: host reads, and hooks on gradients."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
             raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
+        if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # one of torch's own is an operator
+            raise CaptureRefused(f"a hook on a gradient in it would not run ({function.__name__})")
         return function(*args, **(kwargs or {}))
 
 
@@ -37,6 +41,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.made: dict[int, int] = {}
         """Storages that the operators made: first byte, and how many."""
+        self.reads: set[int] = set()
+        """Storages that they read and did not make."""
         self._known = known
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,16 +50,23 @@ class Watch(TorchDispatchMode):
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         _check(function, args, kwargs, given)
         for tensor in given:
-            if storage_of(tensor) not in self.made and tensor.numel() and self._known_as(tensor) is None:
+            if storage_of(tensor) in self.made or not tensor.numel():
+                continue
+            if self._known_as(tensor) is None:
                 raise CaptureRefused(
                     f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or buffer"
                 )
+            self.reads.add(storage_of(tensor))
         for tensor in _written(function, args, kwargs):
             if storage_of(tensor) not in self.made and tensor.numel() and not self._known_as(tensor):
                 raise CaptureRefused(f"{function} writes to memory that is neither its own nor a buffer's")
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
+        # A number that the function has made a tensor of is a constant, wherever it lies.
+        used = [each for each in given if each.dim() or storage_of(each) not in self.made]
+        if len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 1:
+            raise CaptureRefused(f"it copies between devices, or reads a tensor of another one ({function})")
         new: New = []
         for place, tensor in results:
             if isinstance(tensor, Tensor) and storage_of(tensor) not in before and tensor.numel():

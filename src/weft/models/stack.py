@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
@@ -34,13 +33,14 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.symbols = layer.symbols
-        self.recompute = frozenset(cfg.recompute)
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
             # Named by the physical layer, so that both spellings of a group start from the same weights.
             block: Any = layer_class(symbol)(cfg, source / str(number), beside)
             if ranks is not None:
                 share(block, cuts_of(symbol, cfg, ranks.experts), ranks)
                 block.share(ranks)
+            if ("experts" if symbol in TERMINAL else "attend") in cfg.recompute:
+                block.recompute()
             self.add_module(LAYER_KEYS[symbol], block)
 
     def forward(
@@ -94,12 +94,12 @@ class Layer(nn.Module):
         for block in self.children():
             if block is not terminal:
                 state = None if cache is None else cache.setdefault(block, {})
-                x_BSD = self._recomputed("attend", block, x_BSD, state, documents)
+                x_BSD = block(x_BSD, state, documents)
         return Crossing(x_BSD) if terminal is None else terminal.split(x_BSD)
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
         """The MLP, or the experts of this rank."""
-        return self._recomputed("experts", self._terminal.run_experts, rows, handle)
+        return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
         """Weighting and residual; -> [B, S, D]."""
@@ -108,11 +108,6 @@ class Layer(nn.Module):
     def expert_modules(self) -> Sequence[nn.Module]:
         """The modules that only `experts` calls."""
         return [] if self._terminal is None else self._terminal.expert_modules()
-
-    def _recomputed(self, stage: str, function: Any, *args: Any) -> Any:
-        if stage not in self.recompute:
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
 
 class Layers(nn.ModuleList):

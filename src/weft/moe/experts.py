@@ -15,6 +15,7 @@ from weft.fsdp.gradients.direct import local_part
 from weft.moe.kinds import ACTS, CLAMP, GATED, Clamp
 from weft.moe.mlp import activated
 from weft.moe.parts import PARTS, part
+from weft.moe.recompute import recomputed
 from weft.moe.require import require, require_size
 from weft.moe.source import INITIAL_STD, WeightSource
 
@@ -43,6 +44,8 @@ class GroupedExperts(nn.Module):
     graph_scopes: ClassVar = {"forward": ("experts", None)}
     has_fixed_rows = False
     """Whether each expert gets as many rows in each call."""
+    recomputes = False
+    """Whether backward computes `forward` again."""
     multiplies_quantized = True
     """Its products know quantized weights."""
     fills_slices = True
@@ -123,6 +126,9 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
+        return recomputed(self._computed, rows, offsets) if self.recomputes else self._computed(rows, offsets)
+
+    def _computed(self, rows: Tensor, offsets: Tensor) -> Tensor:
         weights = {name: local_part(part(self, name)) for name in self._parameters}
         if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)

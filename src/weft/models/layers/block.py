@@ -14,6 +14,7 @@ from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
 from weft.moe.mlp import scaled
 from weft.moe.parts import part, units_of
+from weft.moe.recompute import recomputed
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
@@ -73,6 +74,8 @@ class Block(nn.Module):
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
     """Methods that `weft.Graphs` may capture, with the scope and the modules that each uses (None: all)."""
     ranks: TensorRanks | None = None
+    recomputes = False
+    """Whether backward computes `forward` again. That is inside of what `weft.Graphs` captures of it."""
 
     def __init__(self, cfg: HybridConfig) -> None:
         super().__init__()
@@ -100,6 +103,15 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
+        if self.recomputes:
+            return recomputed(self._added, x_BSD, state, documents)
+        return self._added(x_BSD, state, documents)
+
+    def recompute(self) -> None:
+        """Let backward compute activations again."""
+        self.recomputes = True
+
+    def _added(self, x_BSD: Tensor, state: State | None, documents: Borders | None) -> Tensor:
         with Positions(self.ranks, normed(self.norm, x_BSD)) as positions:
             mixed_BSD = self.mix(positions.whole, state, documents)
         part_BSD = positions.scatter(mixed_BSD)

@@ -12,6 +12,7 @@ from weft.models.tensor_parallel import CUT, TensorRanks
 from weft.moe import AllToAll, Dispatcher, Handle, MoE
 from weft.moe.dispatch import Halves
 from weft.moe.permutation import Permutation
+from weft.moe.recompute import recomputed
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing
 
@@ -25,6 +26,8 @@ class Experts(MoE):
 
     ranks: TensorRanks | None = None
     positions: TensorRanks | None = None
+    recomputes = False
+    """Whether backward computes `run_experts` again."""
 
     graph_scopes: ClassVar = {**MoE.graph_scopes, "_joined": ("finish", ("latent_out", "post_norm"))}
 
@@ -65,6 +68,19 @@ class Experts(MoE):
         else:
             self.positions, self.other_positions = ranks, ranks.mesh
             self.router.share_positions(ranks.stacked)
+
+    def recompute(self) -> None:
+        """Let backward compute activations again: inside of what `weft.Graphs` captures of the experts, if it does."""
+        if self.experts.has_fixed_rows and self.ranks is None:
+            self.experts.recomputes = True
+        else:
+            self.recomputes = True
+
+    def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
+        """See `MoE.run_experts`."""
+        if self.recomputes:
+            return recomputed(super().run_experts, rows, handle)
+        return super().run_experts(rows, handle)
 
     def split(self, x_BSD: Tensor) -> Crossing:
         """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""

@@ -10,6 +10,7 @@ from weft.models.layers.positions import Positions
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import Dispatcher
 from weft.moe.mlp import FeedForward
+from weft.moe.recompute import recomputed
 from weft.moe.source import WeightSource
 from weft.overlap import Crossing
 
@@ -20,6 +21,8 @@ class MLP(FeedForward):
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
     ranks: TensorRanks | None = None
+    recomputes = False
+    """Whether backward computes `run_experts` again; without `ranks` `forward`, inside of what graphs capture."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -39,8 +42,21 @@ class MLP(FeedForward):
         """The layer up to its experts, which are the MLP itself."""
         return Crossing(normed(self.norm, x_BSD), {"residual": x_BSD})
 
+    def recompute(self) -> None:
+        """Let backward compute activations again."""
+        self.recomputes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        inside = self.recomputes and self.ranks is None
+        return recomputed(super().forward, x) if inside else super().forward(x)
+
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
+        around = self.recomputes and self.ranks is not None  # the positions of others come again too
+        return recomputed(self._run, rows) if around else self._run(rows)
+
+    def _run(self, rows: Tensor) -> Tensor:
         with Positions(self.ranks, rows) as positions:
             output = self.forward(positions.whole)
         return positions.scatter(output)
