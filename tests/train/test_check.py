@@ -99,6 +99,7 @@ RIGHT = [
     (4, "[*E]M/[*E]", ("sharding.ep=2", "sharding.dp_replicate=2", "sharding.strategy=optim")),
     (4, "[K-][P-][*-]", ("sharding.pp=2", "sharding.cp=2", PACKED)),
     (2, "[*-]|[*-]/[*-]", ("sharding.pp=2", "model.tie_word_embeddings=true")),
+    (4, "[*E][*E]", ("sharding.cp=2", "sharding.tp=2", "sharding.ep=2", "train.overlap=true", "train.halves=true")),
     (4, "[*-]P", ("sharding.cp=2", "sharding.tp=2", "model.context_attention=heads", PACKED)),
 ]
 
