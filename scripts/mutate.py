@@ -162,6 +162,13 @@ MUTATIONS = [
     ),
     # --- checking a configuration -------------------------------------------------------------------------------------
     Mutation(
+        "ranks as threads share the switch for halves",
+        "moe/visits.py",
+        "class _Mode(threading.local):",
+        "class _Mode:",
+        "train/test_check.py::test_ranks_as_threads_go_in_halves_each_by_itself",
+    ),
+    Mutation(
         "no gradient is compared with that of one rank",
         "train/check/findings.py",
         "    return found + gradients or _norm",

@@ -16,6 +16,7 @@ from weft.models.context import Slices
 from weft.models.model import HybridModel
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import parts
+from weft.moe.visits import goes_in_halves, in_halves
 from weft.optim import norms
 from weft.pipeline.transport import Transport
 from weft.train.check import apart, check, run
@@ -58,6 +59,19 @@ def test_ranks_as_threads_run_the_collectives_of_torch():
 
     assert run_ranks(3, work) == [(6.0, 3.0, [0, 1, 2], [0])] * 3
     assert not dist.is_initialized()
+
+
+def test_ranks_as_threads_go_in_halves_each_by_itself():
+    """One waits inside while another enters and leaves."""
+
+    def work(rank):
+        with in_halves(rank == 0):
+            dist.barrier()
+            inside = goes_in_halves()
+            dist.barrier()
+        return inside, goes_in_halves()
+
+    assert run_ranks(2, work) == [(True, False), (False, False)]
 
 
 def test_a_rank_that_sends_nothing_is_named_at_once():
