@@ -165,6 +165,13 @@ MUTATIONS = [
     ),
     # --- checking a configuration -------------------------------------------------------------------------------------
     Mutation(
+        "ranks as threads share the switch for halves",
+        "moe/visits.py",
+        "class _Mode(threading.local):",
+        "class _Mode:",
+        "train/test_check.py::test_ranks_as_threads_go_in_halves_each_by_itself",
+    ),
+    Mutation(
         "no gradient is compared with that of one rank",
         "train/check/findings.py",
         "    return found + gradients or _norm",
@@ -404,6 +411,20 @@ MUTATIONS = [
         "            self._parts = parts",
         "            self._parts = ()",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
+    ),
+    Mutation(
+        "a window reaches into another document in the slice before",
+        "models/context.py",
+        "seen = end - max(first, begin - before)",
+        "seen = end - begin + before",
+        OF_MIXERS,
+    ),
+    Mutation(
+        "keys of whole rows are gathered for a window",
+        "models/layers/attention.py",
+        "if self.window is None or not 0 < self.window - 1 <= slices.width:",
+        "if True:",
+        CONTEXT + "test_recurrences_send_as_much_for_long_rows_as_for_short_ones[2]",
     ),
     Mutation(
         "exchanged heads come back in the order of the row",

@@ -138,6 +138,16 @@ def test_what_is_gathered_again_serves_a_second_backward_and_ranks_with_nothing_
                     torch.testing.assert_close(gradient, times * expected.get_parameter(name).grad, **EXACT)
 
 
+@distributed(2)
+def test_outputs_of_a_rank_are_those_of_its_positions():
+    meshes, cfg, given = weft.init_meshes("cpu", cp=2), config("[*-]M"), batch(ROWS["a document over three slices"])
+    scores = build(cfg)(given["tokens"], documents=given["documents"]).detach()
+    part = context_part({**given, "scores": scores}, meshes)
+    expected = part.pop("scores")
+    _, found = evaluate(build(cfg, meshes).eval(), [part], outputs="all")
+    same([found], [expected])
+
+
 def averaged(cfg, batches):
     """One process on the batches of several data-parallel ranks."""
     model = build(cfg, dtype=torch.float32)
@@ -177,13 +187,14 @@ def test_with_replicas_experts_under_the_schedule_and_stages():
 def test_recurrences_send_as_much_for_long_rows_as_for_short_ones():
     meshes = weft.init_meshes("cpu", cp=2)
     sent = {}
-    for kind in "MG*+":
+    kinds = {**{kind: config(kind) for kind in "MG*+"}, "window": config("*", sliding_window=5, attention_sinks=True)}
+    for kind, cfg in kinds.items():
         for seq in (32, 128):
             with mock.patch.object(Gathering, "send", autospec=True, side_effect=Gathering.send) as send:
-                model = build(config(kind), meshes)
+                model = build(cfg, meshes)
                 model(**context_part(batch(None, seq), meshes)).backward()
             sent[kind, seq] = sum(part.numel() for call in send.call_args_list for part in call.args[1])
-    assert sent["M", 32] == sent["M", 128] > 0 and sent["G", 32] == sent["G", 128] > 0
+    assert all(sent[kind, 32] == sent[kind, 128] > 0 for kind in ("M", "G", "window"))
     assert sent["*", 128] == 4 * sent["*", 32] and sent["+", 128] == 4 * sent["+", 32]
 
 

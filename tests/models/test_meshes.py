@@ -1,14 +1,20 @@
-"""A run that changes its mesh at every step is the run of one process."""
+"""A run that changes its mesh at every step is the run of one process.
+
+What is saved has the keys and shapes of one process under any mesh. So each mesh saves once and loads once, and not
+every pair of them is tried.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
-from tests.models.test_context import CLOSE, batch, build, cut, same
+from tests.models.hf.released import IGNORED, make
+from tests.models.test_context import CLOSE, EXACT, ROWS, batch, build, cut, same
+from tests.models.test_documents import config
 from tests.pool import distributed
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState
-from weft.models import HybridConfig, hf
+from weft.models import HybridConfig, context_part, hf
 from weft.overlap import forward_backward
 
 MESHES = (
@@ -26,19 +32,28 @@ SIZES = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_key
 SIZES |= {"intermediate_size": 32, "moe_intermediate_size": 16}
 
 
+MIXED = (
+    {"tp": 2, "cp": 2},
+    {"cp": 4},
+    {"cp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+    {"cp": 2, "ep": 4},
+    {"tp": 4},
+    {"dp_replicate": 2},
+)
+"""For a model of every mixer, with tied weights and a prediction depth."""
+
+
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.long
-@distributed(4)
-def test_a_run_may_change_its_mesh_at_every_checkpoint_and_be_published_from_the_last(tmp_path):
-    cfg = HybridConfig(pattern="[*-][*E]", qk_norm="head", rms_norm_eps=1e-6, **SIZES)
-    batches = [batch(None, 16, number) for number in range(4)]
-    alone = build(cfg, dtype=torch.float32)
+def changing(cfg, meshes_of_steps, batches, dtype, folder, close):
+    """A step on each mesh, from the checkpoint of the one before; -> the last model, and that of one process."""
+    alone = build(cfg, dtype=dtype)
     optimizer = optimizer_of(alone)
-    with CheckpointManager(tmp_path / "checkpoints") as checkpoints:
-        for step, sizes in enumerate(MESHES):
+    with CheckpointManager(folder / "checkpoints") as checkpoints:
+        for step, sizes in enumerate(meshes_of_steps):
             expected = [alone(**each) for each in batches]
             (sum(expected) / len(expected)).backward()
             torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
@@ -46,7 +61,7 @@ def test_a_run_may_change_its_mesh_at_every_checkpoint_and_be_published_from_the
             optimizer.zero_grad()
 
             meshes = weft.init_meshes("cpu", **sizes)
-            model = build(cfg, meshes, {}, torch.float32)
+            model = build(cfg, meshes, {}, dtype)
             other = optimizer_of(model)
             state = {"model": ModelState(model), "optimizer": OptimizerState(model, other)}
             if step:
@@ -59,11 +74,79 @@ def test_a_run_may_change_its_mesh_at_every_checkpoint_and_be_published_from_the
             scale = 1 / len(mine)
             mine = cut(mine, meshes) if "cp" in sizes else mine
             losses = forward_backward(model, mine, overlap=False, loss_scale=scale, **how)
-            same(losses, [each.detach() for each in expected[meshes.dp_rank :: meshes.dp_size]], **CLOSE)
+            same(losses, [each.detach() for each in expected[meshes.dp_rank :: meshes.dp_size]], **close)
             weft.optim.clip_grad_norm_(model, 0.5)
             other.step()
             checkpoints.save(step + 1, state)
+    return model, alone
+
+
+@pytest.mark.long
+@distributed(4)
+def test_a_run_may_change_its_mesh_at_every_checkpoint_and_be_published_from_the_last(tmp_path):
+    cfg = HybridConfig(pattern="[*-][*E]", qk_norm="head", rms_norm_eps=1e-6, **SIZES)
+    batches = [batch(None, 16, number) for number in range(4)]
+    model, alone = changing(cfg, MESHES, batches, torch.float32, tmp_path, CLOSE)
     hf.save_pretrained(model, tmp_path / "published")
     dist.barrier()
     published = hf.from_pretrained(tmp_path / "published")
     same([published(**batches[0]).detach()], [alone(**batches[0]).detach()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
+@distributed(4)
+def test_so_may_a_run_of_every_mixer_with_tied_weights_and_a_depth(tmp_path):
+    cfg = config("[*E][M-]GK/[*-]", tie_word_embeddings=True, num_attention_heads=4, kda_num_heads=4, kda_head_dim=4)
+    batches = [batch(ROWS["a document over three slices"], number=number) for number in range(4)]
+    changing(cfg, MIXED, batches, torch.float64, tmp_path, EXACT)
+
+
+PUBLISHED = (
+    "qwen3-next-80b-a3b-instruct",
+    "deepseek-v3-bf16",
+    "nemotron-3-nano-30b-a3b",
+    "falcon-h1-0.5b-base",
+    "gpt-oss-20b-bf16",
+    "kimi-linear-48b-a3b-base",
+    "gemma-3-1b-it",
+)
+"""Every mixer, experts, sinks, windows and tied weights."""
+ON = ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "dp_replicate": 2})
+
+
+def stepped(directory, name, meshes=None):
+    """The model in `directory` behind a step, and the loss before it; losses of routers would be those of slices."""
+    model = hf.from_pretrained(directory, meshes=meshes, ignored=IGNORED.get(name, ())).eval()
+    given = batch(None, 32)
+    if meshes is not None and meshes.cp is not None:
+        given = context_part(given, meshes)
+    how = {"schedule": "1f1b"} if meshes is not None and meshes.pp is not None else {}
+    losses = forward_backward(model, [given], overlap=False, **how)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model, losses
+
+
+@pytest.mark.long
+@distributed(4)
+def test_releases_of_every_mixer_are_read_trained_a_step_and_written_on_every_mesh(tmp_path):
+    for number, name in enumerate(PUBLISHED):
+        theirs = tmp_path / name
+        if dist.get_rank() == 0:
+            make(name, theirs)
+        dist.barrier()
+        alone, losses = stepped(theirs, name)
+        given = batch(None, 32)
+        expected = alone.eval()(**given).detach()
+        for sizes in (ON[number % len(ON)], ON[(number + 1) % len(ON)], ON[(number + 2) % len(ON)]):
+            model, found = stepped(theirs, name, weft.init_meshes("cpu", **sizes))
+            same(found, losses, **CLOSE)
+            written = theirs / "-".join(sizes)
+            if "pp" in sizes:  # no rank has all of it: a checkpoint, read without stages
+                with CheckpointManager(theirs / f"of {written.name}") as checkpoints:
+                    checkpoints.save(1, {"model": ModelState(model)})
+                    model = hf.from_pretrained(theirs, meshes=weft.init_meshes("cpu"), ignored=IGNORED.get(name, ()))
+                    checkpoints.load({"model": ModelState(model)})
+            hf.save_pretrained(model, written)
+            dist.barrier()
+            again = hf.from_pretrained(written, ignored=IGNORED.get(name, ())).eval()
+            same([again(**given).detach()], [expected], rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpModel
 from tests.models.hf.families import KINDS
 from tests.pool import distributed
 from weft.mesh import init_meshes
-from weft.models import HybridConfig, HybridModel, hf, shard
+from weft.models import Documents, HybridConfig, HybridModel, context_part, hf, shard
 from weft.models.prediction import prediction_losses, shifted
 from weft.moe import load_statistics
 from weft.overlap import forward_backward
@@ -108,6 +108,38 @@ def test_depths_count_in_training_only_and_are_told_apart():
     alone = model.eval()(tokens, labels=labels)
     assert_close(total, alone + 0.5 * depths.mean())
     assert prediction_losses(model).tolist() == [0, 0]
+
+
+def test_scores_of_depths_are_those_that_their_losses_are_of():
+    torch.manual_seed(0)
+    model = HybridModel(small("[*-]/[*E]/[*E]"))
+    tokens, labels = batch()
+    documents = Documents.from_position_ids(torch.tensor([[*range(5), *range(4)], [*range(9)]]))
+    model(tokens, labels=labels, documents=documents)
+    scores = model.prediction_logits(tokens, documents=documents)
+    mine = documents.labels(labels)
+    targets = [documents.following(mine, places, -100) for places in (1, 2)]
+    losses = [cross_entropy(each.flatten(0, 1), target.flatten()) for each, target in zip(scores, targets)]
+    assert_close(prediction_losses(model), torch.stack(losses))
+    assert HybridModel(small("[*-]")).prediction_logits(tokens) == []
+    with pytest.raises(ValueError, match="depths=True beside labels or a cache"):
+        model(tokens, labels, depths=True)
+
+
+@distributed(2)
+def test_scores_of_depths_are_those_of_one_process_on_ranks_that_share_layers_or_rows():
+    tokens, _ = batch((2, 12))
+    torch.manual_seed(0)
+    cfg = small("[*-]/[*-]/[*-]")
+    expected = HybridModel(cfg).prediction_logits(tokens)
+    for axis in ("tp", "cp"):
+        meshes = init_meshes("cpu", **{axis: 2})
+        torch.manual_seed(0)
+        model = shard(HybridModel(cfg, meshes), meshes)
+        given = {"tokens": tokens, "first": expected[0], "second": expected[1]}
+        part = given if axis == "tp" else context_part(given, meshes)
+        found = model.prediction_logits(part["tokens"], documents=part.get("documents"))
+        assert_close(found, [part["first"], part["second"]])
 
 
 def test_a_sequence_without_a_label_for_a_depth_adds_nothing_and_no_nan():

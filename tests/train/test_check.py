@@ -16,6 +16,7 @@ from weft.models.context import Slices
 from weft.models.model import HybridModel
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe import parts
+from weft.moe.visits import goes_in_halves, in_halves
 from weft.optim import norms
 from weft.pipeline.transport import Transport
 from weft.train.check import apart, check, run
@@ -60,6 +61,19 @@ def test_ranks_as_threads_run_the_collectives_of_torch():
     assert not dist.is_initialized()
 
 
+def test_ranks_as_threads_go_in_halves_each_by_itself():
+    """One waits inside while another enters and leaves."""
+
+    def work(rank):
+        with in_halves(rank == 0):
+            dist.barrier()
+            inside = goes_in_halves()
+            dist.barrier()
+        return inside, goes_in_halves()
+
+    assert run_ranks(2, work) == [(True, False), (False, False)]
+
+
 def test_a_rank_that_sends_nothing_is_named_at_once():
     def work(rank):
         if rank != 1:
@@ -99,6 +113,7 @@ RIGHT = [
     (4, "[*E]M/[*E]", ("sharding.ep=2", "sharding.dp_replicate=2", "sharding.strategy=optim")),
     (4, "[K-][P-][*-]", ("sharding.pp=2", "sharding.cp=2", PACKED)),
     (2, "[*-]|[*-]/[*-]", ("sharding.pp=2", "model.tie_word_embeddings=true")),
+    (4, "[*E][*E]", ("sharding.cp=2", "sharding.tp=2", "sharding.ep=2", "train.overlap=true", "train.halves=true")),
     (4, "[*-]P", ("sharding.cp=2", "sharding.tp=2", "model.context_attention=heads", PACKED)),
 ]
 

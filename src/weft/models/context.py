@@ -9,6 +9,7 @@ attention is even work. With cp = 2:
 
     layer   what is gathered over cp                             bytes
     *       keys and values, or heads are exchanged              grow with the row
+            of a window that a slice holds, those before slices  constant
     +       latents and rotated keys                             the same, and fewer
     M, G    the last inputs of the convolution, then of each     constant
             slice what it does to the state and what it adds
@@ -37,7 +38,7 @@ from weft.models.loss import IGNORED_LABEL
 
 class Piece(NamedTuple):
     """Equal parts of documents in this rank's slices: `queries` [count, S] and the `keys` [count, T] that they may see,
-    the last S of them their own, as places in the flattened slices and in the flattened batch."""
+    the last S of them their own, as places in the flattened slices and in the flattened rows of keys."""
 
     queries: Tensor
     keys: Tensor
@@ -127,9 +128,20 @@ class Slices:
         finish = start_exchanging(self.group, torch.stack(self._parted(whole)))
         return lambda: torch.cat(finish()[0].unbind(), dim=2)
 
-    def pieces(self, device: torch.device) -> list[Piece]:
-        """What this rank's positions see, equal shapes together; padding is left out."""
-        if (device, "pieces") not in self._made:
+    def haloing(self, size: int, *parts: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to gather the last `size` positions of each slice; the result gives this rank's slices behind those
+        before them, [2 batch, size + width, ...] each, with zeros before a row."""
+        rows = [self.rows(part) for part in parts]
+        finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
+        return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
+
+    def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
+        """What this rank's positions see, equal shapes together; padding is left out.
+
+        `before`: at most so many keys before each slice, in the rows that `haloing` gives.
+        """
+        name = f"pieces/{before}"
+        if (device, name) not in self._made:
             found: dict[tuple[int, int], list[tuple[int, int]]] = {}
             whole, width = self.whole, self.width
             for number, (start, length) in enumerate(zip(whole.starts, whole.lengths)):
@@ -140,15 +152,20 @@ class Slices:
                     begin, end = max(first, slice_ * width), min(first + length, (slice_ + 1) * width)
                     if begin < end:
                         place = row * 2 * width + at * width + begin - slice_ * width
-                        found.setdefault((end - begin, end - first), []).append((place, start))
+                        if before is None:
+                            found.setdefault((end - begin, end - first), []).append((place, start))
+                        else:
+                            seen = end - max(first, begin - before)
+                            source = (row * 2 + at) * (before + width) + before + end - slice_ * width - seen
+                            found.setdefault((end - begin, seen), []).append((place, source))
             pieces = []
             for (queries, keys), places in found.items():
                 with torch.inference_mode(False):  # backward saves them
                     begins = torch.tensor(places)
                     spans = begins[:, :1] + torch.arange(queries), begins[:, 1:] + torch.arange(keys)
                     pieces.append(Piece(*(each.to(device) for each in spans)))
-            self._made[device, "pieces"] = pieces
-        return self._made[device, "pieces"]
+            self._made[device, name] = pieces
+        return self._made[device, name]
 
     # --- recurrences --------------------------------------------------------------------------------------------------
 
@@ -191,10 +208,7 @@ class Slices:
                 f"slices of {self.width} tokens: a convolution sees {size} tokens before a slice, and takes them from "
                 f"one other; use rows of at least {2 * self.ranks * size} tokens, or fewer context ranks"
             )
-        tails = gathered(self.group, self.rows(x)[:, self.width - size :].unflatten(0, (-1, 2)))[0]
-        by_slice = self._by_slice(tails)
-        found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
-        rows = torch.stack(found, dim=1).flatten(0, 1)
+        rows = self._ahead(gathered(self.group, self._tails(self.rows(x), size))[0])
         first = self.numbers(x.device)[:, :1]
 
         def make() -> Tensor:
@@ -242,6 +256,16 @@ class Slices:
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _tails(self, rows: Tensor, size: int) -> Tensor:
+        """[2 batch, width, ...] -> the last positions, [batch, 2, size, ...]."""
+        return rows[:, self.width - size :].unflatten(0, (-1, 2))
+
+    def _ahead(self, tails: Tensor) -> Tensor:
+        """Those of all ranks -> of the slice before each of this rank's, [2 batch, size, ...]; zeros before a row."""
+        by_slice = self._by_slice(tails)
+        found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
+        return torch.stack(found, dim=1).flatten(0, 1)
 
     def _by_slice(self, parts: Tensor) -> list[Tensor]:
         """[ranks, batch, 2, ...] -> [batch, ...] of each slice, first to last."""

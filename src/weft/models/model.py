@@ -134,7 +134,18 @@ class HybridModel(nn.Module):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
-        scores = self._scores(self.final_norm(x_BSD))
+        return self._all_scores(self.final_norm(x_BSD))
+
+    def prediction_logits(self, tokens: Tensor, documents: Borders | None = None) -> list[Tensor]:
+        """The scores of each prediction depth, [B, S, vocabulary] each, the first of the second next token.
+
+        Where a document has no token for a depth to read, that depth reads token 0. See `forward`.
+        """
+        return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
+
+    def _all_scores(self, hidden_BSD: Tensor) -> Tensor:
+        """Those of all tokens, on every rank."""
+        scores = self._scores(hidden_BSD)
         if self.ranks is None:
             return scores
         sizes = [units_of(self.cfg.vocab_size, self.ranks.size, rank)[1] for rank in range(self.ranks.size)]
@@ -149,12 +160,19 @@ class HybridModel(nn.Module):
         documents: Borders | None = None,
     ) -> Tensor:
         """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
-        outputs, losses = [self.final_norm(x_BSD)], list(losses)
-        for number, depth in enumerate(self.depths if self.training else ()):
+        outputs, added = self._outputs(x_BSD, tokens, self.depths if self.training else (), documents)
+        return self.total_loss(outputs, labels, [*losses, *added], documents)
+
+    def _outputs(
+        self, x_BSD: Tensor, tokens: Tensor, depths: Sequence[PredictionDepth], documents: Borders | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What is scored, of the model and of each depth, and what the depths' layers add to the loss."""
+        outputs, losses = [self.final_norm(x_BSD)], []
+        for number, depth in enumerate(depths):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
             outputs.append(output_BSD)
             losses += added
-        return self.total_loss(outputs, labels, losses, documents)
+        return outputs, losses
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The last layer's output, normalised."""
@@ -210,7 +228,8 @@ class HybridModel(nn.Module):
         labels: Tensor | None = None,
         cache: Cache | None = None,
         documents: Borders | None = None,
-    ) -> Tensor:
+        depths: bool = False,
+    ) -> Any:
         """Scores, or with labels the loss.
 
         tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
@@ -224,7 +243,10 @@ class HybridModel(nn.Module):
         documents: where documents begin in the rows, and where padding is. Nothing of one document reaches another. The
         label at a document's last position is ignored.
 
-        Raises `ValueError` for `documents` of another shape, or beside a cache.
+        depths: return a list with the scores of each prediction depth, as `prediction_logits` does.
+
+        Raises `ValueError` for `documents` of another shape, or beside a cache, and for `depths` beside labels or a
+        cache.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
@@ -232,13 +254,18 @@ class HybridModel(nn.Module):
                 "call weft.overlap.forward_backward"
             )
         self._require_slices(documents)
-        if self.ranks is not None and cache is not None:
-            raise ValueError(f"tp={self.ranks.size}: a cache is of whole layers; generate with a model without tp")
         if documents is not None:
             documents.require(tokens)
-            if cache is not None:
-                raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
+        if depths and (labels is not None or cache is not None):
+            raise ValueError("depths=True beside labels or a cache: it gives scores of whole rows; leave one out")
+        if self.ranks is not None and cache is not None:
+            raise ValueError(f"tp={self.ranks.size}: a cache is of whole layers; generate with a model without tp")
+        if documents is not None and cache is not None:
+            raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
         x_BSD, losses = self.decoder(self.embed(tokens), cache, documents)
+        if depths:
+            outputs, _ = self._outputs(x_BSD, tokens, self.depths, documents)
+            return [self._all_scores(output) for output in outputs[1:]]
         return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses, documents)
 
 

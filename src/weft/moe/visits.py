@@ -14,6 +14,7 @@ is. A rank adds the outputs of a row up in the order in which the router ranked 
 in the order of the ranks: both in fp32 at least, and the same in every run.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,23 +88,28 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
     return Visits(counts, rows_of_tokens, places, kept, numbers, routing.weights.dtype)
 
 
-_in_halves = False
+class _Mode(threading.local):
+    """Of a thread: ranks may be threads of one process, and wait inside of `in_halves`."""
+
+    halves = False
+
+
+_mode = _Mode()
 
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
     """Inside, layers that send one row per rank make the rows of each half of the tokens apart, if `on`."""
-    global _in_halves
-    before, _in_halves = _in_halves, on
+    before, _mode.halves = _mode.halves, on
     try:
         yield
     finally:
-        _in_halves = before
+        _mode.halves = before
 
 
 def goes_in_halves() -> bool:
     """Whether rows are made for each half of the tokens apart."""
-    return _in_halves
+    return _mode.halves
 
 
 def halved(routing: Routing) -> list[Routing]:

@@ -96,7 +96,11 @@ class Attention(Block):
     ) -> tuple[Gathered | Exchanged, Callable[..., Tensor]]:
         """Keys and values on their way, and what computes with those that come."""
         if not self.exchanges:
-            return Gathered(slices, *parts), partial(attention_over, slices, **how)
+            if self.window is None or not 0 < self.window - 1 <= slices.width:
+                return Gathered(slices.gathering, *parts), partial(attention_over, slices, **how)
+            before = self.window - 1  # positions before a slice that it sees, which are in one other
+            halo = partial(slices.haloing, before)
+            return Gathered(halo, *parts), partial(attention_over, slices, before=before, **how)
         if how["sinks"] is not None:
             how = {**how, "sinks": how["sinks"].chunk(slices.ranks)[slices.rank]}
         return Exchanged(slices, self.heads, *parts), partial(attention_within, slices.whole, **how)
@@ -142,11 +146,16 @@ def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     return start, documents
 
 
-def attention_over(slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
-    """`attention_within` of the queries of this rank's slices over the keys and values of the whole rows."""
+def attention_over(
+    slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, *, before: int | None = None, **how: Any
+) -> Tensor:
+    """`attention_within` of the queries of this rank's slices over the keys and values of the whole rows.
+
+    With `before` over those of its slices and of so many positions before each.
+    """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
-    for queries, keys in slices.pieces(q_BSHC.device):
+    for queries, keys in slices.pieces(q_BSHC.device, before):
         if (window := how.get("window")) is not None:  # nothing else is read
             keys = keys[:, -(queries.shape[1] + window - 1) :]
         found.append(causal_attention(q_NHC[queries], k_NHC[keys], v_NHC[keys], **how).flatten(0, 1))

@@ -21,27 +21,27 @@ from weft.models.layers.positions import Positions
 
 
 class Gathered:
-    """`parts` [B, S, ...] of the slices of every context rank, on their way here.
+    """What `gather` begins to bring here of `parts` [B, S, ...] of the slices of every context rank.
 
     Where hooks on saved tensors are active, such as those of a checkpoint around the block, they say what is kept.
     """
 
-    def __init__(self, slices: Slices, *parts: Tensor) -> None:
-        self._slices = slices
+    def __init__(self, gather: Callable[..., Callable[[], list[Tensor]]], *parts: Tensor) -> None:
+        self._gather = gather
         self._parts: tuple[Tensor, ...] = ()
-        self._coming: Callable[[], list[Tensor]] | None = slices.gathering(*parts)
+        self._coming: Callable[[], list[Tensor]] | None = gather(*parts)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _others_keep():
             self._parts = parts
 
     def attend(self, attention: Callable[..., Tensor], queries: Tensor) -> Tensor:
-        """`attention(queries, *whole)`, where `whole` are the parts of all ranks, [B, T, ...]."""
+        """`attention(queries, *found)`, where `found` is what came for each of the parts."""
         if not self._parts:
             assert self._coming is not None
             return attention(queries, *self._coming())
 
         def run(queries: Tensor, *parts: Tensor) -> Tensor:
             coming, self._coming = self._coming, None
-            return attention(queries, *(coming or self._slices.gathering(*parts))())
+            return attention(queries, *(coming or self._gather(*parts))())
 
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
@@ -54,7 +54,7 @@ class Gathered:
     def _send(self, gradient: Tensor) -> None:
         if self._parts:  # a second backward sends where it computes
             with torch.enable_grad():
-                self._coming = self._slices.gathering(*self._parts)
+                self._coming = self._gather(*self._parts)
             self._parts = ()
 
 

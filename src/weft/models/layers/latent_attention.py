@@ -68,7 +68,7 @@ class LatentAttention(Block):
         """See `Block.mix`."""
         where = positions_of(documents, state["rope"].shape[1] if state else 0, x_BSD)
         if isinstance(documents, Slices):
-            others = Gathered(documents, *self._latents(x_BSD, where))  # beside what queries take
+            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # beside what queries take
             o_BSHC = others.attend(partial(self._over, documents), self._queries(x_BSD, where))
             return others.before(self.o_proj(o_BSHC.flatten(-2)))
         else:
