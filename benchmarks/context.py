@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline, busy, span
+from weft.comm.timeline import Timeline, span
 from weft.models import HybridConfig, HybridModel, context_part
 from weft.models.gathering import CONTEXT
 from weft.overlap import hidden_fraction
+from weft.overlap.hidden import busy
 from weft.overlap.order import COMPUTE
 
 MIXERS = "*+MGKP"

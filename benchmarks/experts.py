@@ -31,11 +31,12 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline, busy
+from weft.comm.timeline import Timeline
 from weft.models import HybridConfig, HybridModel
 from weft.moe import exchanged_rows
 from weft.moe.kinds import ROWS_PER
 from weft.overlap import forward_backward, hidden_fraction
+from weft.overlap.hidden import busy
 from weft.train.report.timeline import computing
 
 ROWS, SEQUENCE, MICROBATCHES = 4, 256, 6

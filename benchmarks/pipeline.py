@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV
 
 import weft
-from weft.comm.timeline import Interval, Timeline, busy, overlap, span
+from weft.comm.timeline import Interval, Timeline, span
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
+from weft.overlap.hidden import busy, overlap
 
 ROWS, SEQUENCE = 1, 128
 CONFIG = HybridConfig(

@@ -21,9 +21,10 @@ from tests.gpu.cards import (
 from weft.comm import collectives
 from weft.comm.lanes import Lane
 from weft.comm.pending import Pending
-from weft.comm.timeline import Timeline, overlap, span
+from weft.comm.timeline import Timeline, span
 from weft.fsdp.module import runtime_of, units_under
 from weft.memory.buffer import FlatBuffer
+from weft.overlap.hidden import overlap
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CASES = list(itertools.product(STRATEGIES, (1, 2), (None, "non-reentrant")))

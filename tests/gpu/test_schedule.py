@@ -21,10 +21,11 @@ from tests.gpu.cards import (
 from weft.comm import collectives
 from weft.comm.lanes import Ticket
 from weft.comm.pending import Pending
-from weft.comm.timeline import Timeline, overlap
+from weft.comm.timeline import Timeline
 from weft.models import HybridConfig, HybridModel
 from weft.moe.experts import GroupedExperts
 from weft.overlap import forward_backward
+from weft.overlap.hidden import overlap
 from weft.overlap.wgrad import DelayedWeights
 
 CFG = HybridConfig(

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pool import distributed
-from weft.comm.timeline import Interval, Timeline, overlap
+from weft.comm.timeline import Interval, Timeline
 from weft.mesh import init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 from weft.overlap import forward_backward, hidden_fraction
+from weft.overlap.hidden import overlap
 from weft.overlap.order import Step
 
 

@@ -3,7 +3,6 @@
     with Timeline() as timeline:
         step()
     for interval in timeline.intervals(): ...      # lane, label, issued, start, end: seconds since the recording began
-    overlap(timeline.intervals(), "gather", "reduce")
 
             issued        start                       end
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then moves
@@ -15,7 +14,7 @@ CUDA events are recorded on the lane's stream and read when the intervals are as
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,10 +38,6 @@ class Interval(NamedTuple):
     issued: float
     start: float
     end: float
-
-
-Piece = tuple[float, float]
-"""Start and end, in seconds since the recording began."""
 
 
 @dataclass
@@ -175,43 +170,6 @@ def span(lane: str, label: str = "") -> AbstractContextManager:
     `label`: default is what `labelled` has set.
     """
     return _span(recording[0], lane, label) if recording else _NOTHING
-
-
-def busy(intervals: Iterable[Interval], *lanes: str) -> float:
-    """Seconds during which any of `lanes` is busy."""
-    return sum(stop - start for start, stop in pieces(intervals, *lanes))
-
-
-def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str = "") -> float:
-    """Seconds during which both lanes are busy, and the lane `without`, if one is named, is not."""
-    intervals = list(intervals)
-    alone = busy(intervals, one, without) + busy(intervals, other, without) - busy(intervals, without)
-    return alone - busy(intervals, one, other, without)
-
-
-def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
-    """The moments at which any of the lanes is busy, as disjoint pieces in order."""
-    found: list[Piece] = []
-    for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((start, stop))
-    return found
-
-
-def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
-    """What is left of disjoint pieces when others, disjoint and in order too, are taken out."""
-    left = []
-    for start, stop in those:
-        for begin, end in others:
-            if start < begin < stop:
-                left.append((start, begin))
-            if begin < stop and end > start:
-                start = max(start, end)
-        if start < stop:
-            left.append((start, stop))
-    return left
 
 
 _NOTHING: AbstractContextManager = nullcontext()

@@ -8,7 +8,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from weft.comm.timeline import Interval, pieces, without
+from weft.comm.timeline import Interval
+from weft.overlap.hidden import pieces, without
 from weft.overlap.order import COMPUTE, EXCHANGE
 from weft.train.report.figures import Draw, Theme
 

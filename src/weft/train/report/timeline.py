@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.comm.timeline import Interval, busy, overlap
+from weft.comm.timeline import Interval
 from weft.overlap import hidden_fraction
+from weft.overlap.hidden import busy, overlap
 from weft.overlap.order import COMPUTE, EXCHANGE
 from weft.train.files import parse_json, replace_text
 

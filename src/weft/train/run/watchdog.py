@@ -9,19 +9,11 @@ takes longer than the limit is a hang by itself. A rank that has not moved for l
     one is not in a collective                   likewise
     all are in collectives                       they wait for each other
 
-The engine's detector of hangs (`weft.comm.watch`) is another thread. Neither can do the work of the other:
-
-                    detector of hangs                         this thread
-    finds           ranks that wait for different things      ranks that do nothing, whatever they are in
-    within          seconds                                   train.watchdog
-    keeps           the collectives of this process           progress, file operations
-    asks            the job's store, which rank 0 may hold    each rank, over a connection of its own
-    does            takes part, or raises on all that wait    ends the process
-    runs            in every program of weft                  in a run
-
-No state is kept twice. This thread starts the detector, and takes from it which collective a rank waits for. Rank 0 may
-be the rank that is stopped, so this thread must not ask the store. A person reads one line: the first rank that knows
-tells it to the others, and a rank that fails tells them why.
+The engine's detector of hangs (`weft.comm.watch`) is another thread, from which this one takes what a rank waits for.
+The detector asks the job's store, and a thread that asks a store whose host is stopped never comes back. This thread
+must end the process just then, so it cannot be that one. The detector cannot do without the store, since programs
+without a run have no other connection. A person reads one line: the first rank that knows tells it to the others, and a
+rank that fails tells them why.
 """
 
 import os
