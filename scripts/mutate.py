@@ -176,7 +176,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that all wait for messages wait on",
-        "comm/threads/mailbox.py",
+        "train/check/threads/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
         OF_CONFIGURATIONS + "test_a_message_that_a_rank_does_not_send",
