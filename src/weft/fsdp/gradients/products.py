@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from weft.fsdp.gradients.direct import home_of, parameter_of, weight_gradient
+from weft.fsdp.gradients.direct import parameter_of, weight_gradient
+from weft.fsdp.parameter import record_of
 from weft.quantize import Quantization, scaled_product
 
 
@@ -153,9 +154,9 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 def _operand(weight: Tensor) -> tuple[Tensor, Any, Quantization]:
     """Payload, scales and recipe of a full weight. Raises WeightsGone for one whose memory has gone."""
     codes = weight.detach()
-    home = home_of(parameter_of(weight))
-    assert home is not None, "a quantized weight outlived its model"
-    _, group, number = home
+    record = record_of(parameter_of(weight))
+    assert record is not None, "a quantized weight outlived its model"
+    group = record.group
     with torch._C.DisableTorchFunctionSubclass():
-        payload, scales, recipe = group.payload.operand(codes.view(torch.uint8), group.full.local, number)
+        payload, scales, recipe = group.payload.operand(codes.view(torch.uint8), group.full.local, record.number)
         return payload, scales, recipe
