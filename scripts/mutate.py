@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that all wait for messages wait on",
-        "comm/threads/mailbox.py",
+        "train/check/threads/mailbox.py",
         "            self.waits = {rank: said for rank, _, said in self._blocked.values()} | self.ended\n",
         "            self.failed = True\n",
         OF_CONFIGURATIONS + "test_a_message_that_a_rank_does_not_send",
@@ -571,14 +571,14 @@ MUTATIONS = [
     # --- what changes between passes ----------------------------------------------------------------------------------
     Mutation(
         "what comes into a model after its first pass is not looked at",
-        "fsdp/construction/inventory.py",
+        "fsdp/runtime/inventory.py",
         "or _contents(modules) != self._seen",
         "or False",
         MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
     ),
     Mutation(
         "a frozen parameter in no unit is not looked at again",
-        "fsdp/construction/inventory.py",
+        "fsdp/runtime/inventory.py",
         "or any(map(_trains, map(call, self._frozen)))",
         "or False",
         MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
@@ -792,8 +792,8 @@ MUTATIONS = [
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",
         "fsdp/runtime/helper.py",
-        "watch.can_join(self, key, functools.partial(weakly(self._join_bucket), number))",
-        "pass",
+        "for number, bucket in enumerate(self._buckets):",
+        "for number, bucket in ():",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
     Mutation(
@@ -1309,8 +1309,8 @@ MUTATIONS = [
     Mutation(
         "the host continues while a backward's uploads read frozen weights",
         "fsdp/runtime/unit_set.py",
-        "        self.finish_uploads()\n",
-        "",
+        "        if self._offloaded:",
+        "        if False:",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     Mutation(
@@ -1455,7 +1455,7 @@ MUTATIONS = [
     Mutation(
         "what is frozen before a backward gets gradients",
         "fsdp/gradients/group.py",
-        "if not self._sharded[number].requires_grad:",
+        "if not each.sharded.requires_grad:",
         "if False:",
         SEAMS + "test_users.py::test_parameters_that_are_frozen_between_forward_and_backward[2-optim]",
     ),
@@ -1498,7 +1498,7 @@ MUTATIONS = [
     Mutation(
         "a parameter that two units share is held by one",
         "fsdp/construction/members.py",
-        "unit.tied.setdefault(other, mine.name)",
+        "unit.tied.setdefault(record.unit, mine.name)",
         "pass",
         "fsdp/test_behaviour.py::test_parameters_tied_across_units_stay_tied[2-optim_grads_params]",
     ),
@@ -1675,7 +1675,7 @@ MUTATIONS = [
     Mutation(
         "a further microbatch overwrites the gradients",
         "fsdp/gradients/group.py",
-        "targets, gradients = more if self._filled[number] else new",
+        "targets, gradients = more if state.filled else new",
         "targets, gradients = new",
         "fsdp/test_behaviour.py::test_gradients_accumulate_with_and_without_synchronisation[2-optim]",
     ),
@@ -1705,15 +1705,15 @@ MUTATIONS = [
     # --- passes and calls --------------------------------------------------------------------------------------------
     Mutation(
         "models end a backward in any order",
-        "fsdp/runtime/peers.py",
-        "self._models.sort(key=lambda model: model[0])",
+        "fsdp/runtime/joint_backward.py",
+        "self._parts.sort(key=lambda model: model[0])",
         "pass",
         SEAMS + "test_two_roots.py::"
         "test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first",
     ),
     Mutation(
         "words of one model pair with those of another",
-        "comm/watch/control.py",
+        "comm/control.py",
         "tag = tag_of(TAGS, what, channel)",
         "tag = tag_of(TAGS, what)",
         "comm/test_control.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
@@ -1998,7 +1998,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an optimizer from before fully_shard trains nothing and says nothing",
-        "fsdp/construction/originals.py",
+        "fsdp/originals.py",
         'if attribute == "grad" or _WRITES',
         "if _WRITES",
         "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
@@ -2048,7 +2048,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is added after sharding trains on each rank for itself",
-        "fsdp/construction/inventory.py",
+        "fsdp/runtime/inventory.py",
         "            if parameter.requires_grad:",
         "            if False:",
         WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
@@ -2063,7 +2063,7 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas that were filled by themselves stay different",
-        "fsdp/construction/start.py",
+        "fsdp/runtime/start.py",
         "                equalize(group)\n",
         "",
         "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",

@@ -19,7 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import weft
 from tests.fsdp import nets
-from weft.fsdp.construction.parameters import is_ignored
+from weft.fsdp.parameter import is_ignored
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.watch.agreement import Agreed, Agreement
+from weft.comm.agreement import Agreed, Agreement
 from weft.errors import CollectiveMismatch
 
 NAMES = ("", "blocks.0", "blocks.1")

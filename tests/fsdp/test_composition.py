@@ -168,7 +168,7 @@ def test_the_state_reduces_what_backwards_without_sync_have_left_as_pipelining_a
     model.set_requires_gradient_sync(False)
     for batch in mine(rows()).chunk(2):
         (model(batch).square().mean() / 2).backward()
-    assert all(parameter.grad is None for parameter in model[0]._weft_unit.groups[0].sharded_parameters)
+    assert all(each.sharded.grad is None for each in model[0]._weft_unit.groups[0].parameters)
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)

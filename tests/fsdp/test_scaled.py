@@ -113,7 +113,7 @@ def test_weights_stay_at_one_byte_and_their_scales():
     for _ in range(3):
         net(torch.ones(2, 256)).float().sum().backward()
     (group,) = net[0]._weft_unit.groups
-    assert group.full_parameters[0].dtype == torch.float8_e4m3fn
+    assert group.parameters[0].full.dtype == torch.float8_e4m3fn
     assert group.transient.nbytes == 256 * 256 + 256 * 256 // 32
     transient, plan = weft.memory_report(net)["transient"], weft.fsdp.plan_of(net)
     assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}

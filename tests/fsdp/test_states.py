@@ -22,6 +22,7 @@ from weft.fsdp import unit as weights
 from weft.fsdp.driver import UNTIL_BACKWARD, USER, Hold
 from weft.fsdp.gradients import group as gradients
 from weft.fsdp.gradients.group import GroupGradients, Where
+from weft.fsdp.parameter import SHARDED
 from weft.fsdp.runtime import passes
 from weft.fsdp.runtime.passes import Pass, Passes
 from weft.fsdp.runtime.runtime import Runtime
@@ -171,7 +172,7 @@ def a_write_while_the_user_holds(net: nets.Net) -> None:
     net.blocks[1].unshard()
     with torch.no_grad():
         for group in net.blocks[1]._weft_unit.groups:
-            for parameter in group.sharded_parameters:
+            for parameter in map(SHARDED, group.parameters):
                 parameter.mul_(0.5)
     evaluate(net)
 
@@ -672,7 +673,7 @@ def fails_inside_a_blocks_backward(net: nets.Net) -> None:
 
 def fails_in_a_hook_of_a_gradient(net: nets.Net) -> None:
     loss = nets.loss_of(net, TOKENS)
-    parameter = next(parameter for group in net.blocks[1]._weft_unit.groups for parameter in group.full_parameters)
+    parameter = net.blocks[1]._weft_unit.groups[0].parameters[0].full
     handle = parameter.register_hook(throw)
     with pytest.raises(Oops):
         loss.backward()
@@ -680,7 +681,7 @@ def fails_in_a_hook_of_a_gradient(net: nets.Net) -> None:
 
 
 def fails_in_a_hook_of_a_published_gradient(net: nets.Net) -> None:
-    parameter = next(parameter for group in net.blocks[1]._weft_unit.groups for parameter in group.sharded_parameters)
+    parameter = net.blocks[1]._weft_unit.groups[0].parameters[0].sharded
     handle = parameter.register_post_accumulate_grad_hook(throw)
     with pytest.raises(Oops):
         backward(net)

@@ -148,7 +148,7 @@ def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, world, allocator, sl
     for unit in units_under(net):
         for group in unit.groups:
             flat = torch.empty(group.layout.numel, device=DEVICE)
-            names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
+            names = [f"{unit.name}.{each.name}" if unit.name else each.name for each in group.parameters]
             FlatBuffer(group.layout, group.mesh, group.plan.whole, flat).fill([weights[name] for name in names])
             truth[group.main_weight.local.data_ptr()] = flat
     tokens = nets.data(1, 4)[0].to(DEVICE)
@@ -161,7 +161,7 @@ def test_no_stream_runs_ahead_of_what_it_reads(monkeypatch, world, allocator, sl
         for unit in units_under(net):
             for group in unit.trainable_groups:
                 flat = torch.empty(group.layout.numel, device=DEVICE)
-                names = [f"{unit.name}.{slot.name}" if unit.name else slot.name for slot in group.slots]
+                names = [f"{unit.name}.{each.name}" if unit.name else each.name for each in group.parameters]
                 FlatBuffer(group.layout, group.mesh, group.plan.whole, flat).fill([weights[n].grad for n in names])
                 mine = flat.view(2, -1)[0]
                 torch.testing.assert_close(group.gradients.main.buffer.local, mine)

@@ -88,7 +88,7 @@ def assert_bytes(parts: HybridModel) -> None:
             recipe, extents = group.recipe.quantization, group.layout.extents
             if recipe is None:
                 continue
-            weights = [whole.get_parameter(f"{unit.name}.{slot.name}").detach() for slot in group.slots]
+            weights = [whole.get_parameter(f"{unit.name}.{each.name}").detach() for each in group.parameters]
             mine = [
                 weight if weight.shape == extent.shape else weight.chunk(dist.get_world_size())[dist.get_rank()]
                 for weight, extent in zip(weights, extents)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from tests.train.command import write_config
 from weft.cli import main
-from weft.comm.threads.ranks import _NoHangs, run_ranks
 from weft.comm.watch.hang_detector import HangDetector
 from weft.errors import CollectiveMismatch
 from weft.models.context import Slices
@@ -20,6 +19,7 @@ from weft.moe.visits import goes_in_halves, in_halves
 from weft.optim import norms
 from weft.pipeline.transport import Transport
 from weft.train.check import apart, check, run
+from weft.train.check.threads.ranks import _NoHangs, run_ranks
 from weft.train.config import load_config, parse_config
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer

@@ -4,7 +4,7 @@ tag of a message = CHANNEL_STRIDE * channel + a number below it that says what i
 
 98          a wait that is to end         gloo.sends
 101..199    lanes, first round            lanes
-200..499    words of the hosts            watch.control
+200..499    words of the hosts            control
 601..699    lanes, second round           gloo.transport
 700..999    uneven parts                  collectives
 """

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from weft.debug import guard
 from weft.dtensor.uneven import local_of
 from weft.errors import WeightsGone, WeightsWritten
-from weft.fsdp.gradients.direct import home_of
+from weft.fsdp.parameter import record_of
 
 _numbers = itertools.count(1_000_000_000)
 _gone_versions: "weakref.WeakValueDictionary[int, FullParameters]" = weakref.WeakValueDictionary()
@@ -131,10 +131,10 @@ class FullParameters:
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
         """Whether main weights were written to while a backward was to come that saved a parameter of this shape, at
         version `expected`, which is at `here` now."""
-        home = home_of(self._parameters[0])
+        record = record_of(self._parameters[0])
         return (
-            home is not None
-            and bool(home[0].calls)
+            record is not None
+            and bool(record.unit.calls)
             and any(
                 tuple(each.shape) in (shape, shape[::-1]) and now == here and expected <= before < now
                 for each, now, before in zip(self._parameters, self._versions, self._before)
@@ -143,10 +143,10 @@ class FullParameters:
 
     def named(self, shape: tuple[int, ...]) -> str:
         """Those of this shape, or its transpose, and their unit."""
-        homes = [home_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
-        names = [repr(group.slots[number].name) for _, group, number in filter(None, homes)]
-        home = home_of(self._parameters[0])
-        return f"{' or '.join(names) or 'weights'} of {home[0] if home else 'a model that has gone'}"
+        records = [record_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
+        names = [repr(each.name) for each in filter(None, records)]
+        record = record_of(self._parameters[0])
+        return f"{' or '.join(names) or 'weights'} of {record.unit if record else 'a model that has gone'}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,11 +193,7 @@ def _names(parameters: Sequence[nn.Parameter]) -> str:
 
 
 def _name_of(parameter: Any) -> str:
-    home = home_of(parameter)
-    if home is None:
-        return "a parameter of a model that has gone"
-    unit, group, number = home
-    return f"{group.slots[number].name!r} of {unit}"
+    return str(record_of(parameter) or "a parameter of a model that has gone")
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -241,8 +237,8 @@ def explaining(
 
 def _waits_for_backward(tensor: Any) -> bool:
     """Whether `tensor` is a sharded parameter of a unit that has run forward: its gradient is to come from there."""
-    home = home_of(tensor) if isinstance(tensor, nn.Parameter) else None
-    return home is not None and bool(home[0].calls) and home[1].sharded_parameters[home[2]] is tensor
+    record = record_of(tensor) if isinstance(tensor, nn.Parameter) else None
+    return record is not None and bool(record.unit.calls) and record.sharded is tensor
 
 
 def _state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from weft.fsdp.gradients.direct import home_of
+from weft.fsdp.parameter import record_of
 
 
 def enter_registry(module: nn.Module) -> None:
@@ -48,11 +48,11 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
     # What torch's `DistributedDataParallel` was told to leave alone.
     ignored = () if isinstance(module, nn.DataParallel) else getattr(child, "_ddp_params_and_buffers_to_ignore", ())
     for path, parameter in child.named_parameters(remove_duplicate=False):
-        if path not in ignored and (home := home_of(parameter)) is not None:
+        if path not in ignored and (record := record_of(parameter)) is not None:
             raise TypeError(
-                f"{type(module).__name__} around {path!r} of {home[0]}, which is sharded: its parts differ from rank "
-                "to rank. Call weft.fully_shard on the module around it instead, with strategy='no_shard' for what is "
-                "to be replicated, or torch's replicate(), which leaves it alone"
+                f"{type(module).__name__} around {path!r} of {record.unit}, which is sharded: its parts differ from "
+                "rank to rank. Call weft.fully_shard on the module around it instead, with strategy='no_shard' for "
+                "what is to be replicated, or torch's replicate(), which leaves it alone"
             )
 
 
@@ -61,10 +61,9 @@ def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[.
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        home = home_of(args[at]) if len(args) > at and isinstance(args[at], nn.Parameter) else None
-        if home is not None:
-            unit, group, number = home
-            raise ValueError(why.format(f"parameter {group.slots[number].name!r} of {unit}, which weft has sharded"))
+        record = record_of(args[at]) if len(args) > at and isinstance(args[at], nn.Parameter) else None
+        if record is not None:
+            raise ValueError(why.format(f"parameter {record}, which weft has sharded"))
         init(self, *args, **kwargs)
 
     return checked

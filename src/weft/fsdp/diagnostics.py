@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.comm.control import agree
 from weft.comm.groups import exchange_objects, group_of
-from weft.comm.watch.control import agree
 from weft.dtensor.uneven import local_of
-from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kept_units, units_of
+from weft.fsdp.parameter import ShardedParameter, record_of
 from weft.fsdp.unit import Unit
 from weft.layout.plan import Plan
 from weft.memory.pool import Pool
@@ -140,9 +140,9 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
 def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     tensors: list[tuple[str, str | None, Any, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
-        home, unit = home_of(parameter), None
-        if home is not None:  # a full one may be registered
-            unit, parameter = home[0].name, home[1].sharded_parameters[home[2]]
+        record, unit = record_of(parameter), None
+        if record is not None:  # a full one may be registered
+            unit, parameter = record.unit.name, record.sharded
         tensors += [(name, unit, what, each) for what, each in _both(parameter)]
     whole = parts_of(model)
     stages = whole.stages_of(model) if whole is not None else {}
@@ -178,7 +178,7 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
     everyone = set(mesh.mesh.flatten().tolist())
-    slices = dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None)
+    slices = dict.fromkeys(own for group in groups for own in group.slice_groups)
     return [*reached, *(own for own in slices if not everyone.issuperset(dist.get_process_group_ranks(own)))]
 
 
@@ -188,8 +188,8 @@ def check_views(model: nn.Module) -> None:
     Raises RuntimeError that names the parameters, ValueError for a model without sharded modules.
     """
     found: list[tuple[int, int, str]] = []
-    for name, group, number in named_slots(model):
-        parameter = group.sharded_parameters[number]
+    for name, record in named_records(model):
+        parameter, group = record.sharded, record.group
         for what, tensor, buffer in (
             ("weight", parameter, group.main_weight),
             ("gradient", parameter.grad, group.gradients.main.buffer),
@@ -214,14 +214,13 @@ def check_views(model: nn.Module) -> None:
             )
 
 
-def named_slots(model: nn.Module) -> Iterator[tuple[str, ParameterGroup, int]]:
-    """The model's names of all sharded parameters, each with its group and its number there."""
+def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
+    """All sharded parameters by the model's names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in units_of(model):
-        for group in unit.groups:
-            for number, both in enumerate(zip(group.sharded_parameters, group.full_parameters)):
-                name = next((names[id(each)] for each in both if id(each) in names), None)
-                yield name or f"{unit.name}.{group.slots[number].name}".lstrip("."), group, number
+        for record in (each for group in unit.groups for each in group.parameters):
+            name = names.get(id(record.sharded)) or names.get(id(record.full))
+            yield name or f"{unit.name}.{record.name}".lstrip("."), record
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -240,7 +239,7 @@ def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:
     return (
         unit.name or "(root)",
         unit.kind if group.trainable else f"{unit.kind}, frozen",
-        str(len(group.slots)),
+        str(len(group.parameters)),
         f"{group.layout.data_numel:,}",
         str(group.layout.shards),
         str(group.recipe.main).removeprefix("torch."),

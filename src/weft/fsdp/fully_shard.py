@@ -1,6 +1,7 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch.distributed.fsdp as torch_fsdp
@@ -72,21 +73,9 @@ def fully_shard(
             message names the value, the rule and the fix.
         TypeError: an argument of the wrong type.
     """
+    given = SimpleNamespace(**locals())  # the arguments: there are no other names yet
     patches.apply()
-    request = Request(
-        module,
-        mesh,
-        strategy,
-        outer_strategy,
-        reshard_after_forward,
-        shard_placement_fn,
-        mp_policy,
-        offload_policy,
-        ignored_params,
-        gradient_divide_factor,
-        runtime,
-        dp_mesh_dims,
-    )
+    request = Request(given)
     modules, below = request.modules, drivers_under(request.modules)
     for inner in below:
         _refuse_in_use(inner)

@@ -31,22 +31,21 @@ from weft.comm import collectives
 from weft.comm.backends import transport_of
 from weft.comm.groups import group_of, neighbours, next_channel
 from weft.comm.lanes import Ticket
-from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
+from weft.fsdp.parameter import FULL, ShardedParameter, Unsharded
 from weft.fsdp.payload import payload_of, refresh_copies
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardShard
 from weft.fsdp.scaled import mark_scaled
-from weft.fsdp.slots import Slot
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
-_trains = attrgetter("requires_grad")
+_trains = attrgetter("sharded.requires_grad")
 
 
 class ParameterGroup:
@@ -55,32 +54,26 @@ class ParameterGroup:
     def __init__(
         self,
         plan: GroupPlan,
-        slots: Sequence[Slot],
-        parameters: Sequence[nn.Parameter],
-        tensor_parallel: Sequence[TensorParallel | None],
-        passing: Sequence[bool],
+        members: Sequence[Unsharded],
     ) -> None:
-        """`parameters`: the unsharded ones, whose values are taken. `tensor_parallel`: where the slices of each lie;
-        those that have slices come first. `passing`: whose memory is not needed once the values are copied."""
+        """`members`: whose values are taken; those that have slices come first."""
         self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload = plan.device, plan.home, plan.offload
-        self.slots = list(slots)
-        self.trains = self.trainable = parameters[0].requires_grad
+        self.trains = self.trainable = members[0].value.requires_grad
         """Whether some of it is not frozen here; and whether it has gradients here, which may be from before that."""
         self.agreed = self.trainable
         """Whether all ranks reduce its gradients, since some rank may have some."""
-        self.tensor_parallel = list(tensor_parallel)
-        slices = [local_of(each) for each in parameters]
+        slices = [local_of(each.value) for each in members]
         self.payload = payload_of(plan, self._ours("weights on their way"))
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """What gathers of forward and of backward start from: `model_weight`, and another one if they differ."""
         self.copy = 0
         """Which of them the full weights are, or are when they are gathered next."""
-        for tensor, passes in zip(slices, passing):
-            if passes:  # before there is memory for gathered weights
+        for tensor, member in zip(slices, members):
+            if member.passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
         """Whether there are model weights beside the main weights, which follow them."""
@@ -89,19 +82,14 @@ class ParameterGroup:
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
         """The memory that comes and goes with the gathered weights."""
-        self.full_parameters, self.sharded_parameters = self._make_parameters(parameters)
+        self.parameters = self._make_parameters(members)
         apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
-        self.fulls = FullParameters(
-            self.full_parameters, copies=apart or self.transient is not None, version=self.version
-        )
-        for slot, *own in zip(self.slots, self.full_parameters, self.sharded_parameters):
-            slot.own = tuple(own)
+        fulls = [*map(FULL, self.parameters)]
+        self.fulls = FullParameters(fulls, copies=apart or self.transient is not None, version=self.version)
         if self.transient is not None:
             self.transient.empty()
             self.fulls.leave()
-        self.gradients = GroupGradients(
-            plan, self.full_parameters, self.sharded_parameters, self.tensor_parallel, self._ours("the gradients")
-        )
+        self.gradients = GroupGradients(plan, self.parameters, self._ours("the gradients"))
         self.channels = [next_channel(self.groups[-1]) for _ in self.copies]
         self.channel = self.channels[0]
         """Keeps its messages apart from those of other groups; `channels`: gathers of one copy from the other's."""
@@ -110,7 +98,7 @@ class ParameterGroup:
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None
         """What reads main weights in CPU memory."""
-        self.unfilled = [number for number, each in enumerate(slices) if each.is_meta]
+        self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
         """The parameters whose first values were still to come when it was made."""
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
@@ -145,26 +133,30 @@ class ParameterGroup:
         transient = Transient(numel, self.recipe.gathered, self.device, describe=describe, filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
-    def _make_parameters(self, originals: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The full ones and the sharded ones, with the attributes of the original ones."""
+    def _make_parameters(self, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
+        """Full and sharded parameters with the attributes of the original ones, and their records."""
         views = FlatBuffer(self.layout, self.mesh, self.plan.whole, self.full.local).views()
         full = [
             # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
-            nn.Parameter(parallel.full(view.data) if parallel else view.data, requires_grad=self.trainable)
-            for view, parallel in zip(views, self.tensor_parallel)
+            nn.Parameter(each.parallel.full(view.data) if each.parallel else view.data, requires_grad=self.trainable)
+            for view, each in zip(views, members)
         ]
         mark_scaled(full, self.recipe)
         sharded = [
             nn.Parameter(tensor, requires_grad=self.trainable)
-            for tensor in self.main_weight.dtensors(self.tensor_parallel)
+            for tensor in self.main_weight.dtensors([each.parallel for each in members])
         ]
-        for original, one, other in zip(originals, full, sharded):
-            vars(one).update(vars(original))
-            vars(other).update(vars(original))
-            other._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for each, one, other in zip(members, full, sharded):
+            vars(one).update(vars(each.value))
+            vars(other).update(vars(each.value))
+            other._post_accumulate_grad_hooks = each.value._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if self.recipe.main_grad != self.recipe.main:
                 other.grad_dtype = self.recipe.main_grad
-        return full, sharded
+        myself = weakref.ref(self)
+        return tuple(
+            ShardedParameter(number, each.slot, extent, each.parallel, one, other, myself)
+            for number, (each, extent, one, other) in enumerate(zip(members, self.layout.extents, full, sharded))
+        )
 
     def belong_to(self, owner: Any) -> None:
         """Be a group of `owner`, known only weakly, or neither would go without the collector."""
@@ -183,7 +175,7 @@ class ParameterGroup:
         """The gathered weights have moved: the full parameters are views of the new place."""
         self.full = FlatBuffer(self.layout, self.mesh, self.plan.whole, full)
         with behind_classes():
-            for parameter, view in zip(self.full_parameters, self.full.views()):
+            for parameter, view in zip(map(FULL, self.parameters), self.full.views()):
                 if isinstance(parameter, DTensor):
                     parameter._local_tensor = view.data
                 else:
@@ -367,34 +359,32 @@ class ParameterGroup:
     def sync_requires_grad(self) -> None:
         """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
         that would not run."""
-        trains = [*map(_trains, self.sharded_parameters)]
+        trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():
-            for full, flag in zip(self.full_parameters, trains):
-                if full.requires_grad != flag:
-                    full.requires_grad_(flag)
+            for each, flag in zip(self.parameters, trains):
+                if each.full.requires_grad != flag:
+                    each.full.requires_grad_(flag)
         # Gradients that wait for their reduction, here or elsewhere, are still reduced when their parameters are frozen
         # meanwhile.
         self.trainable = self.trains or self.gradients.is_owed or self.gradients.accumulates()
-        for slot, sharded in zip(self.slots, self.sharded_parameters):
-            if sharded._backward_hooks or IN_BACKWARD in vars(sharded):
-                raise RuntimeError(f"{slot.name!r} of {self.owner()}: {never_runs(sharded)}")
+        for each in self.parameters:
+            if each.sharded._backward_hooks or IN_BACKWARD in vars(each.sharded):
+                raise RuntimeError(f"{each}: {never_runs(each.sharded)}")
 
     # --- slices of tensor parallelism ---------------------------------------------------------------------------------
 
     @cached_property
-    def slice_groups(self) -> list[dist.ProcessGroup | None]:
-        """Per parameter, the tensor-parallel ranks that hold its other slices; None where it is not sliced."""
-        return [
-            parallel.ranks if parallel is not None and parallel.is_spread else None for parallel in self.tensor_parallel
-        ]
+    def slice_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that hold other slices of some parameter, each group once."""
+        return list(dict.fromkeys(each.slices for each in self.parameters if each.slices is not None))
 
     @cached_property
     def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
         """The layout's elements in ranges that belong to parameters with the same slice group."""
         starts: list[int] = []
         groups = []
-        for group, members in groupby(range(len(self.slots)), key=lambda number: self.slice_groups[number]):
-            starts.append(self.layout.extents[next(members)].offset if starts else 0)
+        for group, members in groupby(self.parameters, key=lambda each: each.slices):
+            starts.append(next(members).extent.offset if starts else 0)
             groups.append(group)
         return list(zip(starts, [*starts[1:], self.layout.numel], groups))

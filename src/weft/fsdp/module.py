@@ -13,9 +13,9 @@ from weft.comm import streams
 from weft.comm.lanes import on_stream
 from weft.fsdp.accumulation import no_sync
 from weft.fsdp.composition import enter_registry
+from weft.fsdp.parameter import SHARDED, register
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
-from weft.fsdp.slots import register
 from weft.fsdp.unit import Unit
 
 
@@ -60,7 +60,7 @@ class FSDPModule:
                 )
         try:
             for group in groups:
-                register((slot, None) for slot in group.slots)
+                register(group.parameters, lambda parameter: None)
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
             for unit in units_under(self, recurse):
@@ -71,7 +71,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
-                for parameter in group.sharded_parameters:
+                for parameter in map(SHARDED, group.parameters):
                     if set_to_none:
                         parameter.grad = None
                     elif parameter.grad is not None:

@@ -41,7 +41,7 @@ from weft.dtensor.steps import choosing_lists
 from weft.fsdp.autograd import explaining
 from weft.fsdp.composition import refuse_wrappers, refusing_sharded
 from weft.fsdp.construction.forgotten import look_around
-from weft.fsdp.runtime.peers import finish_backwards
+from weft.fsdp.runtime.joint_backward import finish_backwards
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from weft.comm import streams
 from weft.dtensor.uneven import local_of
+from weft.fsdp.parameter import Unsharded
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import Layout, plan_layout
@@ -31,22 +32,20 @@ class GroupPlan:
     @classmethod
     def of(
         cls,
-        tensors: Sequence[torch.Tensor],
-        cutting: Sequence[tuple[int, int]],
+        members: Sequence[Unsharded],
         mesh: DeviceMesh,
         placements: Placements,
         recipe: Recipe,
         device: torch.device,
         offload: CPUOffloadPolicy | None,
     ) -> "GroupPlan":
-        """Plan the layout of `tensors`, of DTensors that of their local parts; `cutting`: granularity and dimension of
-        the cuts of each."""
+        """Plan the layout of `members`, of DTensors that of their local parts."""
         layout = plan_layout(
-            [tuple(local_of(each).shape) for each in tensors],
+            [tuple(local_of(each.value).shape) for each in members],
             ranks_over(mesh, sharded_axes(placements.optimizer)),
             itemsize=recipe.smallest_itemsize,
-            granularities=[granularity for granularity, _ in cutting],
-            dims=[dim for _, dim in cutting],
+            granularities=[each.cutting[0] for each in members],
+            dims=[each.cutting[1] for each in members],
         )
         return cls(layout, mesh, placements, recipe, device, offload)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from weft.fsdp.construction.inventory import Inventory
-from weft.fsdp.gradients.direct import home_of
 from weft.fsdp.hooks import HookDriver
+from weft.fsdp.parameter import record_of
+from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
@@ -86,7 +86,7 @@ class UnitDriver(HookDriver):
                 )
         runtime = Runtime(units, drivers, inventory, self.unit.device, self.options)
         if self.options.graphs is not None:
-            owns = lambda parameter: home_of(parameter) is not None  # noqa: E731
+            owns = lambda parameter: record_of(parameter) is not None  # noqa: E731
             runtime.graphs = self.options.graphs.table(modules[0], runtime, _unit_of, owns, self.unit.device)
         self._own = runtime
         for driver in drivers:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from weft.fsdp.autograd import HARMLESS, behind_classes
-from weft.fsdp.gradients.direct import PART_CLASS, home_of, parameter_of
+from weft.fsdp.gradients.direct import PART_CLASS, parameter_of
 from weft.fsdp.gradients.products import KINDS, SCALED, Product, ScaledLinear
+from weft.fsdp.parameter import record_of
 from weft.fsdp.precision import Recipe
 
 _MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
@@ -46,8 +47,7 @@ class Scaled(torch.Tensor):
                 return func(*args, **kwargs)
         weight = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Scaled))
         with behind_classes():
-            home = home_of(parameter_of(weight))
-            named = "a quantized weight" if home is None else f"{home[1].slots[home[2]].name!r} of {home[0]}"
+            named = str(record_of(parameter_of(weight)) or "a quantized weight")
             raise TypeError(
                 f'{attribute or name} of {named}, which is quantized with compute="scaled": only linear and grouped '
                 'products know its scales; choose compute="dequantize", or let `quantize` leave it out'

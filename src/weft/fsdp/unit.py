@@ -41,10 +41,9 @@ from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
 from weft.fsdp.driver import USER, Hold, TiedHold, is_users
-from weft.fsdp.gradients.direct import register_owner
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.parameter import FULL, SHARDED, ShardedParameter, register
 from weft.fsdp.precision import MixedPrecisionPolicy
-from weft.fsdp.slots import register
 
 
 class State(enum.Enum):
@@ -106,7 +105,7 @@ class Unit:
         """Whether modules have declared that they add to `main_grad` themselves."""
         self.channels: Channels = None  # type: ignore[assignment]
         """From the first pass of its root on."""
-        self.gradient_to_write: Callable[[Unit, ParameterGroup, int], tuple[torch.Tensor, bool]] | None = None
+        self.gradient_to_write: Callable[[ShardedParameter], tuple[torch.Tensor, bool]] | None = None
         """Where a module that writes the gradient of a parameter itself puts it, and whether it adds to it."""
         self.place = next(_places)
         """Among all units of the process: the same on all ranks that build the same models."""
@@ -133,7 +132,6 @@ class Unit:
         self._keeps_post_forward = False
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
-            register_owner(self, group, [group.full_parameters, group.sharded_parameters])
             group.belong_to(self)
 
     def __str__(self) -> str:
@@ -262,7 +260,7 @@ class Unit:
     def _show(self, *, full: bool) -> None:
         self._shows_full = full
         for group in self.groups:
-            register(zip(group.slots, group.full_parameters if full else group.sharded_parameters))
+            register(group.parameters, FULL if full else SHARDED)
 
     def free(self) -> None:
         """Give the memory back, if it is there and the weights have no holder."""

@@ -74,7 +74,10 @@ class Gathered(Protocol):
 class Bundle(Protocol):
     """Units whose weights travel in one message."""
 
-    numbers: Collection[int]
+    @property
+    def numbers(self) -> Collection[int]:
+        """Of its units."""
+        ...
 
     def gather(self, backward: bool) -> None:
         """Start the gather of its units that are not resident and have room, in a backward or not."""
@@ -84,7 +87,7 @@ class GatherOrder:
     """`units`: by number. `bundles`: of the units that are in one. `budget`: bytes to gather ahead, None for the next
     unit or bundle."""
 
-    def __init__(self, units: Sequence[Any], bundles: Mapping[int, Any], budget: int | None) -> None:
+    def __init__(self, units: Sequence[Any], bundles: Mapping[int, Bundle], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.events: list[tuple[str, int, int]] = []
@@ -209,7 +212,7 @@ class GatherOrder:
         self.events.append(("use", number, int(backward and unit.turns)))
         self._position = position + 1
         if self._on_plan and (position >= len(self._expected) or self._expected[position] != number):
-            self._leave_plan(number)
+            self._leave_plan()
         if unit.turns or unit.tied:
             for each in (unit, *unit.tied):
                 each.turn(backward)
@@ -296,7 +299,7 @@ class GatherOrder:
             wanted = self._wanted_at[place] = tuple(self.behind(here, self._expected[position:]))
         return wanted
 
-    def _leave_plan(self, number: int) -> None:
+    def _leave_plan(self) -> None:
         """The pass is not what its record says: what was gathered ahead may never be used."""
         self._on_plan = False
         if not self._known(BACKWARD if self._kind == "backward" else (self._kind,)):

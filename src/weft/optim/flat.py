@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_of
 from weft.mesh import parts_of
-from weft.optim.run import FlatRun, runs_of
+from weft.optim.run import FlatRun, Member, runs_of
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 """The optimizers of torch.optim that update each element from that element's gradient and state alone."""
@@ -68,14 +68,12 @@ def flat(
     runs: dict[bool, list[FlatRun]] = {True: [], False: []}
     known: set[int] = set()
     for group in (group for unit in units for group in unit.groups):
-        known.update(map(id, group.sharded_parameters))
+        known.update(id(each.sharded) for each in group.parameters)
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained
         if group.trainable:
             _check_dtypes(group, optimizer, options)
-        own = [names[id(parameter)] for parameter in group.sharded_parameters]
-        decays = [no_decay is None or not no_decay(name, p) for name, p in zip(own, group.sharded_parameters)]
-        for decay, run in runs_of(group, own, decays):
+        for decay, run in runs_of(group, names, lambda name, p: no_decay is None or not no_decay(name, p)):
             runs[decay].append(run)
     outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
     _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
@@ -158,9 +156,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`."""
         state = {
-            name: {key: run.part(number, value) for key, value in self.state.get(run.flat, {}).items()}
+            each.name: {key: run.part(each, value) for key, value in self.state.get(run.flat, {}).items()}
             for run in self._runs
-            for number, name in enumerate(run.names)
+            for each in run.members
         }
         groups = [{**group, "params": names} for group, names in zip(self.param_groups, self.names())]
         return {"state": state, "param_groups": groups}
@@ -186,28 +184,29 @@ class FlatOptimizer(torch.optim.Optimizer):
         }
         with torch.no_grad():
             for whole in list(self._runs):
-                for run in self._divide(whole, [_shared(state.get(name), shaped) for name in whole.names]):
-                    if run.names[0] not in state:
+                for run in self._divide(whole, [_shared(state.get(each.name), shaped) for each in whole.members]):
+                    first = run.members[0].name
+                    if first not in state:
                         continue  # frozen, and left out there
                     old = self.state[run.flat]
-                    for key in old.keys() - state[run.names[0]].keys():
+                    for key in old.keys() - state[first].keys():
                         del old[key]
-                    for number, name in enumerate(run.names):
-                        for key, value in state[name].items():
-                            self._load(run, number, key, value, key in shaped)
+                    for each in run.members:
+                        for key, value in state[each.name].items():
+                            self._load(run, each, key, value, key in shaped)
 
-    def _load(self, run: FlatRun, number: int, key: str, value: Any, shaped: bool) -> None:
+    def _load(self, run: FlatRun, member: Member, key: str, value: Any, shaped: bool) -> None:
         state = self.state[run.flat]
         if not shaped:
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
             return
         if key not in state:
             state[key] = torch.zeros_like(run.flat, dtype=value.dtype)
-        run.part(number, state[key]).copy_(value)
+        run.part(member, state[key]).copy_(value)
 
     def names(self) -> list[list[str]]:
         """The names of the parameters in each parameter group."""
-        of = {id(run.flat): run.names for run in self._runs}
+        of = {id(run.flat): [each.name for each in run.members] for run in self._runs}
         return [[name for flat in group["params"] for name in of[id(flat)]] for group in self.param_groups]
 
     def _divide(self, run: FlatRun, keys: Sequence[Any]) -> list[FlatRun]:
@@ -232,7 +231,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Raise ValueError unless `state` and `groups` are of this optimizer's parameters; frozen ones may be missing,
         which may have been left out when the other was built."""
         mine = {name: number for number, names in enumerate(self.names()) for name in names}
-        frozen = {name for run in self._runs for name, p in zip(run.names, run.parameters) if not p.requires_grad}
+        members = (each for run in self._runs for each in run.members)
+        frozen = {each.name for each in members if not each.record.sharded.requires_grad}
         missing, unexpected = sorted(mine.keys() - state.keys() - frozen), sorted(state.keys() - mine.keys())
         if missing or unexpected:
             raise ValueError(f"optimizer state of other parameters: missing {missing}, unexpected {unexpected}")

@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from weft.comm.collectives import all_gather_uneven, reduce_now
 from weft.comm.groups import group_of
 from weft.dtensor.uneven import UnevenDTensor, local_of
-from weft.fsdp.diagnostics import named_slots
+from weft.fsdp.diagnostics import named_records
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import unit_of, units_of
+from weft.fsdp.parameter import ShardedParameter
 from weft.mesh import parts_of, ranks_over
 
 
@@ -92,11 +93,11 @@ def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
     Raises ValueError for a model without sharded modules.
     """
     names, weights, gradients = [], [], []
-    for name, group, number in named_slots(model):
-        parameter = group.sharded_parameters[number]
+    for name, record in named_records(model):
+        gradient = record.sharded.grad
         names.append(name)
-        weights.append((group, number, local_of(parameter).detach()))
-        gradients.append((group, number, local_of(parameter.grad).detach() if parameter.grad is not None else None))
+        weights.append((record, local_of(record.sharded).detach()))
+        gradients.append((record, local_of(gradient).detach() if gradient is not None else None))
     roots = [math.sqrt(square) if square is not None else None for square in _squared_norms([*weights, *gradients])]
     return {
         name: ParameterNorms(weight or 0.0, gradient)
@@ -111,7 +112,7 @@ class ModelRanks:
         dense = [group for group in groups if not _has_experts(group)] or groups
         self.mesh = max((group.mesh for group in dense), key=lambda mesh: mesh.size())
         self._everyone = set(self.mesh.mesh.flatten().tolist())
-        parallel = (each for group in dense for each in group.tensor_parallel if each is not None)
+        parallel = (each.parallel for group in dense for each in group.parameters if each.parallel is not None)
         self._slices = next((each.ranks for each in parallel if each.ranks is not None), None)
         if all(self._spans(group) for group in groups):
             self.axes = sorted({axis for group in groups for axis in group.main_weight.axes})
@@ -147,13 +148,13 @@ class ModelRanks:
                 continue
             if not self._everyone.issuperset(ranks):
                 raise ValueError(
-                    f"{group.slots[0].name} and its like lie on ranks {ranks}, which are not among the ranks "
+                    f"{group.parameters[0].name} and its like lie on ranks {ranks}, which are not among the ranks "
                     f"{sorted(self._everyone)} of the model's largest mesh: shard the root over all ranks of the model"
                 )
 
 
 def _has_experts(group: ParameterGroup) -> bool:
-    return any(each is not None and each.is_expert for each in group.tensor_parallel)
+    return any(each.parallel is not None and each.parallel.is_expert for each in group.parameters)
 
 
 def _groups_of(model: nn.Module) -> list[ParameterGroup]:
@@ -249,28 +250,28 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
     }
     if found:  # also gathered ones that wait for their reduction look like that
         for group in groups:
-            for parameter in group.full_parameters:
-                found.pop(id(parameter), None)
+            for record in group.parameters:
+                found.pop(id(record.full), None)
     return [parameter.grad for parameter in found.values() if parameter.grad is not None]
 
 
-def _squared_norms(parts: Sequence[tuple[ParameterGroup, int, torch.Tensor | None]]) -> list[float | None]:
-    """The squared 2-norms of tensors: of each, a group, the number of the parameter there whose shape and cuts it has,
-    and what lies here of it, None for nothing. None for a tensor of which no rank has anything. Collective.
+def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]) -> list[float | None]:
+    """The squared 2-norms of tensors: of each, the parameter whose cuts it has, and what lies here of it, None for
+    nothing. None for a tensor of which no rank has anything. Collective.
     """
     if not parts:  # a stage without parameters
         return []
-    ranks = ModelRanks([group for group, _, _ in parts])
-    of_parts = [ranks.beyond(group.slice_groups[number]) for group, number, _ in parts]
+    ranks = ModelRanks([record.group for record, _ in parts])
+    of_parts = [ranks.beyond(record.slices) for record, _ in parts]
     slices = list(dict.fromkeys(own for own in of_parts if own is not None))
-    device = parts[0][0].device
+    device = parts[0][0].group.device
     locals_, shares, present = [], [], []
-    for (group, _, tensor), own in zip(parts, of_parts):
+    for (record, tensor), own in zip(parts, of_parts):
         # A slice group that does not hold slices of this tensor will count it as often as it has ranks.
         repeated = math.prod(each.size() for each in slices if each is not own)
         here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device)
         locals_.append(here.abs() if here.is_complex() else here)
-        shares.append(1 / (ranks.copies(group) * repeated))
+        shares.append(1 / (ranks.copies(record.group) * repeated))
         present.append(tensor is not None)
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in locals_) else torch.float32
     norms = [norm.to(device) for norm in torch._foreach_norm(locals_, 2, dtype=dtype)]

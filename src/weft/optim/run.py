@@ -8,9 +8,9 @@ its flat parameter                 a view of what lies here, a plain tensor: wha
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach
 
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.parameter import ShardedParameter
 from weft.layout.cuts import Cuts
 
 
@@ -45,25 +46,26 @@ for _known in (_optim_foreach_types, _util_foreach_types):
     _known.append(FlatParameter)  # type: ignore[arg-type]
 
 
+class Member(NamedTuple):
+    """A parameter of a run: what the model calls it, and its record."""
+
+    name: str
+    record: ShardedParameter
+
+
 class FlatRun:
     """Members `[first, last]` of a group as one flat parameter that shares their memory."""
 
-    def __init__(self, group: ParameterGroup, members: Sequence[int], names: Sequence[str]) -> None:
-        """`members`: numbers of neighbours in `group`, `names`: what they are called in the model."""
+    def __init__(self, group: ParameterGroup, members: Sequence[Member]) -> None:
+        """`members`: neighbours in `group`."""
         self.group = group
         self.members = list(members)
-        self.names = list(names)
-        self.parameters = [group.sharded_parameters[number] for number in members]
-        extents = [group.layout.extents[number] for number in members]
-        self._start, self._stop = extents[0].offset, extents[-1].end
+        self.parameters = [each.record.sharded for each in members]
+        self._start, self._stop = members[0].record.extent.offset, members[-1].record.extent.end
         main = group.main_weight
         piece = group.layout.numel // main.pieces
-        begin = max(main.index * piece, self._start)
-        numel = main.within(self._start, self._stop).numel()
-        self.places = [
-            (min(max(extent.offset - begin, 0), numel), min(max(extent.end - begin, 0), numel)) for extent in extents
-        ]
-        """Where each member's part lies in the flat parameter."""
+        self._begin = max(main.index * piece, self._start)
+        """Of the layout's elements, the first that is here."""
         borders = (min(max(border * piece, self._start), self._stop) - self._start for border in range(main.pieces + 1))
         self._cuts = Cuts((self._stop - self._start,), tuple(borders), main.axes)
         self.flat = FlatParameter(_something(main.within(self._start, self._stop)))
@@ -97,9 +99,9 @@ class FlatRun:
         elif not any(self.present) or getattr(value, "_local_tensor", None) is not self._window():
             local = value.to_local() if isinstance(value, DTensor) else value
             present = self.present
-            for number, parameter in enumerate(self.parameters):
-                if present[number] or not any(present):
-                    parameter.grad = self.part(number, local)
+            for each, has_one in zip(self.members, present):
+                if has_one or not any(present):
+                    each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
         """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
@@ -120,7 +122,7 @@ class FlatRun:
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
         """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""
-        main, parallel = self.group.main_weight, self.group.tensor_parallel[self.members[0]]
+        main, parallel = self.group.main_weight, self.members[0].record.parallel
         placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
         if parallel is None:
             return UnevenDTensor.make(local, self._cuts, main.mesh, placements)
@@ -135,41 +137,50 @@ class FlatRun:
         parts = [[at for at, _ in pairs] for _, pairs in groupby(enumerate(keys), key=lambda pair: pair[1])]
         if len(parts) == 1:
             return [self]
-        return [FlatRun(self.group, [self.members[n] for n in part], [self.names[n] for n in part]) for part in parts]
+        return [FlatRun(self.group, [self.members[n] for n in part]) for part in parts]
+
+    def _place(self, first: Member, last: Member) -> slice:
+        """Where in the flat parameter the parts of members lie."""
+        numel = self.group.main_weight.within(self._start, self._stop).numel()
+        start, stop = first.record.extent.offset - self._begin, last.record.extent.end - self._begin
+        return slice(min(max(start, 0), numel), min(max(stop, 0), numel))
 
     def state_for(self, other: "FlatRun", state: dict[str, Any]) -> dict[str, Any]:
         """The `state` of this run's flat parameter, cut to `other`, a run of some of its members."""
-        first = self.members.index(other.members[0])
-        last = self.members.index(other.members[-1])
-        start, stop = self.places[first][0], self.places[last][1]
+        place = self._place(other.members[0], other.members[-1])
 
         def narrowed(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return _something(value[start:stop]) if value.dim() else value.clone()
+            return _something(value[place]) if value.dim() else value.clone()
 
         return {key: narrowed(value) for key, value in state.items()}
 
-    def part(self, number: int, value: Any) -> Any:
+    def part(self, member: Member, value: Any) -> Any:
         """The part of a state `value` of the flat parameter that belongs to one member."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
-        like = self.parameters[number].detach()
-        start, stop = self.places[number]
+        like = member.record.sharded.detach()
         assert isinstance(like, UnevenDTensor)
-        return like.like(like._cuts.shaped(value[start:stop], like.part))
+        return like.like(like._cuts.shaped(value[self._place(member, member)], like.part))
 
 
-def runs_of(group: ParameterGroup, names: Sequence[str], decays: Sequence[bool]) -> Iterator[tuple[bool, FlatRun]]:
-    """The group's parameters in runs of neighbours that decay alike, and are alike slices or none: `(decays, run)`."""
+def runs_of(
+    group: ParameterGroup, names: Mapping[int, str], decays: Callable[[str, nn.Parameter], bool]
+) -> Iterator[tuple[bool, FlatRun]]:
+    """The group's parameters in runs of neighbours that decay alike, and are alike slices or none: `(decays, run)`.
 
-    def kind(number: int) -> tuple[bool, Any, bool]:
-        parallel = group.tensor_parallel[number]
-        return decays[number], parallel and parallel.mesh, parallel is not None and parallel.is_spread
+    `names`: in the model, by the parameters' ids.
+    """
 
-    for (decay, _, _), members in groupby(range(len(names)), key=kind):
-        run = list(members)
-        yield decay, FlatRun(group, run, [names[number] for number in run])
+    def kind(member: Member) -> tuple[bool, Any, bool]:
+        parallel = member.record.parallel
+        decay = decays(member.name, member.record.sharded)
+        return decay, parallel and parallel.mesh, parallel is not None and parallel.is_spread
+
+    members = [Member(names[id(each.sharded)], each) for each in group.parameters]
+    for (decay, _, _), run in groupby(members, key=kind):
+        yield decay, FlatRun(group, list(run))
 
 
 def _something(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tests.fsdp import nets
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, naming, sgd, step
 from tests.pairs import all_pairs
 from tests.pool import distributed
-from weft.fsdp.runtime.peers import end_with_backward
+from weft.fsdp.runtime.joint_backward import end_with_backward
 
 
 class Routes(nn.Module):

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import reaches_devices
 from weft.fsdp.construction.mesh_dims import axes_of, data_parallel_mesh
-from weft.fsdp.construction.parameters import ignore
 from weft.fsdp.module import FSDPModule, checked_factor, kind_of
+from weft.fsdp.parameter import ignore
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -22,53 +22,40 @@ DEFAULT_STRATEGY = "optim_grads_params"
 
 
 class Request:
-    """One call of `fully_shard`. Raises ValueError and TypeError as that does.
+    """One call of `fully_shard`, whose arguments are `given`. Raises ValueError and TypeError as that does.
 
     `ignored`: ids of parameters. `replicas`: the data-parallel axes, by name, of a mesh that has others too.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        mesh: DeviceMesh | None,
-        strategy: str | Placements,
-        outer_strategy: str,
-        reshard_after_forward: bool | int | None,
-        shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-        mp_policy: Any,
-        offload_policy: Any,
-        ignored_params: Iterable[nn.Parameter] | None,
-        gradient_divide_factor: float | None,
-        runtime: RuntimeOptions | None,
-        dp_mesh_dims: Any,
-    ) -> None:
-        self.modules = _checked_modules(module)
-        self.divide_factor = gradient_divide_factor
-        if gradient_divide_factor is not None:
-            self.divide_factor = checked_factor("gradient_divide_factor=", gradient_divide_factor)
+    def __init__(self, given: Any) -> None:
+        mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn
+        self.modules = _checked_modules(given.module)
+        self.divide_factor: float | None = None
+        if given.gradient_divide_factor is not None:
+            self.divide_factor = checked_factor("gradient_divide_factor=", given.gradient_divide_factor)
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh={mesh!r}: pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks")
         if runtime is not None and not isinstance(runtime, RuntimeOptions):
             raise TypeError(f"runtime={runtime!r}: pass weft.RuntimeOptions(...)")
-        self.options = runtime
-        if shard_placement_fn is not None and not callable(shard_placement_fn):
-            raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: pass a function of one parameter")
-        self.choose = shard_placement_fn
-        self.ignored = _checked_ignored(ignored_params)
-        self.policy = precision_of(mp_policy if mp_policy is not None else MixedPrecisionPolicy())
-        self.offload = offload_of(offload_policy if offload_policy is not None else OffloadPolicy())
+        self.options: RuntimeOptions | None = runtime
+        if choose is not None and not callable(choose):
+            raise TypeError(f"shard_placement_fn={choose!r}: pass a function of one parameter")
+        self.choose: Callable[[nn.Parameter], Any] | None = choose
+        self.ignored = _checked_ignored(given.ignored_params)
+        self.policy = precision_of(given.mp_policy if given.mp_policy is not None else MixedPrecisionPolicy())
+        self.offload = offload_of(given.offload_policy if given.offload_policy is not None else OffloadPolicy())
         self.replicas: tuple[str, ...] = ()
-        if dp_mesh_dims is not None:
-            self.replicas = axes_of(dp_mesh_dims)
+        if (dims := given.dp_mesh_dims) is not None:
+            self.replicas = axes_of(dims)
             if mesh is None:
-                raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names axes of a mesh: pass the mesh too")
-            mesh = data_parallel_mesh(mesh, dp_mesh_dims)
-            if dp_mesh_dims.shard is None and strategy == DEFAULT_STRATEGY:
+                raise ValueError(f"dp_mesh_dims={dims} names axes of a mesh: pass the mesh too")
+            mesh = data_parallel_mesh(mesh, dims)
+            if dims.shard is None and strategy == DEFAULT_STRATEGY:
                 strategy = "no_shard"
-        self.mesh = _default_mesh(self.modules) if mesh is None else checked_mesh(mesh)
-        self._strategies = strategy, outer_strategy
-        shards = self.mesh.size(self.mesh.ndim - 1)
-        self.reshard_after_forward = _checked_reshard(reshard_after_forward, self.placements_on(self.mesh), shards)
+        self.mesh: DeviceMesh = _default_mesh(self.modules) if mesh is None else checked_mesh(mesh)
+        self._strategies = strategy, given.outer_strategy
+        placements, shards = self.placements_on(self.mesh), self.mesh.size(self.mesh.ndim - 1)
+        self.reshard_after_forward = _checked_reshard(given.reshard_after_forward, placements, shards)
 
     @property
     def device(self) -> torch.device:

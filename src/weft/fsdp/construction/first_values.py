@@ -43,8 +43,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from weft.comm.collectives import broadcast
 from weft.comm.groups import group_of
 from weft.dtensor.uneven import local_of
-from weft.fsdp.gradients.direct import home_of
-from weft.fsdp.slots import Slot
+from weft.fsdp.parameter import Slot, record_of
 from weft.memory.blank import blank_storage, has_blank
 
 
@@ -80,7 +79,7 @@ def materialize(
         id(each)
         for module in modules
         for each in (*module._parameters.values(), *module._buffers.values())
-        if each is not None and (not each.is_meta or home_of(each))
+        if each is not None and (not each.is_meta or record_of(each))
     }
     real: dict[torch.Tensor, Any] = {}
     for parameter, (module, name) in filled_in.items():  # elsewhere it is still on the meta device: no second filling

@@ -23,8 +23,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from weft.fsdp.construction.parameters import is_ignored
-from weft.fsdp.gradients.direct import home_of
+from weft.fsdp.parameter import is_ignored, record_of
 
 Root = tuple["weakref.ref[Any]", int]
 """A root unit, and how many backwards were looked through for it."""
@@ -41,7 +40,7 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
         _refuse(suspects, [unit for ref, _ in roots if (unit := ref()) is not None])
-    reached = {id(home[0].channels) for leaf in leaves if (home := home_of(leaf)) is not None}
+    reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     return [
         (ref, looks + 1)
         for ref, looks in roots
@@ -81,7 +80,7 @@ def _is_suspect(leaf: torch.Tensor) -> bool:
     return (
         isinstance(leaf, nn.Parameter)
         and not isinstance(leaf, DTensor)
-        and home_of(leaf) is None
+        and record_of(leaf) is None
         and not is_ignored(leaf)
         and not leaf._backward_hooks
         and not leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.groups import group_of
 from weft.fsdp.composition import refuse_foreign
@@ -21,16 +20,15 @@ from weft.fsdp.construction.arguments import Request
 from weft.fsdp.construction.assignment import copy_assigned
 from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
-from weft.fsdp.construction.originals import retire
 from weft.fsdp.construction.parameters import checked_parameter
 from weft.fsdp.construction.quantized import demands, dequantize_parameters, recipe_of, uncut
-from weft.fsdp.construction.start import equalize
-from weft.fsdp.gradients.direct import home_of, register_owner
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
+from weft.fsdp.originals import retire
+from weft.fsdp.parameter import Slot, Unsharded, record_of
 from weft.fsdp.plan import GroupPlan
-from weft.fsdp.precision import Recipe, keeps_dtype
-from weft.fsdp.slots import Slot
+from weft.fsdp.precision import keeps_dtype
+from weft.fsdp.runtime.start import equalize
 from weft.fsdp.unit import Unit
 
 
@@ -44,112 +42,92 @@ class Members:
         found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
         self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
-        self._tied = {parameter: home for parameter in self._found if (home := home_of(parameter)) is not None}
+        self._tied = [(p, slot, record) for p, slot in self._found.items() if (record := record_of(p)) is not None]
         self._refuse_outside_in()
         self._refuse_other_precision()
-        self._own = {parameter: slot for parameter, slot in self._found.items() if parameter not in self._tied}
-        asked = (request.choose, request.mesh, request.replicas)
-        choices = {parameter: choice_of(parameter, *asked) for parameter in self._own}
-        self._meshes = {parameter: request.checked_own_mesh(mesh) for parameter, (_, mesh, _) in choices.items()}
-        kind = kind_of(request.modules[0])
-        self._parallel = {
-            parameter: checked_parameter(
-                parameter,
-                self._meshes[parameter],
-                request.device,
-                f"parameter {slot.name!r} of {kind}",
-                choices[parameter][2],
-            )
-            for parameter, slot in self._own.items()
-        }
-        self._recipes = {
-            p: recipe_of(p, slot.name, slot.owners, self._parallel[p], request.policy, request.device)
-            for p, slot in self._own.items()
-        }
-        self._cutting = {
-            p: uncut(p, slot.name, granularity_of(p, slot.name, choices[p][0]), self._recipes[p].quantization)
-            for p, slot in self._own.items()
-        }
-        self._real: dict[nn.Parameter, Any] = {}
-        self._members: list[list[nn.Parameter]] = []
+        self._own = [self._member(p, slot) for p, slot in self._found.items() if record_of(p) is None]
+        self._members: list[list[Unsharded]] = []
+
+    def _member(self, parameter: nn.Parameter, slot: Slot) -> Unsharded:
+        """What becomes of a parameter of no other unit. Raises ValueError for one that cannot be sharded."""
+        request, name = self._request, slot.name
+        choice, own_mesh, replicas = choice_of(parameter, request.choose, request.mesh, request.replicas)
+        mesh = request.checked_own_mesh(own_mesh)
+        where = f"parameter {name!r} of {kind_of(request.modules[0])}"
+        parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
+        recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
+        cutting = uncut(parameter, name, granularity_of(parameter, name, choice), recipe.quantization)
+        return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
     def _refuse_outside_in(self) -> None:
         """Raise for a parameter that a unit around the modules has; a unit beside them shares it."""
         modules = self._request.modules
-        for parameter, (unit, *_) in self._tied.items():
-            around = [one for ref in unit.modules if (one := ref()) is not None]
+        for _, slot, tied in self._tied:
+            around = [one for ref in tied.unit.modules if (one := ref()) is not None]
             if any(one in other.modules() for other in around for one in modules):
                 raise ValueError(
-                    f"parameter {self._found[parameter].name!r} of {kind_of(modules[0])} is sharded already, by a "
-                    "module around it: call fully_shard bottom-up, children first"
+                    f"parameter {slot.name!r} of {kind_of(modules[0])} is sharded already, by a module around it: "
+                    "call fully_shard bottom-up, children first"
                 )
 
     def _refuse_other_precision(self) -> None:
         """Raise for a parameter of another unit that computes in another dtype: it is gathered once, in one dtype."""
-        for parameter, (unit, group, number) in self._tied.items():
-            asked = self._request.policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
-            policy, slot = self._request.policy, self._found[parameter]
-            narrow = group.recipe.quantization
+        policy, kind = self._request.policy, kind_of(self._request.modules[0])
+        for parameter, slot, tied in self._tied:
+            asked = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
+            narrow, computes = tied.group.recipe.quantization, tied.group.recipe.compute
             if narrow != policy.param_quantization and (narrow is not None or demands(policy, slot.name, parameter)):
                 raise ValueError(
-                    f"parameter {slot.name!r} of {kind_of(self._request.modules[0])} is shared with "
-                    f"{group.slots[number].name!r} of {unit.kind}, a unit with param_quantization={narrow}, and here "
-                    f"mp_policy has {policy.param_quantization}: what is shared is gathered once. Give both units one "
-                    "mp_policy, or let `quantize` leave it out of both"
+                    f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit with "
+                    f"param_quantization={narrow}, and here mp_policy has {policy.param_quantization}: what is shared "
+                    "is gathered once. Give both units one mp_policy, or let `quantize` leave it out of both"
                 )
-            if asked != group.recipe.compute:
+            if asked != computes:
                 raise ValueError(
-                    f"parameter {self._found[parameter].name!r} of {kind_of(self._request.modules[0])} is shared with "
-                    f"{group.slots[number].name!r} of {unit.kind}, a unit that computes in {group.recipe.compute}, and "
-                    f"here mp_policy asks for {asked}: what is shared is gathered once. Give both units one mp_policy, "
-                    "or shard both modules in one call, fully_shard([...])"
+                    f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit that "
+                    f"computes in {computes}, and here mp_policy asks for {asked}: what is shared is gathered once. "
+                    "Give both units one mp_policy, or shard both modules in one call, fully_shard([...])"
                 )
 
     def groups(self) -> list[ParameterGroup]:
         """Their parameter groups, with values for what was on the meta device."""
         self._materialize()
-        kinds = self._by_kind()
-        self._members = list(kinds.values())
-        return [self._group(recipe, members) for (_, _, recipe, _), members in kinds.items()]
+        self._members = self._by_kind()
+        return [self._group(members) for members in self._members]
 
     def _materialize(self) -> None:
         device = self._request.device
-        for mesh in dict.fromkeys([self._request.mesh, *self._meshes.values()]):
-            here = {parameter: slot for parameter, slot in self._own.items() if self._meshes[parameter] == mesh}
-            self._real |= materialize(self.owners, here, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
+        for mesh in dict.fromkeys([self._request.mesh, *(each.mesh for each in self._own)]):
+            here = {each.original: each.slot for each in self._own if each.mesh == mesh}
+            real = materialize(self.owners, here, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
+            for each in self._own:
+                each.value = real.get(each.original, each.value)
         bring_buffers(self.owners, device)
 
-    def _by_kind(self) -> dict[tuple[DeviceMesh, torch.dtype, Recipe, bool], list[nn.Parameter]]:
+    def _by_kind(self) -> list[list[Unsharded]]:
         """What becomes one group each; those with tensor-parallel slices come first."""
-        kinds: dict[tuple[DeviceMesh, torch.dtype, Recipe, bool], list[nn.Parameter]] = {}
-        for parameter in sorted(self._own, key=lambda p: not ((tp := self._parallel[p]) and tp.is_spread)):
-            recipe = self._recipes[parameter]
-            key = (self._meshes[parameter], parameter.dtype, recipe, parameter.requires_grad)
-            kinds.setdefault(key, []).append(parameter)
-        return kinds
+        kinds: dict[Any, list[Unsharded]] = {}
+        for each in sorted(self._own, key=lambda each: not (each.parallel and each.parallel.is_spread)):
+            key = (each.mesh, each.original.dtype, each.recipe, each.original.requires_grad)
+            kinds.setdefault(key, []).append(each)
+        return list(kinds.values())
 
-    def _group(self, recipe: Recipe, members: list[nn.Parameter]) -> ParameterGroup:
-        request, mesh = self._request, self._meshes[members[0]]
-        values = [self._real.get(p, p) for p in members]
-        cutting = [self._cutting[p] for p in members]
-        plan = GroupPlan.of(values, cutting, mesh, request.placements_on(mesh), recipe, request.device, request.offload)
-        passing = [p in self._real for p in members]
-        return ParameterGroup(
-            plan, [self._own[p] for p in members], values, [self._parallel[p] for p in members], passing
-        )
+    def _group(self, members: list[Unsharded]) -> ParameterGroup:
+        request, mesh, recipe = self._request, members[0].mesh, members[0].recipe
+        plan = GroupPlan.of(members, mesh, request.placements_on(mesh), recipe, request.device, request.offload)
+        return ParameterGroup(plan, members)
 
     def register(self, unit: Unit) -> None:
         """Put the sharded parameters of `unit`, which has the groups, in the place of the original ones."""
         for group, members in zip(unit.groups, self._members):
-            register_owner(unit, group, [members])
-            for original in members:
-                retire(original)
+            for record, member in zip(group.parameters, members):
+                record.stands_for(member.original)
+                retire(member.original)
             equalize(group)
         unit.register()
-        for parameter, (other, group, number) in self._tied.items():
-            mine = self._found[parameter]
-            group.slots[number].share(mine.owners)
-            unit.tied.setdefault(other, mine.name)
+        for _, mine, record in self._tied:
+            record.slot.share(mine.owners)
+            unit.tied.setdefault(record.unit, mine.name)
         for owner in self.owners:
             if any(parameter is not None for parameter in owner._parameters.values()):
                 owner.register_load_state_dict_pre_hook(copy_assigned)

@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp.construction.originals import Original
 from weft.fsdp.gradients.in_vain import never_runs
+from weft.fsdp.originals import Original
 
 _ANNOTATION = "_local_type"
 """The attribute in which spmd_types keeps what a plain tensor is on each axis of a mesh."""
@@ -76,13 +76,3 @@ def _function_of(kind: Any) -> Any:
 
 
 _PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]
-
-
-def ignore(parameter: nn.Parameter) -> None:
-    """Remember that the user named it in `ignored_params`."""
-    vars(parameter)["_weft_ignored"] = True
-
-
-def is_ignored(parameter: nn.Parameter) -> bool:
-    """Whether the user named it in `ignored_params`."""
-    return "_weft_ignored" in vars(parameter)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard
 
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.dtensor.uneven import local_of
+from weft.fsdp.parameter import Slot
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
-from weft.fsdp.slots import Slot
 from weft.quantize import Quantization
 from weft.quantize.products import missing_product
 

@@ -23,19 +23,17 @@ Megatron's convention works too: a module declares `weight.grad_added_to_main_gr
 it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` says that it is zeros.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from weft.fsdp.parameter import known, record_of
 
 PART_CLASS = "_weft_part_class"
 """The attribute of a DTensor that says which class its local part has."""
-_homes: MutableMapping[Any, tuple["weakref.ref[Any]", "weakref.ref[Any]", int]] = WeakTensorKeyDictionary()
 _answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
 
 
@@ -48,21 +46,6 @@ def answering(answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]]) -> It
         yield
     finally:
         _answer = before
-
-
-def register_owner(unit: Any, group: Any, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Say whose the parameters of `group` are; `parameters`: in each of their forms, in one order."""
-    for form in parameters:
-        for number, parameter in enumerate(form):
-            _homes[parameter] = (weakref.ref(unit), weakref.ref(group), number)
-
-
-def home_of(parameter: Any) -> tuple[Any, Any, int] | None:
-    """The unit of a parameter, full, sharded or from before that, its group and its number there; None for others."""
-    if parameter not in _homes:
-        return None
-    unit, group, number = _homes[parameter]
-    return (unit(), group(), number) if unit() is not None and group() is not None else None
 
 
 @torch.compiler.disable
@@ -81,11 +64,11 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
         raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
     if _answer is not None:
         return _answer(parameter)
-    if parameter in _homes:
-        home = home_of(parameter)
-        assert home is not None, "the parameter outlived its model"
-        assert home[0].gradient_to_write is not None, f"{home[0]} belongs to no model yet"
-        return home[0].gradient_to_write(*home)
+    if parameter in known:
+        record = record_of(parameter)
+        assert record is not None, "the parameter outlived its model"
+        assert record.unit.gradient_to_write is not None, f"{record.unit} belongs to no model yet"
+        return record.unit.gradient_to_write(record)
     accumulate = parameter.grad is not None
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)

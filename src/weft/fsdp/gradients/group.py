@@ -30,18 +30,17 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import Partial
 
 from weft.comm.backends import transport_of
 from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
-from weft.dtensor.tensor_parallel import TensorParallel
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
+from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.plan import GroupPlan
 from weft.layout.facts import GradientFacts
 from weft.memory.buffer import FlatBuffer
@@ -80,15 +79,11 @@ class GroupGradients:
     def __init__(
         self,
         plan: GroupPlan,
-        full_parameters: Sequence[nn.Parameter],
-        sharded_parameters: Sequence[nn.Parameter],
-        tensor_parallel: Sequence[TensorParallel | None],
+        parameters: Sequence[ShardedParameter],
         describe: Callable[[], str],
     ) -> None:
         self.where = Where.NOWHERE
-        self.main = MainGradients(plan, sharded_parameters, describe)
-        self.present = [False] * len(full_parameters)
-        """Of which parameters a gradient is among those packed since the last `publish`, on any rank once agreed."""
+        self.main = MainGradients(plan, parameters, describe)
         self.is_owed = False
         """Whether some rank may have packed gradients of an earlier backward: the same answer on all."""
         self.gives_all = False
@@ -99,19 +94,13 @@ class GroupGradients:
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
         self._plan = plan
-        self._full = full_parameters
-        self._sharded = sharded_parameters
-        self._tensor_parallel = tensor_parallel
+        self._parameters = parameters
         self._stages = _stages(plan, describe)
         self._finishes = False
         """Whether the reductions under way are the last ones, of all stages."""
-        self._filled = [False] * len(full_parameters)
-        """Which parts of the packed gradients hold something that a further gradient is added to."""
-        self._declared = [number for number, full in enumerate(full_parameters) if declares_writing(full)]
+        self._declared = [each for each in parameters if declares_writing(each.full)]
         self.declared = bool(self._declared)
         """Whether modules have declared that they add to `main_grad` themselves."""
-        self._written: set[int] = set()
-        """The parameters whose gradients modules wrote into the packed gradients themselves, since the last `pack`."""
 
     def _refuse(self, event: str) -> Where:
         raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
@@ -120,13 +109,11 @@ class GroupGradients:
     def arrived(self) -> bool:
         """Whether autograd or a module left gradients that `pack` has not taken."""
         with behind_classes():
-            for parameter in self._full:
-                if parameter.grad is not None:
+            for each in self._parameters:
+                if each.full.grad is not None or each.gradient.written:
                     return True
-            if self._written:
-                return True
-            for number in self._declared:
-                if says_it_wrote(self._full[number]):
+            for each in self._declared:
+                if says_it_wrote(each.full):
                     return True
             return False
 
@@ -143,22 +130,20 @@ class GroupGradients:
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
         """Set `main_grad` of the full parameters that were declared so: zeros, or what is there already."""
-        for number in self._declared:
-            parameter = self._full[number]
-            if not parameter.requires_grad:
+        for each in self._declared:
+            if not each.full.requires_grad:
                 continue
-            written = number in self._written
-            view, accumulate = self.place_of(number, pool, defer=defer)
-            parameter.main_grad = view if accumulate else view.zero_()  # type: ignore[attr-defined]
-            if not written:
-                self._written.remove(number)  # until the module says so
+            written = each.gradient.written
+            view, accumulate = self.place_of(each, pool, defer=defer)
+            each.full.main_grad = view if accumulate else view.zero_()  # type: ignore[attr-defined]
+            each.gradient.written = written  # until the module says so
 
-    def place_of(self, number: int, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
-        """Where a module that writes the gradient of parameter `number` itself puts it, and whether to add to it."""
+    def place_of(self, parameter: ShardedParameter, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
+        """Where a module that writes the gradient of `parameter` itself puts it, and whether to add to it."""
         self._packed(pool, defer=defer)
-        accumulate, self._filled[number] = self._filled[number], True
-        self._written.add(number)
-        return self._stages[0].views[number], accumulate
+        gradient = parameter.gradient
+        accumulate, gradient.filled, gradient.written = gradient.filled, True, True
+        return self._stages[0].views[parameter.number], accumulate
 
     def facts(self) -> GradientFacts:
         """What the plan of a step must know of these gradients."""
@@ -181,38 +166,39 @@ class GroupGradients:
         `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
         """
         self._packed(pool, defer=defer)
-        if not all(self._filled) and (padding := self._stages[0].padding):
+        if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for number in self._declared:
-            if says_it_wrote(self._full[number]):
-                self._written.add(number)
+        for each in self._declared:
+            if says_it_wrote(each.full):
+                each.gradient.written = True
         with behind_classes():
-            left = [*map(_grad_of, self._full)]
-        for number in self._declared:
-            if leaves_a_dummy(self._full[number]):
-                left[number] = None
-        for number, (view, gradient) in enumerate(zip(self._stages[0].views, left)):
+            left = [*map(_grad_of, self._parameters)]
+        for each in self._declared:
+            if leaves_a_dummy(each.full):
+                left[each.number] = None
+        for each, view, gradient in zip(self._parameters, self._stages[0].views, left):
+            state = each.gradient
             if gradient is not None:
-                if not self._sharded[number].requires_grad:  # frozen since the forward
+                if not each.sharded.requires_grad:  # frozen since the forward
                     gradient = None
-                elif (parallel := self._tensor_parallel[number]) is not None:
-                    gradient = parallel.slice_of_gradient(gradient)
+                elif each.parallel is not None:
+                    gradient = each.parallel.slice_of_gradient(gradient)
             if gradient is not None:
-                targets, gradients = more if self._filled[number] else new
+                targets, gradients = more if state.filled else new
                 targets.append(view)
                 gradients.append(gradient)
-            elif not self._filled[number]:
+            elif not state.filled:
                 view.zero_()
-            given = gradient is not None or number in self._written
-            self.present[number] |= given or (self.gives_all and self._full[number].requires_grad)
+            given = gradient is not None or state.written
+            state.filled = True
+            state.present |= given or (self.gives_all and each.full.requires_grad)
         if new[0]:
             torch._foreach_copy_(*new)
         if more[0]:
             torch._foreach_add_(*more)
         self._forget()
-        self._filled = [True] * len(self._full)
         self.where = TRANSITIONS.get((self.where, "pack")) or self._refuse("pack")
 
     def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
@@ -222,12 +208,12 @@ class GroupGradients:
 
     def _forget(self) -> None:
         """What autograd and modules left on the full parameters goes."""
-        self._written.clear()
         with behind_classes():
-            for parameter in self._full:
-                parameter.grad = None
-        for number in self._declared:
-            withdraw_main_gradient(self._full[number])
+            for each in self._parameters:
+                each.full.grad = None
+                each.gradient.written = False
+        for each in self._declared:
+            withdraw_main_gradient(each.full)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -298,7 +284,8 @@ class GroupGradients:
             self.main.download.close()
         for stage in self._stages if self._finishes else self._stages[:1]:
             stage.close()
-        self._filled = [False] * len(self._full)
+        for each in self._parameters:
+            each.gradient.filled = False
         event = "arrive" if self._finishes else "wait"
         self.where = TRANSITIONS.get((self.where, event)) or self._refuse(event)
 
@@ -307,8 +294,7 @@ class GroupGradients:
     def publish(self) -> None:
         """Hand the gradients out: set `.grad` of the parameters that have one on any rank, and run their hooks."""
         self.where = TRANSITIONS.get((self.where, "publish")) or self._refuse("publish")
-        self.main.publish(self.present)
-        self.present = [False] * len(self._full)
+        self.main.publish()
 
     def drop(self) -> None:
         """The backward failed: what it has left must not be taken for gradients, whole or in part, here or elsewhere.
@@ -324,12 +310,13 @@ class GroupGradients:
         if self.main.download is not None:
             self.main.download.finish()
             self.main.download.close()
-        self._filled = [False] * len(self._full)
-        self.present = [False] * len(self._full)
+        for each in self._parameters:
+            each.gradient.filled = each.gradient.present = False
         self.where = Where.NOWHERE
 
 
-_grad_of = attrgetter("grad")
+_grad_of = attrgetter("full.grad")
+_is_filled = attrgetter("gradient.filled")
 
 
 def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
+from weft.fsdp.parameter import GradientState, ShardedParameter
 from weft.fsdp.plan import GroupPlan
 from weft.memory.buffer import FlatBuffer
 from weft.memory.offload import GradientDownload
@@ -21,70 +21,72 @@ from weft.memory.offload import GradientDownload
 class MainGradients:
     """One buffer from the first reduction on, under the optimizer's placements; `describe()` says whose gradients."""
 
-    def __init__(self, plan: GroupPlan, parameters: Sequence[nn.Parameter], describe: Callable[[], str]) -> None:
-        """`parameters`: the sharded ones."""
+    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.buffer: FlatBuffer | None = None
         self.download: GradientDownload | None = None
         """What brings them to CPU memory, where they are kept there."""
         self._plan = plan
         self._parameters = parameters
         self._describe = describe
-        self._handed: list[Any] = []
-        """The gradients as DTensors: what is handed out."""
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
         self._uses = 0
         """How many tensors share their memory that no other code has asked for."""
-        self._withdrawn: list[int] | None = None
-        """The parameters whose `.grad` the engine has taken back; None while the gradients are the user's."""
+        self._is_claimed = False
+        """Whether they are the engine's."""
 
     def claim(self) -> tuple[FlatBuffer, bool]:
         """The gradients, the engine's until `publish`, and whether what comes is added to them."""
         if self.download is not None:
             self.download.finish()
-        if self._withdrawn is not None:
+        if self._is_claimed:
             assert self.buffer is not None
             return self.buffer, True
         mine = self._mine()
         main = self._exclusive(mine, renewed=True)
-        for number in mine:
-            self._parameters[number].grad = None
-        self._withdrawn = mine
+        for each in mine:
+            each.sharded.grad = None
+            each.gradient.withdrawn = True
+        self._is_claimed = True
         return main, bool(mine)
 
-    def _mine(self) -> list[int]:
+    def _mine(self) -> list[ShardedParameter]:
         """The parameters whose `.grad` is what was handed out."""
-        return [n for n, (mine, p) in enumerate(zip(self._handed, self._parameters)) if p.grad is mine]
+        return [
+            each
+            for each in self._parameters
+            if (handed := each.gradient.handed) is not None and each.sharded.grad is handed
+        ]
 
-    def _exclusive(self, kept: Sequence[int], *, renewed: bool) -> FlatBuffer:
+    def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """The gradients, with the values of the parameters `kept` and zeros for the others, if any are kept at all; in
         new memory where other code holds what was handed out and is no `.grad` any more.
 
         `renewed`: they will be those of another backward. Else a view of all of them is one of what they are now.
         """
-        old, handed = self.buffer, self._handed
-        dropped = sorted(set(range(len(handed))).difference(kept))
+        old = self.buffer
+        stays = set(kept)  # all of them or none, as a rule
+        dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
         if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):
+            values = [each.gradient.handed for each in kept]
             main = self._open()
             if kept:
                 main.local.zero_()
-            for number in kept:
-                self._handed[number].copy_(handed[number])
-                self._parameters[number].grad = self._handed[number]
+            for each, value in zip(kept, values):
+                each.gradient.handed.copy_(value)
+                each.sharded.grad = each.gradient.handed
             return main
         if kept and dropped:
             views = old.views()
-            for number in dropped:
-                views[number].zero_()
+            for each in dropped:
+                views[each.number].zero_()
         return old
 
-    def _is_held(self, numbers: Sequence[int]) -> bool:
-        """Whether anybody but this group holds the gradients of `numbers` that were handed out."""
-        for number in numbers:
-            if (
-                sys.getrefcount(self._handed[number]) > _ALONE
-                or sys.getrefcount(self._handed[number]._local_tensor) > _ALONE
-            ):
+    def _is_held(self, parameters: Sequence[ShardedParameter]) -> bool:
+        """Whether anybody but this group holds the gradients of `parameters` that were handed out."""
+        for each in parameters:
+            state = each.gradient
+            if sys.getrefcount(state.handed) > _ALONE or sys.getrefcount(state.handed._local_tensor) > _ALONE:
                 return True
         return False
 
@@ -99,7 +101,8 @@ class MainGradients:
 
     def _open(self) -> FlatBuffer:
         self.buffer = main = self._plan.home_buffer(self._plan.recipe.main_grad)
-        self._handed = [own.like(view) for own, view in zip(self._parameters, main.views())]  # type: ignore[attr-defined]
+        for each, view in zip(self._parameters, main.views()):
+            each.gradient.handed = each.sharded.like(view)  # type: ignore[attr-defined]
         self._windows = {}
         self._storage = main.local.untyped_storage()
         self._uses = torch._C._storage_Use_Count(self._storage._cdata)
@@ -116,43 +119,48 @@ class MainGradients:
 
     def take_over(self) -> FlatBuffer | None:
         """The gradients, once they hold what `.grad` says, by any code; None where that is nothing."""
-        held = [parameter.grad for parameter in self._parameters]
-        if all(gradient is None for gradient in held):
+        held = [each for each in self._parameters if each.sharded.grad is not None]
+        if not held:
             return None
+        theirs = [(each, each.sharded.grad) for each in held if each.sharded.grad is not each.gradient.handed]
         mine = self._mine()
-        foreign = [n for n, gradient in enumerate(held) if gradient is not None and n not in set(mine)]
-        if len(mine) < len(held):
+        if len(mine) < len(self._parameters):
             main = self._exclusive(mine, renewed=False)
             if not mine:
                 main.local.zero_()
-        for number in foreign:
-            self._handed[number].copy_(held[number])
-            self._parameters[number].grad = self._handed[number]
+        for each, value in theirs:
+            each.gradient.handed.copy_(value)
+            each.sharded.grad = each.gradient.handed
         return self.buffer
 
-    def publish(self, present: Sequence[bool]) -> None:
-        """Hand them out: set `.grad` of the parameters that are `present`, or had one, and run the hooks of those."""
+    def publish(self) -> None:
+        """Hand them out: set `.grad` of the parameters that have one, or had one, and run the hooks of the former."""
         if self.download is not None:
             self.download.finish()
-        withdrawn, self._withdrawn = set(self._withdrawn or ()), None
-        for number, (parameter, mine) in enumerate(zip(self._parameters, self._handed)):
-            if present[number] or number in withdrawn:
-                theirs = parameter.grad
+        self._is_claimed = False
+        present = []
+        for each in self._parameters:
+            state, own = each.gradient, each.sharded
+            if state.present or state.withdrawn:
+                theirs, mine = own.grad, state.handed
                 if theirs is not None:  # a penalty's, or what a hook has left
                     mine.add_(theirs)
-                parameter.grad = mine
-        for parameter, here in zip(self._parameters, present):
-            if here:
-                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-                    hook(parameter)
+                own.grad = mine
+            if state.present:
+                present.append(own)
+            state.present = state.withdrawn = False
+        for own in present:
+            for hook in (own._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                hook(own)
 
     def drop(self) -> None:
         """They are nothing: `.grad` is empty, for any reason."""
-        self._withdrawn = None
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._is_claimed = False
+        for each in self._parameters:
+            each.sharded.grad = None
+            each.gradient.withdrawn = False
 
 
-_ONE = [object()]
-_ALONE = sys.getrefcount(_ONE[0])
+_ONE = GradientState(handed=object())
+_ALONE = sys.getrefcount(_ONE.handed)
 """How many references are counted of a thing that only one place refers to; torch counts those of C++ too."""

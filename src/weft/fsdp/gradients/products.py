@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from weft.fsdp.gradients.direct import home_of, parameter_of, weight_gradient
+from weft.fsdp.gradients.direct import parameter_of, weight_gradient
+from weft.fsdp.parameter import record_of
 from weft.quantize import Quantization, scaled_product
 
 
@@ -158,13 +159,13 @@ def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantizati
     Raises WeightsGone for one whose memory has gone.
     """
     codes = weight.detach()
-    home = home_of(parameter_of(weight))
-    assert home is not None, "a quantized weight outlived its model"
-    unit, group, number = home
+    record = record_of(parameter_of(weight))
+    assert record is not None, "a quantized weight outlived its model"
+    group = record.group
     with torch._C.DisableTorchFunctionSubclass():
         if len(group.copies) > 1 and group.copy != backward:
-            unit.turn(backward)
+            record.unit.turn(backward)
         payload, scales, recipe = group.payload.operand(
-            codes.view(torch.uint8), group.full.local, number, backward=backward
+            codes.view(torch.uint8), group.full.local, record.number, backward=backward
         )
         return payload, scales, recipe

@@ -39,9 +39,6 @@ class BackwardCalls:
         for call in reversed(self._calls):
             if call.begun:
                 call.end()
-
-    def clear(self) -> None:
-        """All have ended."""
         self._calls.clear()
 
     def abandon(self) -> None:

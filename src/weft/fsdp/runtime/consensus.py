@@ -12,15 +12,19 @@ Where ranks do not tell each other (`check_collectives=False`), each takes what 
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
-from weft.comm.watch.agreement import Agreement
+from weft.comm.agreement import Agreement
 from weft.fsdp.driver import USER
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.parameter import SHARDED
 from weft.fsdp.runtime.captures import CaptureTable
 from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.runtime.unit_set import UnitSet
 from weft.fsdp.unit import Unit
+
+_others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "resharded"))
 
 
 class Consensus:
@@ -31,14 +35,23 @@ class Consensus:
         self._reductions = reductions
         self._agreement = agreement
         self._checked = checked
+        self._names = [unit.name for unit in every.units]
         self.is_alone = all(group.size() == 1 for group in every.process_groups)
         self._reduced: Sequence[bool] = [group.agreed for group in every.groups]
 
     def ask(self, helper: GatherHelper) -> list[bool] | None:
-        """A pass begins, in which `helper` watches: before the first one, which groups any rank trains."""
-        if self.is_alone or not self._checked:
+        """A pass begins, in which `helper` watches. Before the first one: see that all ranks have the same units, and
+        return which groups any of them trains."""
+        if self.is_alone or not self._checked or not helper.begin_pass():
             return None
-        return helper.begin_pass(self._every.units, self._agreement, self._every.process_groups)
+        said = []
+        for unit in self._every.units:
+            sizes = ", ".join(str(group.layout.data_numel) for group in unit.groups)
+            said.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
+        trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._every.groups]
+        trains = self._agreement.same_structure(said, self._every.process_groups, trains)
+        helper.offer(self._every.units)
+        return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
         """What `ask` has said holds from here on; without a word, what the user has frozen here."""
@@ -50,9 +63,8 @@ class Consensus:
     def pack_unheard(self) -> list[Unit]:
         """Pack what arrived for groups that only some ranks have unfrozen: the others have yet to hear of them. Returns
         the units that have such groups."""
-        late = [
-            unit for unit in self._every.units if unit.others and any(unit.groups[n].trainable for n in unit.others)
-        ]
+        units = [*filter(_others, self._every.units)]
+        late = [unit for unit in units if any(unit.groups[n].trainable for n in unit.others)] if units else units
         for unit in late:
             arrived = [number for number in unit.others if unit.groups[number].gradients.arrived]
             self._reductions.pack(unit.number, arrived)
@@ -67,24 +79,23 @@ class Consensus:
             if graphs is not None:
                 graphs.agree(graphs.failed)
             for group in (group for group in groups if group.trainable):
-                own = group.gradients.present
-                group.gradients.present = [p.requires_grad or here for p, here in zip(group.sharded_parameters, own)]
+                for each in group.parameters:
+                    each.gradient.present |= each.sharded.requires_grad
             return
         agreed = self._agreement.reach(
-            [flag for group in groups for flag in group.gradients.present],
+            [*map(_present, self._every.parameters)],
             reductions.arrived,
             reductions.waiting,
-            [unit.name for unit in units],
+            self._names,
             self._every.process_groups,
             trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
-            resharded=[unit.resharded for unit in units],
+            resharded=[*map(_resharded, units)],
             uncaptured=graphs.failed if graphs is not None else (),
         )
         if graphs is not None:
             graphs.agree(agreed.uncaptured)
-        present = agreed.present
-        for group in groups:
-            group.gradients.present, present = present[: len(group.slots)], present[len(group.slots) :]
+        for each, present in zip(self._every.parameters, agreed.present):
+            each.gradient.present = present
         reductions.add(agreed.waiting)
         others = [(unit, unit.others) for unit in reversed(units) if unit.others]
         self._reduce(agreed.trains)

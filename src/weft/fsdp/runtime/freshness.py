@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from weft.comm.watch.control import agree
+from weft.comm.control import agree
 from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.maxima import agree_on_maxima
 from weft.fsdp.unit import Unit

@@ -1,16 +1,16 @@
-"""Before the first pass the ranks see that they have the same units; from then on their waits are watched, and a rank
-takes part in a gather that others wait for, though it does not need the weights itself."""
+"""Waits are watched from the first pass on, and a rank takes part in a gather that others wait for, though it does not
+need the weights itself."""
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
 from weft.comm.backends import transport_of
-from weft.comm.lanes import Ticket
-from weft.comm.watch.agreement import Agreement
+from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import HangDetector, start_hang_detector
+from weft.comm.watch.rules import Join
 from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
@@ -30,45 +30,38 @@ class GatherHelper:
         self._watched_by: HangDetector | None = None
         self._tickets: list[Ticket] = []
 
-    def begin_pass(
-        self, units: Sequence[Unit], agreement: Agreement, groups: Sequence[dist.ProcessGroup]
-    ) -> list[bool] | None:
-        """Watch the waits of the pass that begins. Before the first one, returns which parameter groups any rank
-        trains."""
+    def begin_pass(self) -> bool:
+        """Watch the waits of the pass that begins; whether it is the first one that is watched."""
         watch = start_hang_detector()
         watch.begin_pass()
         self._steps.begin_pass(watch)
-        if self._watched_by is watch:
-            return None
-        self._watched_by = watch
-        said = []
+        is_first, self._watched_by = self._watched_by is not watch, watch
+        return is_first
+
+    def offer(self, units: Sequence[Unit]) -> None:
+        """From now on take part in the gathers of `units`, where the transport can."""
+        assert self._watched_by is not None
+        for lane, ranks, channel, join in self._parts(units):
+            if transport_of(ranks, units[0].device).capabilities.helpers:
+                self._watched_by.can_join(self, lane.key(ranks, channel), join)
+
+    def _parts(self, units: Sequence[Unit]) -> Iterator[tuple[Lane, dist.ProcessGroup, int, Join]]:
+        """What this rank can take part in: the lane, the ranks and the channel of a gather, and what takes part."""
+        lanes = self._channels
         for unit in units:
-            sizes = ", ".join(str(group.layout.data_numel) for group in unit.groups)
-            said.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
-        trains = [any(p.requires_grad for p in group.sharded_parameters) for unit in units for group in unit.groups]
-        trains = agreement.same_structure(said, groups, trains)
-        for unit in units:
+            join = functools.partial(weakly(self._join), weakref.ref(unit))
             for number, group in enumerate(unit.groups):
-                if not transport_of(group.groups[-1], group.device).capabilities.helpers:
-                    continue
-                join = functools.partial(weakly(self._join), weakref.ref(unit))
+                ranks = [*map(lanes.of_gathers, group.groups)]
                 if group.plan.moves:
                     for copy, channel in enumerate(group.channels):
-                        key = self._channels.gather.key(self._channels.of_gathers(group.groups[-1]), channel)
-                        watch.can_join(self, key, functools.partial(join, number, copy))
+                        yield lanes.gather, ranks[-1], channel, functools.partial(join, number, copy)
                 if group.refreshes and group.model_weight.axes:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
                         for channel in group.channels:
-                            key = self._channels.outer.key(self._channels.of_gathers(group.groups[axis]), channel)
-                            watch.can_join(self, key, functools.partial(join, None, 0))
-
+                            yield lanes.outer, ranks[axis], channel, functools.partial(join, None, 0)
         for number, bucket in enumerate(self._buckets):
-            if not transport_of(bucket.group, units[0].device).capabilities.helpers:
-                continue
             for copy, channel in enumerate(bucket.channels):
-                key = self._channels.gathers.key(bucket.group, channel)
-                watch.can_join(self, key, functools.partial(weakly(self._join_bucket), number, copy))
-        return trains
+                yield lanes.gathers, bucket.group, channel, functools.partial(weakly(self._join_bucket), number, copy)
 
     def failed(self, what: str, error: BaseException) -> None:
         """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""

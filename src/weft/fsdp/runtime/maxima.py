@@ -8,6 +8,7 @@ import torch.distributed as dist
 from weft.comm.collectives import reduce_now
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.narrow import Narrow
+from weft.fsdp.parameter import ShardedParameter
 
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
@@ -23,9 +24,9 @@ def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
                 continue
             payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
             found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
-            for number, slices in enumerate(group.slice_groups):
-                if slices is not None and _divides_matrices(group, number):
-                    found.append((payload.maxima_of(number), slices))
+            for each in group.parameters:
+                if each.slices is not None and _divides_matrices(each):
+                    found.append((payload.maxima_of(each.number), each.slices))
         for ranks in dict.fromkeys(each for _, each in found):
             parts = [part for part, own in found if own is ranks]
             packed = reduce_now(torch.cat(parts), dist.ReduceOp.MAX, ranks, "the maxima of quantized weights")
@@ -33,8 +34,8 @@ def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
                 part.copy_(whole)
 
 
-def _divides_matrices(group: ParameterGroup, number: int) -> bool:
-    """Whether slices of parameter `number` on other ranks are parts of the same matrices; else they are other ones."""
-    parallel, dims = group.tensor_parallel[number], len(group.layout.extents[number].shape)
+def _divides_matrices(parameter: ShardedParameter) -> bool:
+    """Whether its slices on other ranks are parts of the same matrices; else they are other ones."""
+    parallel, dims = parameter.parallel, len(parameter.extent.shape)
     assert parallel is not None
     return any(each.is_shard() and each.dim % dims >= dims - 2 for each in parallel.beyond)  # type: ignore[attr-defined]

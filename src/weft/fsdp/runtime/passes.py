@@ -15,7 +15,7 @@
                                                   state dict that is read or loaded
 
 A forward inside of a backward is a recomputation, and no pass. How a backward ends, and that it failed, is noticed in
-`weft.fsdp.runtime.peers`: it may go through several models.
+`weft.fsdp.runtime.joint_backward`: it may go through several models.
 """
 
 import enum

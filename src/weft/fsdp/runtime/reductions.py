@@ -14,7 +14,7 @@ from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.group import ParameterGroup
+from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import Unit
 from weft.layout.gathers import GatherOrder
 from weft.layout.turns import Due, ReductionOrder, turns_of
@@ -134,13 +134,14 @@ class Reductions(ReductionOrder):
         for ticket in self.drop():
             ticket.abandon()
 
-    def gradient_to_write(self, unit: Unit, group: ParameterGroup, number: int) -> tuple[torch.Tensor, bool]:
-        """Where a module writes the gradient of parameter `number` of `group` itself, and whether to add to it."""
+    def gradient_to_write(self, parameter: ShardedParameter) -> tuple[torch.Tensor, bool]:
+        """Where a module writes the gradient of `parameter` itself, and whether to add to it."""
+        unit, group = parameter.unit, parameter.group
         index, defer = unit.groups.index(group), self.defers(unit)
         if not group.gradients.is_open:
             self._gathers.events.append(("write", unit.number, -1 - index if defer else index))
         self.make_room(unit.number, index, defer=defer)
-        return group.gradients.place_of(number, self._channels.gradients, defer=defer)
+        return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer_main_gradients(self, unit: Unit) -> None:
         """Make `main_grad` ready for the modules of `unit` that declared to use it."""

@@ -12,7 +12,7 @@
     fail, recover                holders and gradients go at once; the rest when the next call comes
 
 Which pass is under way is in `passes`, what is done to all units alike in `unit_set`, what the ranks tell each other in
-`consensus`, what other models of the process have to do with it in `peers`.
+`consensus`, what other models of the process have to do with it in `joint_backward`.
 """
 
 import weakref
@@ -25,13 +25,13 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.construction.inventory import Inventory
-from weft.fsdp.construction.start import check_filled, equalize_slices
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
+from weft.fsdp.runtime.inventory import Inventory
+from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
-from weft.fsdp.runtime.peers import Peer, end_with_backward
 from weft.fsdp.runtime.shared import Shared
+from weft.fsdp.runtime.start import check_filled, equalize_slices
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
 from weft.layout.trace import Trace
@@ -50,7 +50,7 @@ class Runtime(Shared):
     ) -> None:
         super().__init__(units, drivers, device, options)
         self._inventory = inventory
-        self._peer = Peer(self.units, weakly(self.finish_unnoticed))
+        self._joint = JointBackward(self.units, weakly(self.finish_unnoticed))
         self._depth = 0
         """How many calls of sharded modules are under way, one inside of the other."""
         self._failure: tuple[BaseException, str] | None = None
@@ -94,7 +94,7 @@ class Runtime(Shared):
             self._is_new = False
             first_backwards.append((weakref.ref(self.units[0]), 0))
         self.passes.begin(kind)
-        self._peer.begin()
+        self._joint.begin()
         if kind is not Pass.SCHEDULE:
             self.gathers.begin(kind.value)
 
@@ -217,7 +217,7 @@ class Runtime(Shared):
         if self.passes.current is Pass.BACKWARD:
             return
         self._open_backward()
-        end_with_backward(self._peer.place, weakly(self.end_backward), weakly(self.fail))
+        end_with_backward(self._joint.place, weakly(self.end_backward), weakly(self.fail))
 
     def _open_backward(self) -> None:
         inside = self.passes.current is not Pass.IDLE
@@ -226,7 +226,7 @@ class Runtime(Shared):
         for unit in self.units:
             unit.sync_versions()
         self.gathers.begin("backward", inside=inside)
-        self.reductions.waits_for_room = streams.has_streams(self.device) or not self._peer.may_share_backward()
+        self.reductions.waits_for_room = streams.has_streams(self.device) or not self._joint.may_share_backward()
         self.reductions.begin()
 
     def end_backward(self) -> None:
@@ -241,7 +241,6 @@ class Runtime(Shared):
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Complete what no hook could, agree, collect the reductions, hand the gradients out, and go to rest."""
-        self._calls.clear()
         for unit in reversed(self.units):
             if self.reductions.left_over(unit):
                 self.ready(unit)
@@ -260,7 +259,7 @@ class Runtime(Shared):
             self._freshness.expect_change()
             self._steps.expect()
         self.passes.end()
-        self._peer.settle()
+        self._joint.settle()
         self.every.publish()  # runs hooks of the user, who finds everything at rest
 
     def _go_to_rest(self) -> None:

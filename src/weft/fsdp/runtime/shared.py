@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.watch.agreement import Agreement
+from weft.comm.agreement import Agreement
 from weft.fsdp.channels import Channels, check_separate, separate_gathers
 from weft.fsdp.driver import Driver
 from weft.fsdp.runtime.backward_calls import BackwardCalls
@@ -74,7 +74,8 @@ class Shared:
         self._steps = Steps(groups, channel)
         self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
         self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
-        self.channels.on_gather = weakly(self._before_gather)
+        if not checked or any(group.refreshes for group in groups) or not all(unit.is_addressed for unit in units):
+            self.channels.on_gather = weakly(self._before_gather)
         check_separate(self.every.process_groups, options.separate_all_gather_group)
         for unit in units:
             unit.channels = self.channels

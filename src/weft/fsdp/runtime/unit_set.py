@@ -20,6 +20,7 @@ class UnitSet:
     def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver]) -> None:
         self.units = tuple(units)
         self.groups = [group for unit in units for group in unit.groups]
+        self.parameters = [each for group in self.groups for each in group.parameters]
         self.process_groups: list[dist.ProcessGroup] = list(
             dict.fromkeys(each for group in self.groups for each in group.groups)
         )
@@ -55,7 +56,8 @@ class UnitSet:
     def come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
         """The memory of all units goes but for those of which `stays` says so. `complete`: no call is under way. Raises
         RuntimeError if a computation still holds weights then."""
-        self.finish_uploads()
+        if self._offloaded:
+            self.finish_uploads()
         for unit in self.units if complete else ():
             if unit.holders and unit.computes:
                 leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
-from weft.comm.threads.ranks import name_modules, run_ranks
 from weft.dtensor.uneven import local_of
 from weft.errors import CollectiveMismatch
 from weft.models import Documents, HybridModel, context_part
 from weft.moe.experts import GroupedExperts
 from weft.train.check.findings import Alone, Seen, findings
 from weft.train.check.small import data_ranks, smaller
+from weft.train.check.threads.ranks import name_modules, run_ranks
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.optimizers import clip_gradients

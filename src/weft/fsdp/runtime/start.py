@@ -29,7 +29,7 @@ def equalize(group: ParameterGroup) -> None:
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
     """Let what is no slice start alike on all ranks that have slices of others, unless it is cut over them.
     Collective."""
-    for slices in dict.fromkeys(own for group in groups for own in group.slice_groups if own is not None):
+    for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         for group in groups:
             _equalize_over(group, slices)
 
@@ -37,15 +37,15 @@ def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
 def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
     if len(set(dist.get_process_group_ranks(slices)).intersection(group.mesh.mesh.flatten().tolist())) > 1:
         return  # ranks of other experts have other parts of what is dense
-    if not any(group.slice_groups):
+    if not group.slice_groups:
         collectives.broadcast(group.main_weight.local, slices)
         return
-    for own, parameter in zip(group.slice_groups, group.sharded_parameters):
-        if own is None:  # slices of unequal size make its cuts differ from rank to rank
-            whole = parameter.full_tensor().detach()  # type: ignore[attr-defined]
+    for each in group.parameters:
+        if each.slices is None:  # slices of unequal size make its cuts differ from rank to rank
+            whole = each.sharded.full_tensor().detach()  # type: ignore[attr-defined]
             collectives.broadcast(whole, slices)
             with torch.no_grad():
-                parameter.copy_(whole)
+                each.sharded.copy_(whole)
 
 
 def check_filled(units: Sequence[Unit]) -> None:
@@ -70,11 +70,11 @@ def check_filled(units: Sequence[Unit]) -> None:
 
 def _check_filled(group: ParameterGroup) -> None:
     views = group.main_weight.views()
-    missing = torch.tensor([int(has_blank(views[number])) for number in group.unfilled]).to(group.device)
-    beyond = dict.fromkeys(each.ranks for each in group.tensor_parallel if each is not None)
+    missing = torch.tensor([int(has_blank(views[each.number])) for each in group.unfilled]).to(group.device)
+    beyond = dict.fromkeys(each.parallel.ranks for each in group.parameters if each.parallel is not None)
     for ranks in (*group.groups, *(each for each in beyond if each is not None)):
         collectives.reduce_now(missing, dist.ReduceOp.MAX, ranks, "whether weights have values")
-    if names := [group.slots[number].name for number, empty in zip(group.unfilled, missing.tolist()) if empty]:
+    if names := [each.name for each, empty in zip(group.unfilled, missing.tolist()) if empty]:
         raise ValueError(
             f"{group.owner()} is used before its parameters {', '.join(map(repr, names))} have values: they were on "
             "the meta device when they were sharded, in modules without reset_parameters(). Call "

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.fsdp.autograd import behind_classes
-from weft.fsdp.gradients.direct import home_of
+from weft.fsdp.parameter import record_of
 
 _WRITES = re.compile(
     r".*[^_]_|__set__|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
@@ -25,7 +25,7 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """A sharded parameter has taken the place of `original`, which has the same home."""
+    """A sharded parameter has taken the place of `original`, which has the same record."""
     original.__class__ = _retired(type(original))
 
 
@@ -51,10 +51,8 @@ class Original:
 
 
 def _replaced(original: Any) -> str:
-    home, name = home_of(original), "a parameter"
-    if home is not None:
-        unit, group, number = home
-        name = f"parameter {group.slots[number].name!r} of {unit}"
+    record = record_of(original)
+    name = "a parameter" if record is None else f"parameter {record}"
     return (
         f"{name} is held from before fully_shard, which has put a sharded one in its place: what an optimizer or a "
         "write does to the old one never reaches the model. Build the optimizer after fully_shard, from "

@@ -13,8 +13,8 @@ from itertools import islice, zip_longest
 
 import torch.distributed as dist
 
+from weft.comm.control import agree
 from weft.comm.groups import exchange_objects
-from weft.comm.watch.control import agree
 from weft.comm.watch.rules import mismatch
 from weft.errors import CollectiveMismatch
 

@@ -28,10 +28,10 @@ from weft.comm import priority, transfers
 from weft.comm.backends import HOSTS
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.lanes import Lane
-from weft.comm.threads.mailbox import Ended, Mailbox
 from weft.comm.watch import hang_detector
 from weft.comm.watch.rules import mismatch
 from weft.errors import CollectiveMismatch
+from weft.train.check.threads.mailbox import Ended, Mailbox
 
 IN_PROCESS = "threads"
 """What torch calls the backend."""
@@ -225,12 +225,12 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """The innermost function above `comm` that waits, and the module whose forward it is, if it is one."""
+    """The innermost function above `weft.comm` that waits, and the module whose forward it is, if it is one."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("weft.") and not name.startswith("weft.comm"):
+        if name.startswith("weft.") and not name.startswith(("weft.comm", __package__)):
             place = place or f"{name}.{frame.f_code.co_name}"
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and module in _current.names:

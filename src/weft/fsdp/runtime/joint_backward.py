@@ -18,19 +18,19 @@ from torch.autograd import Variable
 from weft.fsdp.driver import in_backward
 from weft.fsdp.unit import Unit
 
-_peers: "weakref.WeakSet[Peer]" = weakref.WeakSet()
+_models: "weakref.WeakSet[JointBackward]" = weakref.WeakSet()
 _moments = itertools.count()
 
 
-class Peer:
-    """One model among those of the process. `finish`: looks for gradients that no hook noticed."""
+class JointBackward:
+    """One model's part in backwards. `finish`: looks for gradients that no hook noticed."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place
         self._units = units
         self._finish = finish
         self._began = self._settled = next(_moments)
-        _peers.add(self)
+        _models.add(self)
 
     def begin(self) -> None:
         """A pass begins whose backward may follow."""
@@ -47,37 +47,37 @@ class Peer:
 
     def may_share_backward(self) -> bool:
         """Whether another model awaits a backward, which may be the one that runs now."""
-        others = [other for other in _peers if other is not self and other.awaits_backward]
-        return any(unit.calls for other in others for unit in other._units)
+        others = [other for other in _models if other is not self and other.awaits_backward]
+        return bool(others) and any(unit.calls for other in others for unit in other._units)
 
 
 def finish_backwards() -> None:
     """A backward has run. It may have come into a model by tensors that no forward returned, and by none whose weights
     must be gathered: what it left is reduced as well, in the same order on all ranks."""
     if not in_backward():
-        for peer in sorted((peer for peer in list(_peers) if peer.awaits_backward), key=lambda peer: peer.place):
-            peer._finish()
+        for model in sorted((model for model in list(_models) if model.awaits_backward), key=lambda model: model.place):
+            model._finish()
 
 
 class _Ending:
     """What autograd calls at the end of a backward, and drops without a call if the backward fails."""
 
     def __init__(self) -> None:
-        self._models: list[tuple[int, Callable[[], None], Callable[[], None]]] = []
+        self._parts: list[tuple[int, Callable[[], None], Callable[[], None]]] = []
 
     def add(self, place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
         """A model takes part in the backward."""
-        self._models.append((place, ended, failed))
+        self._parts.append((place, ended, failed))
 
     def __call__(self) -> None:
         """The backward is over: each model ends its part, in the same order on all ranks."""
-        self._models.sort(key=lambda model: model[0])
-        while self._models:
-            _, ended, _ = self._models.pop(0)
+        self._parts.sort(key=lambda model: model[0])
+        while self._parts:
+            _, ended, _ = self._parts.pop(0)
             ended()
 
     def __del__(self) -> None:
-        for _, _, failed in self._models:
+        for _, _, failed in self._parts:
             failed()
 
 

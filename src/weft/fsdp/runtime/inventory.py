@@ -20,9 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from weft.fsdp.construction.originals import Original
-from weft.fsdp.construction.parameters import is_ignored
-from weft.fsdp.gradients.direct import home_of
+from weft.fsdp.originals import Original
+from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.unit import Unit
 
 _registries = itemgetter("_modules", "_parameters")
@@ -36,7 +35,7 @@ class Inventory:
         """`units`: under the root, which is the first of them. Raises RuntimeError as `check` does."""
         self._roots = [weakref.ref(root) for root in roots]
         self._name = str(units[0])
-        self._slots = [slot for unit in units for group in unit.groups for slot in group.slots]
+        self._slots = [each.slot for unit in units for group in unit.groups for each in group.parameters]
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: list[int] = []
         self._outside: list[weakref.ref[nn.Parameter]] = []
@@ -84,7 +83,7 @@ class Inventory:
 
 
 def _is_outside(parameter: nn.Parameter) -> bool:
-    return home_of(parameter) is None or isinstance(parameter, Original)
+    return record_of(parameter) is None or isinstance(parameter, Original)
 
 
 def _contents(modules: list[Any]) -> list[int]:
@@ -95,6 +94,6 @@ def _contents(modules: list[Any]) -> list[int]:
 
 def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
     for module in modules:
-        if any(each is parameter for each in module._parameters.values()) and any(map(home_of, module.parameters())):
+        if any(each is parameter for each in module._parameters.values()) and any(map(record_of, module.parameters())):
             return "Units have other parameters of its module: put it into a module of its own and shard that"
     return "To train it, call fully_shard on its module"
