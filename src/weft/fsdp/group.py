@@ -350,6 +350,15 @@ class ParameterGroup:
         self.payload.open(self.full.local)
         self.fulls.come(self.main_weight.local._version)
 
+    def gather_other(self, copy: int, channels: Channels) -> None:
+        """Put another copy of the weights in the place of the one that is here. The computation waits for it."""
+        self.fulls.check_unwritten()
+        self.fulls.leave()
+        self.copy = copy
+        if (ticket := self.gather(channels)) is not None:
+            ticket.wait()
+        self.arrived()
+
     def free(self) -> None:
         """Give the memory of the gathered weights back."""
         if self.transient is not None:

@@ -146,7 +146,7 @@ class FSDPModule:
 
         Raises TypeError for what is no number, ValueError for one that is not positive and finite.
         """
-        unit_of(self).replace_average(None if factor is None else checked_factor("gradient divide factor ", factor))
+        unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """What torch once called `set_gradient_divide_factor`."""

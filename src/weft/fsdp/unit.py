@@ -127,7 +127,8 @@ class Unit:
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         """Forwards whose backward has not ended, as long as their graphs live: autograd has views of the weights."""
         self._divide_factor = divide_factor
-        self._replaced_factor: float | None = None
+        self.replaced_factor: float | None = None
+        """What summed gradients are divided by in place of the number of ranks; None: that number."""
         self._tickets: list[Ticket] = []
         self._keeps_post_forward = False
         self.reshard_after(reshard_after_forward)
@@ -238,12 +239,7 @@ class Unit:
         self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
         self.channels.on_gather(self)
         for group in turning:
-            group.fulls.check_unwritten()
-            group.fulls.leave()
-            group.copy = int(backward)
-            if (ticket := group.gather(self.channels)) is not None:
-                ticket.wait()
-            group.arrived()
+            group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
         """A pass begins, and the weights are here: let autograd read only what was saved from the main weights that
@@ -383,11 +379,6 @@ class Unit:
         self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
         """Those of the others; a rank that has unfrozen one tells the others at the end of its backward."""
 
-    @property
-    def reduces_each_microbatch(self) -> bool:
-        """Whether gradients are reduced after every backward, the last of a step or not."""
-        return any(group.placements.reduces_each_microbatch for group in self.groups)
-
     @cached_property
     def is_addressed(self) -> bool:
         """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
@@ -402,12 +393,8 @@ class Unit:
                 return True
         return False
 
-    def replace_average(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor` in place of the number of ranks; None: average again."""
-        self._replaced_factor = factor
-
     def scale_of(self, group: ParameterGroup) -> float:
         """What the sum of gradients over the ranks is multiplied with."""
-        if self._replaced_factor is not None:
-            return 1 / self._replaced_factor
+        if self.replaced_factor is not None:
+            return 1 / self.replaced_factor
         return 1 / (group.mesh.size() * (self._divide_factor or 1))

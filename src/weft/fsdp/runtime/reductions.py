@@ -72,7 +72,9 @@ class Reductions(ReductionOrder):
         """Whether the gradients of `unit` wait for another backward before they are reduced."""
         if unit.requires_gradient_sync and self.last_backward and not self.more_to_come:
             return False
-        return not unit.requires_gradient_sync or not unit.reduces_each_microbatch
+        return not unit.requires_gradient_sync or not any(
+            group.placements.reduces_each_microbatch for group in unit.groups
+        )
 
     def _finishes(self, unit: Unit) -> bool:
         """Whether what is reduced now goes through all stages."""
