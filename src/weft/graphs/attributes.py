@@ -45,11 +45,11 @@ class Attributes:
         self._buffers: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._seen: set[int] = set()
-        for module in modules:
+        for number, module in enumerate(modules):
             name = type(module).__name__
             self._add_classes(type(module))
             self._add(name, vars(module), levels=_LEVELS)
-            for kind in ("_modules", *_HOOKS):
+            for kind in ("_modules", *(_HOOKS if number else ())):  # those of the first run around a replay
                 self._add(f"{name}.{kind}", vars(module)[kind])
             buffers = module._buffers
             self._names.append(f"the names of buffers of {name}")
