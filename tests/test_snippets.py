@@ -184,7 +184,7 @@ def test_every_configuration_of_a_page_trains(reader):
             assert train(config).position.step == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long  # what the commands read is made by the runs of the test above
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page, that_train=False)])
 def test_commands_that_read_do_what_the_page_says(page, read, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(read))

@@ -1,6 +1,7 @@
 """What the source keeps to, read from it."""
 
 import ast
+import functools
 import pickle
 import re
 from itertools import chain
@@ -27,21 +28,27 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(PACKAGE))
 
 
-def above_comm() -> list[tuple[str, ast.Module]]:
-    return [(name_of(file), ast.parse(file.read_text())) for file in files() if not name_of(file).startswith("comm/")]
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Parsing and walking all files takes seconds: several tests do it once."""
+    return list(ast.walk(ast.parse(file.read_text())))
 
 
-def documentation(tree: ast.Module) -> set[int]:
+def above_comm() -> list[tuple[str, list[ast.AST]]]:
+    return [(name_of(file), nodes_of(file)) for file in files() if not name_of(file).startswith("comm/")]
+
+
+def documentation(nodes: list[ast.AST]) -> set[int]:
     """The ids of the strings that are documentation."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
 
 
 def test_only_comm_calls_the_collectives_of_torch():
     """What it does not call the detector of hangs does not see."""
     calls = [
         f"{name}:{node.lineno} {ast.unparse(node.func)}"
-        for name, tree in above_comm()
-        for node in ast.walk(tree)
+        for name, nodes in above_comm()
+        for node in nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and COLLECTIVES.match(node.func.attr)
@@ -53,9 +60,9 @@ def test_only_comm_calls_the_collectives_of_torch():
 def test_no_room_above_comm_names_a_backend_or_asks_how_a_group_sends():
     named = [
         f"{name}:{node.lineno} {node.value!r}"
-        for name, tree in above_comm()
-        for known in [documentation(tree)]
-        for node in ast.walk(tree)
+        for name, nodes in above_comm()
+        for known in [documentation(nodes)]
+        for node in nodes
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and id(node) not in known
@@ -74,7 +81,7 @@ def test_files_of_the_engine_hold_one_noun_each():
 def imports_of(file: Path, there: set[str]) -> set[str]:
     """The modules of weft that `file` imports, for types too, wherever it does."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("weft"):
             inside = {f"{node.module}.{each.name}" for each in node.names}
             found |= inside & there or {node.module}
@@ -111,7 +118,7 @@ def test_every_error_is_defined_in_one_module_under_one_base_class():
     defined = {
         (name_of(file), node.name)
         for file in files()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes_of(file)
         if isinstance(node, ast.ClassDef)
         and any(re.search("Error$|^Exception$|Warning$", ast.unparse(base)) for base in node.bases)
     }

@@ -15,8 +15,8 @@ import weft
 from tests.models.test_context import CLOSE, EXACT, ROWS, batch, build, cut, same, whole
 from tests.models.test_documents import config
 from tests.pairs import all_pairs
-from weft.comm.threads.ranks import run_ranks
 from weft.overlap import forward_backward
+from weft.train.check.threads.ranks import run_ranks
 
 pytestmark = pytest.mark.long
 
