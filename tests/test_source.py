@@ -4,6 +4,8 @@ import ast
 import functools
 import pickle
 import re
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -71,6 +73,12 @@ def test_no_room_above_comm_names_a_backend_or_asks_how_a_group_sends():
     assert not named
     asked = [name_of(file) for file in files() if re.search("sends_directly|(?<!def _)get_backend", file.read_text())]
     assert all(name.startswith("comm/") for name in asked), asked
+
+
+def test_every_mutation_quotes_what_is_in_its_file_once():
+    script = Path(__file__).parents[1] / "scripts" / "mutate.py"
+    listed = subprocess.run([sys.executable, script, "--list"], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stdout[-2000:] + listed.stderr
 
 
 def test_files_of_the_engine_hold_one_noun_each():
