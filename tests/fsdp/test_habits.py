@@ -254,7 +254,7 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
     for part in (*model, model):
         weft.fully_shard(part)
     gathers, visits = runtime_of(model).gathers, []
-    use, gathers.use = gathers.use, lambda unit, named: (visits.append(unit.name), use(unit, named))
+    use, gathers.use = gathers.use, lambda unit, *how, **more: (visits.append(unit.name), use(unit, *how, **more))
     plain(tokens).square().mean().backward()
     for needed in (True, False):
         model[0].set_unshard_in_backward(needed)

@@ -46,8 +46,10 @@ class JointBackward:
         return self._began > self._settled
 
     def may_share_backward(self) -> bool:
-        """Whether another model awaits a backward, which may be the one that runs now."""
-        others = [other for other in _models if other is not self and other.awaits_backward]
+        """Whether another model has begun a pass since the last backward of this one, and has its backward to come,
+        which may be the one that runs now."""
+        # Its own last backward says nothing: a model whose backward never comes would count for ever.
+        others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
 
 

@@ -70,7 +70,9 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
         if tp > 1:
             check_shared(model, tp, sharding.expert_ranks)
     except ValueError as error:
-        raise ConfigError(f"sharding.tp = {tp}, sharding.cp = {cp}: model.{error}") from error
+        axes = {"sharding.tp": tp, "sharding.cp": cp}
+        shared = ", ".join(f"{name} = {size}" for name, size in axes.items() if size > 1)
+        raise ConfigError(f"{shared}: model.{error}") from error
     if tp == 1:
         return
     fits = length % tp == 0 or sharding.cp > 1

@@ -29,7 +29,7 @@ from weft.comm.backends import HOSTS
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.lanes import Lane
 from weft.comm.watch import hang_detector
-from weft.comm.watch.rules import mismatch
+from weft.comm.watch.rules import Issued, mismatch
 from weft.errors import CollectiveMismatch
 from weft.train.check.threads.mailbox import Ended, Mailbox
 
@@ -272,16 +272,19 @@ class _NoHangs:
 
     subject, verdict, joins = "", "", 0
 
+    def __init__(self) -> None:
+        self.issued = Issued()
+
     @property
     def world(self) -> Any:
         return dist.group.WORLD
 
-    def issue(self, key: str, name: str, group: Any) -> str:
-        return name
+    def issue(self, key: str, name: str, group: Any) -> hang_detector.Call:
+        return hang_detector.Call(key, 0, name, group, ())
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        before, _current.wait = _current.wait, name
+    def waiting(self, call: hang_detector.Call) -> Iterator[None]:
+        before, _current.wait = _current.wait, call.name
         try:
             yield
         finally:
