@@ -48,7 +48,7 @@ class JointBackward:
     def may_share_backward(self) -> bool:
         """Whether another model has begun a pass since the last backward of this one, and has its backward to come,
         which may be the one that runs now."""
-        # Its own last backward says nothing: a model whose backward never comes would count for ever.
+        # Its own last backward says nothing: a model whose backward never comes would count as long as it lives.
         others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
 
