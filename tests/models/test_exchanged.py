@@ -14,6 +14,7 @@ from tests.pool import distributed
 from weft.models import Documents, HybridModel, context_part
 from weft.models.context import Slices
 from weft.models.gathering import Exchanging, Gathering
+from weft.models.shared import check_exchanged
 from weft.overlap import forward_backward
 
 KINDS = {
@@ -142,6 +143,14 @@ def test_keys_and_values_travel_while_queries_are_computed():
     assert forward == ["send 2", "queries", "send 1", "receive 2", "receive 1", *back]
     sends = [event for event in events if event.startswith(("send_back", "receive_back", "gradient"))]
     assert sends[2:] == ["send_back 1", "send_back 2", "receive_back 1", "gradient of queries", "receive_back 2"]
+
+
+def test_heads_are_counted_on_the_ranks_that_share_them():
+    check_exchanged(exchanging("*", num_attention_heads=8), 4, 2)
+    with pytest.raises(ValueError, match=r"num_attention_heads=4 on tp=2 ranks, whose 2 are exchanged over cp=4"):
+        check_exchanged(exchanging("*"), 4, 2)
+    with pytest.raises(ValueError, match=r"num_attention_heads=2 .* cp=4"):
+        check_exchanged(exchanging("P", num_attention_heads=2, num_key_value_heads=2), 4, 1)
 
 
 @distributed(2)

@@ -42,5 +42,12 @@ def test_sizes_that_do_not_fit_are_refused():
     assert config("sharding.cp=2").microbatches_per_step(2) == 2
     with pytest.raises(ConfigError, match=r"sharding\.cp = 3: must divide the 4 ranks; choose from \[1, 2, 4\]"):
         config("sharding.cp=3").validate(4)
+    heads = "model.context_attention=heads"
+    config("sharding.cp=2", heads)
+    for changes in ((heads,), ("model.pattern=M", "sharding.cp=2", heads)):
+        with pytest.raises(ConfigError, match=r'model\.context_attention = "heads": has no effect'):
+            config(*changes)
+    with pytest.raises(ConfigError, match=r"sharding\.cp = 3: model\.num_attention_heads=4 .*cp=3: make"):
+        config("sharding.cp=3", heads)
     with pytest.raises(ConfigError, match=r"sharding\.dp_shard = 4: must be the number of ranks, 4 / sharding\.cp = 2"):
         config("sharding.cp=2", "sharding.dp_shard=4").validate(4)

@@ -12,11 +12,15 @@ from weft.models.layers.attention import causal_attention
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
+SCALE = 0.3
+"""Another one than that of the number of channels."""
+
+
 def reference(q, k, v, window, sinks):
     """One mask over everything, two query heads for each key."""
     queries, seen = q.shape[1], k.shape[1]
     k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for each in (k, v))
-    scores = torch.einsum("bshc,bthc->bhst", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("bshc,bthc->bhst", q, k) * SCALE
     distance = (torch.arange(queries)[:, None] + seen - queries) - torch.arange(seen)
     scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
     if sinks is not None:
@@ -35,7 +39,7 @@ def test_a_window_in_blocks_equals_one_mask_over_everything(window, least):
         q, k, v, sinks = (torch.randn(each, generator=generator).double().requires_grad_() for each in sizes)
         given = (q, k, v, sinks) if with_sinks else (q, k, v)
         with mock.patch.object(attention, "LEAST_BLOCK", least):
-            found = causal_attention(q, k, v, scale=None, window=window, sinks=sinks if with_sinks else None)
+            found = causal_attention(q, k, v, scale=SCALE, window=window, sinks=sinks if with_sinks else None)
         expected = reference(q, k, v, window, sinks if with_sinks else None)
         torch.testing.assert_close(found, expected, **EXACT)
         weights = torch.randn(expected.shape, generator=generator).double()
