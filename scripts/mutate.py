@@ -341,11 +341,11 @@ MUTATIONS = [
         "graphs/test_settings.py::test_what_a_graph_cannot_hold_is_found_at_capture[a copy to another device]",
     ),
     Mutation(
-        "autocast is no part of what differs between calls",
+        "calls under autocast are captured",
         "graphs/call.py",
-        "module.training, cast, delaying() is not None)",
-        "module.training, delaying() is not None)",
-        KEYS + "test_training_and_autocast_are_part_of_what_differs",
+        "if torch.is_autocast_enabled(device.type):",
+        "if False:",
+        KEYS + "test_training_is_part_of_what_differs_and_calls_under_autocast_stay_eager",
     ),
     Mutation(
         "rows of padding get the gradient of a token",

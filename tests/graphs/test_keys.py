@@ -97,7 +97,7 @@ def test_calls_that_differ_have_captures_of_their_own_and_alike_ones_share_one(c
     assert (call.captures, call.replays) == (2, 6), call.eager
 
 
-def test_training_and_autocast_are_part_of_what_differs():
+def test_training_is_part_of_what_differs_and_calls_under_autocast_stay_eager():
     plain, module, call, _owner = pair(Weighs)
     for _ in range(5):
         for training, cast in ((True, False), (False, False), (True, True)):
@@ -106,7 +106,8 @@ def test_training_and_autocast_are_part_of_what_differs():
             assert found[0].dtype == (torch.bfloat16 if cast else torch.float32)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         call.enable()
-    assert (call.captures, call.replays) == (3, 9), call.eager
+    assert (call.captures, call.replays) == (2, 6), call.eager
+    assert call.eager["autocast is active around it"] == 5
 
 
 def test_an_output_that_gets_no_gradient_adds_none_of_a_backward_before():

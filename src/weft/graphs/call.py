@@ -254,9 +254,11 @@ class GraphedCall:
                 return f"an input is a {type(each).__name__}"
         if device is None:
             return "no input is a tensor"
+        if torch.is_autocast_enabled(device.type):
+            # It casts a weight once for all its uses, and not at all in a backward behind it: a capture cannot know.
+            return "autocast is active around it"
         module = self._module()
-        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return (*described, spec, module is not None and module.training, cast, delaying() is not None)
+        return (*described, spec, module is not None and module.training, delaying() is not None)
 
 
 def _flat(args: tuple, kwargs: dict) -> tuple[Sequence[Any], TreeSpec]:

@@ -11,8 +11,8 @@ products, and the capture stays busy until it has run.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +144,7 @@ class Captured:
             alike.clear()  # a backend may run it twice
             self._entered.clear()
             args, kwargs = tree_unflatten(arguments, spec)
-            with self._delays or nullcontext(), _autocast_caches_nothing():
+            with self._delays or nullcontext():
                 result = function(*args, **kwargs)
             left, form = tree_flatten((args, kwargs))
             if form != spec or any(each is not given for each, given in zip(left, arguments)):
@@ -325,17 +325,6 @@ class _Replayed(torch.autograd.Function):
         if not ctx.captured.delay(ctx.lease, ends=ends) and ends:
             ctx.lease.end()
         return (None, None, None, *found)
-
-
-@contextmanager
-def _autocast_caches_nothing() -> Iterator[None]:
-    """Inside, autocast casts weights anew: a cast that it has kept is memory of an eager call."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _refuse(parameter: nn.Parameter) -> Any:
