@@ -64,7 +64,7 @@ def scopes():
 
 def recomputed_scopes_and_delayed_gradients():
     padded = {"capacity_factor": 1.0, "pad_to_capacity": True, "recompute": ("attend", "experts")}
-    run_scopes(config("[*-][*E]", moe_rows_per="expert", **padded), overlap=True, delay_wgrad=True)
+    run_scopes(config("[*-][*E]", moe_rows_per="expert", **padded), overlap=False, delay_wgrad=True)
 
 
 def run_scopes(cfg, **schedule):
