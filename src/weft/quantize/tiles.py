@@ -20,6 +20,7 @@ def tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The tensor of `shape` that was cut into `tiles`, without their padding."""
     values = tiles.flatten(-4, -3).flatten(-2, -1)
     if len(shape) > 1:
         values = values[..., : shape[-2], : shape[-1]]
@@ -27,4 +28,5 @@ def untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def over_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """One scale per tile, in a shape that multiplies tiles."""
     return scale[..., :, None, :, None]
