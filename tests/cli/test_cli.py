@@ -193,6 +193,12 @@ def test_inspect_shows_what_a_checkpoint_holds(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     for words in ("step-00000010", "step-00000020", "checksums equal", "not complete: ignored"):
         assert words in shown
+    assert "2 tensors: model 64 bytes" in shown
+    assert "model.weight" not in shown
+    one = tmp_path / "checkpoints" / "step-00000020"
+    assert f"weft inspect {one} lists its tensors" in shown
+    assert main(["inspect", str(one)]) == 0
+    shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if "model.weight" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "model.weight",
@@ -202,7 +208,7 @@ def test_inspect_shows_what_a_checkpoint_holds(tmp_path, capsys, monkeypatch):
         "60 bytes",
     ]
     assert "plain data: data.position" in shown
-    assert main(["inspect", str(tmp_path / "checkpoints" / "step-00000010")]) == 0
+    assert main(["inspect", str(one.with_name("step-00000010"))]) == 0
     assert "step 10, written by 1 rank, 2 files" in capsys.readouterr().out
 
 
@@ -210,7 +216,7 @@ def test_keys_stay_whole_where_a_program_reads_them(tmp_path, capsys):
     key = "decoder.layers." * 20
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": {key: torch.ones(3)}})
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path / "step-00000001")]) == 0
     assert any(f" model.{key} " in line for line in capsys.readouterr().out.splitlines())
 
 

@@ -23,8 +23,8 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
     With `verify_content` every file of every checkpoint is read and compared with its checksum. Raises
-    ValueError for a path that is none of these, CheckpointError for a damaged checkpoint; of several, the tables say
-    first which are damaged, and what the newest intact one holds.
+    ValueError for a path that is none of these, CheckpointError for a damaged checkpoint. Of several, the table says
+    first which are damaged, and what the newest intact one holds in all; only one alone is listed tensor by tensor.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():
@@ -53,13 +53,15 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     console.print(overview)
     while steps := [step for step in committed_steps(folder) if step not in damaged]:
         with suppress(CheckpointGone):
-            _show_checkpoint(path_of(folder, steps[-1]), False, console)
+            newest = path_of(folder, steps[-1])
+            _show_checkpoint(newest, False, console, lists=False)
+            console.print(f"weft inspect {newest} lists its tensors", highlight=False, markup=False, soft_wrap=True)
             break
     if damaged:
         raise CheckpointError("; ".join(map(str, damaged.values())))
 
 
-def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None:
+def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, lists: bool = True) -> None:
     manifest, metadata = describe(path, content=verify_content)
     tensors = Table(title="tensors", title_justify="left")
     tensors.add_column("key", overflow="fold")
@@ -86,10 +88,11 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console) -> None
         markup=False,
         soft_wrap=True,
     )
-    console.print(tensors)
-    console.print("plain data: " + ", ".join(others), highlight=False, markup=False)
+    if lists:
+        console.print(tensors)
+        console.print("plain data: " + ", ".join(others), highlight=False, markup=False)
     summary = ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items())
-    console.print("in total: " + summary, markup=False)
+    console.print(f"{tensors.row_count:,} tensors: {summary}", highlight=False, markup=False)
 
 
 def _placement(entry: TensorStorageMetadata) -> str:
