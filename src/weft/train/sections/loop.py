@@ -1,4 +1,4 @@
-"""[train]: the loop."""
+"""[train]: the training loop."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""[checkpoint] and [run]: what outlives the processes, and where."""
+"""[checkpoint] and [run]: checkpoints, and the run's directory, loggers and report."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from weft.train.toml_values import nearest, show
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint]: what outlives the processes."""
+    """[checkpoint]: checkpoints on disk and copies in memory."""
 
     every: int = 100
     """Steps between two checkpoints; 0: only at the end and when the run is interrupted."""
@@ -31,7 +31,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """[run]: where the run lives."""
+    """[run]: the run's name, directory, loggers and report."""
 
     directory: str = "runs"
     """Folder of all runs, relative to the working directory."""
