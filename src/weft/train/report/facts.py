@@ -46,7 +46,7 @@ def versions() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the current git repository, with "-dirty" if files are changed; None without a repository."""
+    """Return the commit of the current git repository, with "-dirty" if files have changed; None if there is none."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
