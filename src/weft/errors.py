@@ -69,7 +69,7 @@ class StreamOrderError(WeftError, RuntimeError):
 
 
 class CheckpointError(WeftError, RuntimeError):
-    """A checkpoint could not be written, or one on disk is not what its manifest says."""
+    """A checkpoint could not be written, or a checkpoint on disk does not match its manifest."""
 
 
 class CheckpointGone(CheckpointError):
@@ -103,7 +103,7 @@ class TokensDamaged(WeftError, ValueError):
 
 
 class CheckpointMismatch(WeftError, ValueError):
-    """The checkpoint does not fit what it should be loaded into: keys, shapes or dtypes differ."""
+    """The checkpoint does not fit the state into which it is loaded: keys, shapes or dtypes differ."""
 
 
 class ConversionError(WeftError, ValueError):
@@ -122,7 +122,7 @@ class PatternError(WeftError, ValueError):
 
     @property
     def shown(self) -> str:
-        """The pattern with carets under the offending part, and the rule below."""
+        """The pattern with carets under the offending part, and the rule in the line below."""
         return f"{self.pattern}\n{' ' * self.position}{'^' * max(1, len(self.part))} {self.rule}"
 
     def __reduce__(self) -> tuple:

@@ -6,9 +6,8 @@ Ranks count along these axes, the last one fastest:
     expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is cut over tp (`etp` is `tp`)
                    pp | expert_replicate | expert_shard | ep           experts are whole (`etp` is 1)
 
-Both views cut the same ranks; the expert view only groups them differently. To sharding, context ranks
-are data-parallel ranks: `dense` goes over dp_shard and cp together. Eight ranks with `dp_shard=8, ep=4`, each digit a
-rank:
+Both views contain the same ranks; the expert view groups them differently. For sharding, context-parallel ranks count
+as data-parallel ranks: `dense` spans dp_shard and cp. For example, eight ranks with `dp_shard=8, ep=4`:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
     meshes.ep of rank 5                4 5 6 7      one copy of every expert is spread over these
@@ -66,7 +65,7 @@ class Meshes:
 
 
 def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """The number of ranks of `mesh` along `axes` together."""
+    """Return the number of ranks of `mesh` along `axes` together."""
     return math.prod(mesh.size(axis) for axis in axes)
 
 
@@ -89,12 +88,11 @@ def init_meshes(
     tp: int = 1,
     etp: int | None = None,
 ) -> Meshes:
-    """Lay all ranks out over the axes; collective, every rank calls it with the same sizes.
+    """Build the meshes over all ranks. Collective: every rank passes the same sizes.
 
-    `dp_replicate * dp_shard * cp` counts the ranks over which dense parameters are spread, `dp_shard=-1` takes what the
-    other axes leave, and `ep` divides that count. With `dp_replicate > 1` the expert mesh is 2-D (outer, shard) as the
-    dense one is, as long as `ep` divides `dp_shard * cp`; otherwise an expert group reaches over replicas and the
-    expert mesh is 1-D.
+    Dense parameters are spread over `dp_replicate * dp_shard * cp` ranks; `ep` must divide that number. `dp_shard=-1`
+    uses all ranks that the other axes leave. With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) like the
+    dense one if `ep` divides `dp_shard * cp`; otherwise expert-parallel groups span replicas, and it is 1-D.
 
     `etp`: the number of ranks over which each expert is cut: `tp` (the same as None) or 1. With 1, experts see the
     tokens of all ranks, and `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
@@ -186,7 +184,7 @@ def _world_size() -> int:
 
 
 def _fit(world: int, etp: int, **axes: int) -> int:
-    """Check the sizes against the world and return `dp_shard` with -1 resolved."""
+    """Check the sizes against the world size and return `dp_shard` with -1 resolved."""
     for name, size in axes.items():
         takes_rest = name == "dp_shard" and size == -1
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not takes_rest):

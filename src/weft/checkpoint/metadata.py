@@ -147,7 +147,7 @@ def _are_disjoint(chunks: list[ChunkStorageMetadata]) -> bool:
     for number, (offsets, sizes) in enumerate(filled):
         for others, other_sizes in filled[number + 1 :]:
             if sizes and others[0] >= offsets[0] + sizes[0]:
-                break  # and so do all that follow
+                break  # chunks are sorted: no later one overlaps either
             if all(
                 one < other + its and other < one + own
                 for one, own, other, its in zip(offsets, sizes, others, other_sizes)

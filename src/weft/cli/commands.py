@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 _BESIDE = 10
-"""The niceness of a process that writes the report of a run."""
+"""The niceness of the process that writes a live report."""
 
 
 def config(options: argparse.Namespace) -> int:

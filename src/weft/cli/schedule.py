@@ -37,7 +37,7 @@ def draw(options: argparse.Namespace) -> int:
 
 def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
     """Raise ValueError for tables that take minutes to draw, or whose boxes are smaller than a pixel."""
-    actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # of a rank, or more
+    actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # at least this many on a rank
     wanted = f"--microbatches {options.microbatches}"
     if actions * (options.pp or 1) > _MOST_ACTIONS:
         raise ValueError(

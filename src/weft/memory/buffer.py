@@ -91,7 +91,7 @@ class FlatBuffer:
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
-        """Return a DTensor for each tensor, whose local part is a view. `beyond`: the tensor parallelism of slices."""
+        """Return a DTensor for each tensor, with views as local parts. `beyond`: each tensor's slicing, or None."""
         made = []
         for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)

@@ -185,7 +185,7 @@ class Pool:
         transient.own.untyped_storage().resize_(0)
 
     def _choose_home(self, transient: Transient) -> None:
-        """Make the current stream the home of the slab."""
+        """Make the current stream the owner of the slab."""
         self._home = streams.current(transient.own.device)
 
     def _own_memory(self, transient: Transient) -> torch.Tensor:
@@ -264,7 +264,7 @@ class Pool:
                 storage.resize_(0)  # so that the old and the new slab never exist together
                 storage.resize_(plan.nbytes)
             self.allocations += 1
-            self._slab = self._slab.new_empty(0).set_(storage)  # no memory beside that
+            self._slab = self._slab.new_empty(0).set_(storage)  # keeps the storage, allocates nothing else
         known, self._places = self._places, {}
         self._neighbours.clear()
         for transient in self._met:

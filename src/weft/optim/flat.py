@@ -4,8 +4,8 @@
     ...
     optimizer.step()
 
-Each parameter group of a sharded model is one flat tensor on a rank. An element-wise optimizer does not care where one
-parameter ends and the next begins, so it runs over runs of neighbouring parameters with the same weight decay:
+Each parameter group of a sharded model is one flat tensor on a rank. The borders between parameters do not matter to an
+element-wise optimizer, so it updates runs of adjacent parameters with the same weight decay:
 
     main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
     decay          |  no  |         yes         |  no  |            yes              |  no  |
@@ -205,7 +205,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         run.part(member, state[key]).copy_(value)
 
     def names(self) -> list[list[str]]:
-        """The names of the parameters in each parameter group."""
+        """Return the names of the parameters in each parameter group."""
         of = {id(run.flat): [each.name for each in run.members] for run in self._runs}
         return [[name for flat in group["params"] for name in of[id(flat)]] for group in self.param_groups]
 

@@ -1,11 +1,11 @@
 """Norms over a whole sharded model: sums over this rank's parts, then combined for all units at once.
 
-    the unit's mesh                         who holds an element                     its share in a rank's sum
+    the unit's mesh                         holders of an element                    its share in a rank's sum
     --------------------------------------  ---------------------------------------  -------------------------
     that of the model, cut over all axes    one rank                                 all of it
     that of the model, replicated           one rank of each replica                 1 / replicas
     some of the model's ranks: experts      as above; other ranks, other experts     1 / replicas there
-    and tensor parallel beside it           as above, per slice                      the same, then over slices*
+    with tensor parallelism in addition     as above, per slice                      the same, then over slices*
     whole experts on tensor-parallel ranks  as above; other ranks, other experts     the same, then over those ranks
 
 *   if the slices are on ranks outside of the model's mesh; slices of experts are on ranks of the model's mesh.
@@ -119,7 +119,7 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """The number of ranks in the sum that hold the same elements of `group`."""
+        """Return the number of ranks in the sum that hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
@@ -127,11 +127,11 @@ class ModelRanks:
         """Return the group of `slices`; None if `combine` sums over its ranks anyway, as it does for experts."""
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
-        # Expert-parallel ranks may cross the model's mesh, and be a part only of the tensor-parallel ones.
+        # With expert parallelism, `slices` may cross the model's mesh and have only some of the tensor-parallel ranks.
         return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce small `values` in place over the ranks."""
+        """All-reduce small `values` in place over the ranks; return them."""
         for axis in self.axes:
             reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values
@@ -239,7 +239,7 @@ def _shares(
 
 
 def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[torch.Tensor]:
-    """The gradients of parameters that are in no group."""
+    """Return the gradients of parameters that are in no group."""
     found = {
         id(parameter): parameter
         for module in model.modules()
@@ -266,7 +266,7 @@ def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]
     device = parts[0][0].group.device
     locals_, shares, present = [], [], []
     for (record, tensor), own in zip(parts, of_parts):
-        # A slice group that does not hold slices of this tensor will count it as often as it has ranks.
+        # A slice group without slices of this tensor counts it once per rank.
         repeated = math.prod(each.size() for each in slices if each is not own)
         here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device)
         locals_.append(here.abs() if here.is_complex() else here)

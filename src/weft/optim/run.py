@@ -31,7 +31,7 @@ class FlatParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the run's parameters as one tensor over all ranks; None where none of them has one."""
+        """The gradients of the run's parameters as one tensor over all ranks; None if none of them has one."""
         run = self._run()
         return run.gradient if run is not None else None
 
@@ -54,7 +54,7 @@ class Member(NamedTuple):
 
 
 class FlatRun:
-    """Members `[first, last]` of a group as one flat parameter that shares their memory."""
+    """Adjacent members of a group as one flat parameter that shares their memory."""
 
     def __init__(self, group: ParameterGroup, members: Sequence[Member]) -> None:
         """`members`: adjacent parameters of `group`."""

@@ -55,18 +55,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. Its sections are the tables of the TOML file."""
+    """The configuration of a run. Its sections are the tables of the TOML file."""
 
     model: HybridConfig | OwnModelConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
     """The model: the fields of `weft.models.HybridConfig`, or with `model.factory` those of `OwnModelConfig`."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The text."""
+    """The training and validation data."""
     train: LoopConfig = field(default_factory=LoopConfig)
-    """Steps and batches."""
+    """Steps, batches and precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW."""
+    """The optimizer and its options."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate over the steps."""
+    """The learning rate over the steps."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     """How the model is spread over the ranks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

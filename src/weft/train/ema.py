@@ -42,7 +42,7 @@ class WeightAverage:
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: the averages were filled in place."""
+        """Do nothing: the averages were filled in place."""
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

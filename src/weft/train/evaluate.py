@@ -117,7 +117,7 @@ def evaluate(
     state: dict[str, Any] = {"model": ModelState(task.model)}
     buffers = Buffers(task.model, config.train.buffers)
     if buffers.are_saved and isinstance(config.model, OwnModelConfig):
-        state["buffers"] = buffers  # those of rank 0
+        state["buffers"] = buffers  # loads the buffers of rank 0
     averages = WeightAverage(task.model, config.train.ema_decay) if average else None
     if averages is not None:
         state["ema"] = averages

@@ -7,14 +7,14 @@ from typing import Any
 
 @dataclass
 class Position:
-    """Counts that continue after a resume."""
+    """Counts and losses that continue after a resume."""
 
     step: int = 0
     """The number of completed optimizer steps."""
     tokens: int = 0
     """The number of training tokens seen, over all ranks."""
     seconds: float = 0.0
-    """Time spent in training steps."""
+    """The seconds spent in training steps."""
     validation_loss: float | None = None
     """The newest validation loss: nats per byte if the text's bytes are known, else the loss itself."""
     best_loss: float | None = None

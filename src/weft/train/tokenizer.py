@@ -1,4 +1,4 @@
-"""Text to tokens: bytes as they are, or a Hugging Face tokenizer.json."""
+"""Tokenizers: one token per byte, or a Hugging Face tokenizer.json."""
 
 import hashlib
 from pathlib import Path

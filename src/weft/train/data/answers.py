@@ -36,11 +36,11 @@ class Answered:
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.documents`."""
+        """Return document numbers as `Sequences.documents`."""
         return self.sequences.documents(self.numbers[indices])
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.labels`."""
+        """Return numbers of labels as `Sequences.labels`."""
         learnt = self.rows(indices)[:, 1:] >= 0
         if self.apart:
             numbers = self.documents(indices)

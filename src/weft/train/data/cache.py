@@ -41,7 +41,7 @@ class Part:
     """The training or validation tokens of a text."""
 
     tokens: np.ndarray
-    """1-D, unsigned."""
+    """The tokens, 1-D, unsigned integers."""
     starts: np.ndarray
     """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""

@@ -42,7 +42,7 @@ class ConversationTokenizer:
         return marked(tokens, labelled, self.tokens)
 
     def prompt(self, text: str) -> np.ndarray:
-        """See `weft.train.tokenizer.Tokenizer`."""
+        """Return the tokens of a text to be continued, with the special tokens that precede a text."""
         return self.tokenizer.prompt(text)
 
     def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
@@ -55,5 +55,5 @@ class ConversationTokenizer:
         return tokens, written
 
     def decode(self, tokens: np.ndarray) -> str:
-        """See `weft.train.tokenizer.Tokenizer`."""
+        """Return the text of tokens, marked or not."""
         return self.tokenizer.decode(np.asarray(tokens) % self.tokens)

@@ -24,7 +24,7 @@ from weft.train.files import parse_json
 from weft.train.sections import DataConfig
 
 File = tuple[str, int, int]
-"""Path, size, modification time in ns."""
+"""(path, size in bytes, modification time in ns)."""
 
 PATTERNS = {"jsonl": ("*.jsonl",), "messages": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
 """The patterns of files to take from folders, unless `data.include` is set."""

@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch's profiler, and the number of operations of a step."""
+"""Traces of a few steps by torch's profiler, and a count of the operations of a step."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -88,4 +88,4 @@ _ATTENTION: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Operators that torch does not count."""
+"""FLOP counts of operators that torch does not count."""

@@ -36,7 +36,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Add facts to those on disk."""
+    """Add `facts` to the file, in place of older ones with the same names."""
     replace_text(folder / FILE, json.dumps({**read_facts(folder), **facts}, indent=1) + "\n")
 
 

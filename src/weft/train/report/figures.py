@@ -47,7 +47,7 @@ POINTS = 1200
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:
     """Return the bytes of a picture, `kind` "svg" or "png". `size` is in inches (for PNG, at 150 dots per inch)."""
     style: dict[Any, Any] = {
-        "svg.fonttype": "path",  # the same letters with any installed fonts
+        "svg.fonttype": "path",  # letters look the same with any installed fonts
         "svg.hashsalt": "weft",
         "font.family": "DejaVu Sans",
         "font.size": 10,
@@ -126,7 +126,7 @@ def loss(
             )
         for name, value in baselines.items():
             axes.axhline(value, color=theme.quiet, linewidth=1.4, linestyle=(0, (4, 3)), label=f"{name}  {value:.3f}")
-        figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)  # never over a curve
+        figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)  # covers no curve
 
     return draw
 
@@ -243,7 +243,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
         if len(known):
             places += sorted({start + known[part[known].argmin()], start + known[part[known].argmax()]})
         else:
-            places.append(start)  # a gap stays one
+            places.append(start)  # keep gaps
     return steps[places], values[places]
 
 

@@ -11,8 +11,9 @@ takes longer than the limit counts as a hang. A rank without progress for longer
 
 The hang detector of the engine (`weft.comm.watch`) is a separate thread, which tells this one what a rank waits for. It
 needs the job's store, because programs without a run have no other connection, and a request to a store whose host is
-stopped never returns. The watchdog must end the process in that case, so it is another thread without the store. The
-first rank that knows the cause sends it to the others, so that the user reads one line; so does a rank that fails.
+stopped never returns. The watchdog must end the process in that case, so it is another thread that does not use the
+store. The first rank that knows the cause sends it to the others, so that the user reads one line. A rank that fails
+does the same.
 """
 
 import os
@@ -36,7 +37,7 @@ _MOMENT_S = 2.0
 _GRACE_S = 3.0
 """Seconds that a rank has to end after another one has sent why it failed; then the watchdog ends it."""
 _COMPUTES = 0.01
-"""The fraction of CPU time above which a thread counts as computing. A thread that polls takes a tenth of that."""
+"""The fraction of a core above which a thread counts as computing. A thread that polls takes a tenth of that."""
 _COLLECTIVE = (
     os.path.join("torch", "distributed"),
     os.path.join("weft", "comm"),

@@ -34,7 +34,7 @@ class OptimizerConfig:
     options: dict = field(default_factory=dict)
     """Other options of the class, as a table: {momentum = 0.9, nesterov = true}."""
     flat: bool = False
-    """Step a few flat tensors in place of each parameter (`weft.optim.flat`): the same numbers, fewer kernels."""
+    """Update a few flat tensors instead of each parameter (`weft.optim.flat`): same results, fewer kernels."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
     """With "Muon": patterns of names whose matrices AdamW steps."""
 

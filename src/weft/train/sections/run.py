@@ -17,7 +17,7 @@ class CheckpointConfig:
     keep: int = 3
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Save after each validation that is better than all before, and keep the best checkpoint beside the newest."""
+    """Save after each validation that is better than all before, and keep the best checkpoint too."""
     asynchronous: bool = True
     """Write while training continues."""
     memory_every: int = 0
@@ -36,7 +36,7 @@ class RunConfig:
     directory: str = "runs"
     """Folder of all runs, relative to the working directory."""
     name: str = "default"
-    """The run's own folder in it."""
+    """Name of the run, and of its folder in `directory`."""
     resume: bool = False
     """Resume from the newest intact checkpoint of the newest run of that name."""
     patience: float = 1800.0

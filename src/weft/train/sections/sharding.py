@@ -38,7 +38,7 @@ class ShardingConfig:
     prefetch_bytes: int | None = None
     """Bytes of weights that may be gathered ahead; unset: the next unit."""
     bucket_bytes: int | None = None
-    """Neighbouring units up to this many bytes are gathered in one message; 0: each by itself; unset: weft chooses."""
+    """Neighbouring units up to this many bytes are gathered in one message; 0: each separately; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
     """Units whose partial gradients may be alive at once; with 1, reductions do not overlap computation."""
     separate_all_gather_group: bool = False
