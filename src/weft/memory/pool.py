@@ -209,7 +209,7 @@ class Pool:
             rival.live_in(rival.own)
 
     def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
-        """End a step in which all buffers were given back. Makes a new plan if the plan does not cover the step.
+        """End a step, and make a new plan if the plan does not cover it. Does nothing while a buffer is alive.
 
         `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet.
         """
@@ -230,7 +230,7 @@ class Pool:
         self._adopt(plan)
 
     def foresee(self, together: Iterable[Sequence[Transient]]) -> None:
-        """Make a plan, if necessary, in which the buffers of each set may be alive together. No buffer may be alive."""
+        """Plan for sets of buffers that will be alive together, if necessary. Does nothing while a buffer is alive."""
         if not self.planned or self._alive or any(each.is_fixed() for each in self._met):
             return
         for alive in together:

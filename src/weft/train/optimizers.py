@@ -2,7 +2,7 @@
 
     name                      updates
     of torch.optim            every parameter; with `flat`, a few flat tensors
-        "Muon"                    matrices of layers, each whole on one rank; AdamW updates the others
+    "Muon"                    matrices of layers, each whole on one rank; AdamW updates the others
     "package.module:Class"    every parameter
 
 Weight decay applies to matrices only, not to norms and biases.

@@ -23,7 +23,7 @@ from torch import Tensor
 CLOSE = 1e-7
 """The largest relative difference that counts as rounding: runs are in fp64, but a few sums are in fp32."""
 _SHOWN = 6
-"""The most names in a line."""
+"""The largest number of names in a line."""
 
 
 @dataclass(frozen=True)

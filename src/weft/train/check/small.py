@@ -18,7 +18,7 @@ from weft.train.config import ShardingConfig, TrainConfig
 from weft.train.errors import ConfigError
 
 _FEW = 8
-"""The most ranks with which all axes stay as they are."""
+"""The largest number of ranks with which all axes keep their sizes."""
 _WIDTHS = {
     "head_dim": (8, 16, 32),
     "hidden_size": (16, 32, 64),
@@ -195,7 +195,7 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
 
 
 def _with_fewer_rows(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return `config` with the fewest microbatches, at least two, that its schedule takes, and short even rows."""
+    """Return `config` with short rows that all axes divide, and the fewest microbatches (at least 2) that fit."""
     sharding, dp = config.sharding, data_ranks(config, ranks)
     unit = 2 * sharding.cp * sharding.tp
     length = unit * -(-24 // unit)

@@ -2,7 +2,7 @@
 
 The process that starts the ranks creates the folder and removes it when it ends. So the folder survives every rank:
 
-        /dev/shm/weft-4711-x2f1a0b9/      4711: the id of the process that starts the ranks
+    /dev/shm/weft-4711-x2f1a0b9/      4711: the id of the process that starts the ranks
         step-00000013/                a checkpoint as on disk, with a checksum for each block
 """
 

@@ -2,11 +2,11 @@
 
 runs/stdlib/          the first run named "stdlib"
 runs/stdlib-2/        the second one
-        config.toml       the complete configuration
+    config.toml       the complete configuration
     metrics.jsonl
     checkpoints/
-        logs/             output of ranks that do not write to the terminal
-        origin/           other files of a loaded model: config.json, tokenizer, generation settings
+    logs/             output of ranks that do not write to the terminal
+    origin/           other files of a loaded model: config.json, tokenizer, generation settings
 """
 
 import re
