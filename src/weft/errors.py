@@ -4,7 +4,7 @@
 
     try:
         train()
-    except CollectiveMismatch as error:  # the message names ranks, units and call sites
+    except CollectiveMismatch as error:  # the message names the ranks and units
         ...
 
     raised by            a ValueError: what was given is wrong      a RuntimeError: something went wrong
